@@ -1,0 +1,386 @@
+"""The optimizer update in readable torch ops: the definition that every faster kernel must equal.
+
+[Note: Arithmetic]
+Every result is fixed by a written sequence of operations on float32, each rounded once, to
+nearest, ties to even: + - x / of two operands, and the square root. Nothing is contracted: no
+`alpha=`, lerp, addcmul, addcdiv, pow or foreach, which round once where the sequence rounds twice.
+Scalars are computed in float64 and rounded once to 0-d tensors on the device of the data (a divisor
+that is a number or lives on another device may become a multiplication by its reciprocal).
+Subnormal numbers count: the calling thread must not flush them (FTZ, DAZ). Under these rules block
+size, slicing, threads, instruction set and device cannot change a bit. One thing is left open, as
+IEEE 754 does: the sign and payload of a NaN among float32 values. (A bfloat16 weight that becomes
+NaN is always 0x7FC0: see `split`.)
+
+[Note: Square root]
+torch's float32 sqrt on a CPU is wrong in the last place for 17% of inputs, and its float64 sqrt is
+a threaded library call: with more than one thread each call waits for threads of its own, which on
+a busy machine costs a scheduling quantum per block. `1 / (1 / sqrt(x))` in float64, rounded to
+float32, is the correctly rounded float32 square root, and both its ops are plain vector loops. Why:
+scale x so that float32 square roots are the even integers below 2**25 and the midpoints between
+them the odd integers M. x is then an integer other than M*M, so sqrt(x) differs from M by at least
+1 / (2 * M*M) > 2**-51 of itself, whereas three float64 roundings err by less than
+3 * 2**-53 < 2**-51 of it: no midpoint is crossed. (Zero, infinity, and every subnormal, which is
+normal in float64, come out right by themselves.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpu_adam.formats import StateFormat
+
+BLOCK_ELEMENTS = 32 * 1024
+"""Elements updated at a time on a CPU: a block and its temporaries stay in a core's cache, and
+torch runs ops of this size on the calling thread alone."""
+DEVICE_BLOCK_ELEMENTS = 4 * 1024 * 1024
+"""Elements updated at a time on any other device: enough to hide the launch of an op."""
+SUM_BLOCK_ELEMENTS = 1024
+"""Elements of one inner tree of `sum_of_squares`. Part of its definition."""
+
+_GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_CANONICAL_NAN = 0x7FC0  # bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamHyper:
+    """The hyper-parameters of one parameter group, frozen for one step.
+
+    Raises ValueError for values with which no step is defined.
+    """
+
+    lr: float
+    """Learning rate."""
+    beta1: float
+    """Decay of the first moment per step, in [0, 1)."""
+    beta2: float
+    """Decay of the second moment per step, in [0, 1)."""
+    eps: float
+    """Added to the root of the second moment after its bias was corrected."""
+    weight_decay: float
+    """Strength of the weight decay; 0 for none."""
+    decoupled: bool
+    """True for AdamW (the weight shrinks by lr * weight_decay), False for Adam with an L2 term."""
+    maximize: bool = False
+    """Whether to climb instead of descend."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf:
+                raise ValueError(_refusal(f"{name}={value}", "a finite number, 0 or more"))
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            if not 0.0 <= value < 1.0:
+                raise ValueError(_refusal(f"{name}={value}", "a number from 0 up to but below 1"))
+
+
+def _refusal(found: str, asked: str) -> str:
+    return (
+        f"asked for {asked}; found {found}; likely cause: a wrong value in a parameter group or a "
+        f"scheduler; try: print optimizer.param_groups before the step"
+    )
+
+
+def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tensor]:
+    """Typed views of the slots of a record, by slot name; nothing is copied.
+
+    record: uint8, 1-D, contiguous, at least `format.record_bytes(elements)` long (padding may
+    follow). Each view is 1-D of `elements` items. Raises ValueError if the record is anything else.
+    """
+    need = format.record_bytes(elements)
+    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+        raise ValueError(
+            f"asked for the slots of a record, a contiguous 1-D uint8 tensor; found {record.dtype} "
+            f"of shape {tuple(record.shape)}; likely cause: a typed or strided view was passed; "
+            f"try: pass the bytes, tensor.view(torch.uint8)"
+        )
+    if record.numel() < need:
+        raise ValueError(
+            f"asked for a {format.name} record of {elements} elements, {need} bytes; found "
+            f"{record.numel()} bytes; likely cause: another chunk size or state format wrote it; "
+            f"try: size it with StateFormat.record_bytes"
+        )
+    found: dict[str, Tensor] = {}
+    for slot, offset in zip(format.slots, format.slot_offsets(elements)):
+        raw = record[offset : offset + elements * slot.bytes_per_element]
+        found[slot.name] = raw.view(getattr(torch, slot.dtype))
+    return found
+
+
+@torch.no_grad()
+def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
+    """Write a float32 `master` as the bfloat16 `weight` that is served and an int16 `residue`.
+
+    All of one shape; `weight` and `residue` are overwritten, `master` is kept. With `bits` the bits
+    of the master and integers modulo 2**32,
+
+        weight = (bits + 0x8000) >> 16        residue = bits - (weight << 16)
+
+    which rounds to nearest, ties away from zero, and lies in -0x8000 ... 0x7FFF. A finite master
+    from 0x7F7F8000 up rounds to an infinite weight with a negative residue, and still comes back.
+    Infinity has residue 0. A NaN, whatever its sign and payload, is weight 0x7FC0 and residue 0
+    (the formula would carry it into infinity or zero). `join` is the inverse.
+    """
+    _check_parts(weight, residue, master)
+    _split(master, weight, residue, torch.empty_like(master, dtype=torch.int32))
+
+
+def _split(master: Tensor, weight: Tensor, residue: Tensor, scratch: Tensor) -> None:
+    bits = master.view(torch.int32)
+    high = weight.view(torch.int16)
+    torch.add(bits, 0x8000, out=scratch)
+    high.copy_(scratch.bitwise_right_shift_(16))
+    residue.copy_(bits)  # keeps the low 16 bits, which is bits - (high << 16)
+    if _may_hold_nan(master):
+        nan = master.isnan()
+        high.masked_fill_(nan, _CANONICAL_NAN)
+        residue.masked_fill_(nan, 0)
+
+
+@torch.no_grad()
+def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
+    """The float32 master of a bfloat16 `weight` and its int16 `residue`, all of one shape.
+
+    With integers modulo 2**32, bits = (weight << 16) + residue. Where these bits are those of a NaN
+    (exponent all ones, fraction not zero) the residue is ignored: bits = weight << 16.
+
+    Of such pairs `split` writes only the NaN weight with residue 0; others arise when a weight is
+    edited and its residue is not (see `rebase`): a zero with a negative residue decodes as that
+    zero, an infinity with a positive one as that infinity. So only a NaN weight decodes as NaN.
+    """
+    _check_parts(weight, residue, out)
+    master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
+    bits = master.view(torch.int32)
+    bits.copy_(weight.view(torch.int16)).mul_(1 << 16).add_(residue)
+    if _may_hold_nan(master):
+        torch.where(master.isnan(), weight.float(), master, out=master)
+    return master
+
+
+@torch.no_grad()
+def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
+    """Zero the residue, in place, of each element whose weight bits changed.
+
+    The edited weight is then the master; an element written with the bits that it had keeps its
+    residue. weight_old, weight_new: bfloat16; residue: int16; all of one shape.
+    """
+    _check_parts(weight_old, residue)
+    _check_parts(weight_new, residue)
+    changed = weight_old.view(torch.int16) != weight_new.view(torch.int16)
+    residue.masked_fill_(changed, 0)
+
+
+def _check_parts(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
+    """Raise ValueError unless these are the parts of a split master, of one shape."""
+    want = [(weight, torch.bfloat16), (residue, torch.int16)]
+    if master is not None:
+        want.append((master, torch.float32))
+    if any(x.dtype != dtype or x.shape != weight.shape for x, dtype in want):
+        raise ValueError(
+            "asked for parts of one shape: bfloat16 weight, int16 residue, float32 master; found "
+            + ", ".join(f"{x.dtype} {tuple(x.shape)}" for x, _ in want)
+            + "; likely cause: arguments in another order; try: name them"
+        )
+
+
+def _may_hold_nan(x: Tensor) -> bool:
+    """False where NaN handling can be skipped. Looks on a CPU only: elsewhere a look is a wait."""
+    if x.device.type != "cpu":
+        return True
+    return x.numel() > 0 and math.isnan(x.amax().item())  # the maximum propagates NaN
+
+
+class _Factors:
+    """The scalars of one step, each computed in float64 and rounded once, to 0-d float32."""
+
+    def __init__(self, hyper: AdamHyper, step: int, scale: float, device: torch.device) -> None:
+        def rounded(value: float) -> Tensor:
+            return torch.full((), value, dtype=torch.float32, device=device)
+
+        decay = hyper.weight_decay
+        self.scale = rounded(scale) if scale != 1.0 else None
+        self.maximize = hyper.maximize
+        self.decay_l2 = rounded(decay) if decay != 0.0 and not hyper.decoupled else None
+        self.rest1 = rounded(1.0 - hyper.beta1)
+        self.beta2, self.rest2 = rounded(hyper.beta2), rounded(1.0 - hyper.beta2)
+        self.correction2 = rounded(math.sqrt(1.0 - hyper.beta2**step))
+        self.eps = rounded(hyper.eps)
+        self.shrink = rounded(1.0 - hyper.lr * decay) if decay != 0.0 and hyper.decoupled else None
+        self.step_size = rounded(hyper.lr / (1.0 - hyper.beta1**step))
+
+
+class _Scratch:
+    """The temporaries of one block: 24 bytes per element."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self.elements = elements
+        self.master = torch.empty(elements, dtype=torch.float32, device=device)
+        self.gradient = torch.empty_like(self.master)
+        self.term = torch.empty_like(self.master)
+        self.bits = torch.empty_like(self.master, dtype=torch.int32)
+        self.wide = torch.empty_like(self.master, dtype=torch.float64)
+
+
+@torch.no_grad()
+def update(
+    weight: Tensor,
+    gradient: Tensor,
+    record_views: Mapping[str, Tensor],
+    hyper: AdamHyper,
+    *,
+    step: int,
+    gradient_scale: float = 1.0,
+    format: StateFormat,
+) -> None:
+    """One step of AdamW (arXiv 1711.05101) or Adam (arXiv 1412.6980) on a span, in place.
+
+    weight: 1-D, of `format.weight_dtype`. gradient: 1-D bfloat16, float16 or float32, never
+    written. record_views: one 1-D tensor for each slot of `format`, by name. All of one length and
+    on one device; slices of a chunk are welcome, as elements do not depend on each other. step: the
+    number of this step, from 1. gradient_scale: what the gradient is multiplied by (unscale, clip).
+
+    With p the float32 master (`join` of weight and residue, or the weight itself), t the step, and
+    each operation rounded once to float32 as in [Note: Arithmetic]:
+
+        g = float32(gradient)
+        g = g * gradient_scale                      unless the scale is 1
+        g = -g                                      if maximize
+        g = g + weight_decay * p                    if L2 decay
+        m = m + (1 - beta1) * (g - m)
+        v = beta2 * v + (1 - beta2) * (g * g)
+        d = sqrt(v) / sqrt(1 - beta2**t) + eps
+        p = p * (1 - lr * weight_decay)             if decoupled decay
+        p = p - (lr / (1 - beta1**t)) * (m / d)
+
+    and p is written back (`split`). Raises ValueError if shapes, dtypes or the step do not fit.
+    """
+    slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
+    _check_span(weight, gradient, slots, format, step)
+    elements = weight.numel()
+    if elements == 0:
+        return
+    device = weight.device
+    factors = _Factors(hyper, step, gradient_scale, device)
+    block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
+    scratch = _Scratch(block, device)
+    names = [slot.name for slot in format.slots]
+    for w, g, *states in zip(*(_pieces(x, block) for x in (weight, gradient, *slots))):
+        if w.numel() != scratch.elements:
+            scratch = _Scratch(w.numel(), device)
+        state = dict(zip(names, states))
+        residue = state.get("residue")
+        master = w if residue is None else join(w, residue, out=scratch.master)
+        _update_block(master, g, state["exp_avg"], state["exp_avg_sq"], factors, scratch)
+        if residue is not None:
+            _split(master, w, residue, scratch.bits)
+
+
+def _update_block(p: Tensor, g: Tensor, m: Tensor, v: Tensor, f: _Factors, s: _Scratch) -> None:
+    """The written sequence of `update` on one block, one torch op per operation."""
+    if g.dtype != torch.float32:
+        g = s.gradient.copy_(g)
+    if f.scale is not None:
+        g = torch.mul(g, f.scale, out=s.gradient)
+    if f.maximize:
+        g = torch.neg(g, out=s.gradient)
+    if f.decay_l2 is not None:
+        g = torch.add(g, torch.mul(p, f.decay_l2, out=s.term), out=s.gradient)
+    m.add_(torch.sub(g, m, out=s.term).mul_(f.rest1))
+    v.mul_(f.beta2).add_(torch.mul(g, g, out=s.term).mul_(f.rest2))
+    denominator = _square_root(v, s.wide, out=s.term).div_(f.correction2).add_(f.eps)
+    ratio = torch.div(m, denominator, out=s.term)
+    if f.shrink is not None:
+        p.mul_(f.shrink)
+    p.sub_(ratio.mul_(f.step_size))
+
+
+def _square_root(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
+    """The correctly rounded float32 square root, by float64 scratch: see [Note: Square root]."""
+    return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())
+
+
+def _check_span(
+    weight: Tensor, gradient: Tensor, slots: list[Tensor], format: StateFormat, step: int
+) -> None:
+    """Raise ValueError unless the arguments of `update` fit each other."""
+    if step < 1:
+        raise ValueError(_refusal(f"step={step}", "the number of a step, counted from 1"))
+    dtypes = [format.weight_dtype, *(slot.dtype for slot in format.slots)]
+    tensors = [weight, *slots]
+    fits = len(tensors) == len(dtypes) and gradient.dtype in _GRADIENT_DTYPES
+    fits = fits and all(x.dtype == getattr(torch, dtype) for x, dtype in zip(tensors, dtypes))
+    if not fits or weight.dim() != 1 or any(x.shape != weight.shape for x in (gradient, *slots)):
+        raise ValueError(
+            f"asked for a {format.name} update of 1-D tensors of one length: weight and slots of "
+            f"{dtypes} and a bfloat16, float16 or float32 gradient; found weight and slots "
+            f"{[(str(x.dtype), tuple(x.shape)) for x in tensors]}, gradient {gradient.dtype} "
+            f"{tuple(gradient.shape)}; likely cause: a record of another format or span; try: take "
+            f"the slots from cpu_adam.views and slice every argument alike"
+        )
+
+
+@torch.no_grad()
+def accumulate(into: Tensor, gradient: Tensor) -> None:
+    """into += gradient, in place, with one rounding to the dtype of `into`.
+
+    Of one shape. into: float32 (gradient bfloat16, float16 or float32) or bfloat16 (gradient
+    bfloat16: the float32 sum of two bfloat16 numbers is wide enough for its rounding to be that of
+    the exact sum). Raises ValueError for anything else. Equals torch's `into.add_(gradient)`.
+    """
+    fits = into.dtype == torch.float32 and gradient.dtype in _GRADIENT_DTYPES
+    fits = fits or (into.dtype == torch.bfloat16 and gradient.dtype == torch.bfloat16)
+    if not fits or into.shape != gradient.shape:
+        raise ValueError(
+            f"asked to accumulate into float32, or bfloat16 into bfloat16, of one shape; found "
+            f"{gradient.dtype} {tuple(gradient.shape)} into {into.dtype} {tuple(into.shape)}; "
+            f"likely cause: gradients of another dtype than their buffer; try: float32 buffers"
+        )
+    into.add_(gradient)
+
+
+@torch.no_grad()
+def sum_of_squares(gradient: Tensor) -> float:
+    """The sum of the squares of a gradient, in float64 and in a fixed order.
+
+    gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
+    squared in float64, which is exact. The squares, zero-padded, are cut into blocks of 1024; a
+    block is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2 sums until
+    one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
+    padding would not change the sum.) The sum of no elements is 0. NaN and
+    infinity propagate. Raises ValueError for other dtypes.
+    """
+    if gradient.dtype not in _GRADIENT_DTYPES:
+        raise ValueError(
+            f"asked for the sum of squares of a bfloat16, float16 or float32 tensor; found "
+            f"{gradient.dtype}; likely cause: not a gradient; try: convert it with .float()"
+        )
+    flat = gradient.reshape(-1)
+    blocks = -(-flat.numel() // SUM_BLOCK_ELEMENTS)
+    padded = 1 << max(blocks - 1, 0).bit_length()
+    sums = torch.zeros(padded, dtype=torch.float64, device=flat.device)
+    piece = BLOCK_ELEMENTS if flat.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    pieces = _pieces(flat, piece) if blocks else ()
+    for part, part_sums in zip(pieces, _pieces(sums, piece // SUM_BLOCK_ELEMENTS)):
+        rows = -(-part.numel() // SUM_BLOCK_ELEMENTS)
+        wide = torch.zeros(rows * SUM_BLOCK_ELEMENTS, dtype=torch.float64, device=flat.device)
+        wide[: part.numel()].copy_(part)
+        part_sums[:rows].copy_(_halving_tree(wide.mul_(wide).view(rows, SUM_BLOCK_ELEMENTS)))
+    return float(_halving_tree(sums).item())
+
+
+def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:
+    """Views of a 1-D tensor, `elements` long but for the last."""
+    return x.split(elements)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _halving_tree(x: Tensor) -> Tensor:
+    """Sum the last dimension, a power of two long: its lower half plus its upper half, repeated."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
