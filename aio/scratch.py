@@ -1,0 +1,158 @@
+"""Files that leave nothing behind: unnamed from the start, their space reserved, O_DIRECT."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+
+from aio.errors import os_error
+from aio.file import Backend, File
+from aio.system import ALIGN_BYTES, IO, MEMORY_FILE_SYSTEMS
+
+_O_TMPFILE = getattr(os, "O_TMPFILE", 0)
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_RETRIES_MAX = 64
+_FILL_BYTES = 4 << 20
+
+
+def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend) -> File:
+    """A new unnamed file of `bytes` (rounded up to 4096), all of them reserved, mode 0600.
+
+    It is O_TMPFILE where the file system has that, else created and unlinked at once: it is gone
+    when the last descriptor is, however the process ends. O_DIRECT where there is a disk that
+    takes it; `File.direct` and `File.notice` tell.
+
+    Args:
+        directory: where; any number of files and processes may share it.
+        bytes: size of the file, positive.
+        pool: what moves the bytes.
+
+    Raises:
+        OSError: the directory is missing, is none, or cannot be written; the space is not there
+            (errno, path, bytes asked and free). Nothing is left behind.
+        ValueError: `bytes` is not positive.
+    """
+    if bytes <= 0:
+        raise ValueError(f"scratch file of {bytes} bytes: the size must be positive")
+    pool.check_process()
+    folder = os.path.abspath(os.fspath(directory))
+    size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
+    asked = f"scratch file of {size} bytes"
+    io = pool.io
+    try:
+        fd = _open_unnamed(io, folder)
+    except OSError as error:
+        free = io.free_bytes(folder)
+        raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
+    try:
+        try:
+            filled = _reserve(io, fd, size)
+            direct, notice = _turn_direct_on(io, fd)
+        except OSError as error:
+            free = io.free_bytes(folder)
+            raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
+        path = os.path.join(folder, "(unnamed scratch file)")
+        return File(pool, fd, path, size, direct, _join(notice, filled, folder))
+    except BaseException:
+        io.close(fd)
+        raise
+
+
+def _open_unnamed(io: IO, folder: str) -> int:
+    if _O_TMPFILE:
+        try:
+            return io.open(folder, _O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+    name = os.path.join(folder, f".aio-{os.getpid()}-{secrets.token_hex(8)}")
+    fd = io.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    try:
+        io.unlink(name)
+    except BaseException:
+        io.close(fd)
+        raise
+    return fd
+
+
+def _reserve(io: IO, fd: int, size: int) -> bool:
+    """Makes `size` bytes of the file really there. True where that took writing zeros."""
+    free = io.free_bytes(fd)
+    if free is not None and size > free:  # at once, instead of filling a shared drive first
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for _ in range(_RETRIES_MAX):
+        try:
+            io.fallocate(fd, 0, size)
+        except InterruptedError:
+            continue
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+            break
+        return False
+    _fill(io, fd, size)
+    return True
+
+
+def _fill(io: IO, fd: int, size: int) -> None:
+    with mmap.mmap(-1, _FILL_BYTES) as zeros, memoryview(zeros) as view:
+        at = idle = 0
+        while at < size:
+            count = 0
+            try:
+                count = io.pwritev(fd, [view[: min(_FILL_BYTES, size - at)]], at)
+            except (InterruptedError, BlockingIOError):
+                if idle >= _RETRIES_MAX:
+                    raise
+            at += count
+            idle = 0 if count else idle + 1
+            if idle > _RETRIES_MAX:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def _turn_direct_on(io: IO, fd: int) -> tuple[bool, str | None]:
+    """Whether O_DIRECT is on, and the reason where it is not.
+
+    The system's word is not enough: tmpfs takes the flag and ignores it, and some file systems
+    take the flag and refuse the transfer, so one block is written to see.
+    """
+    kind = io.file_system(fd)
+    if kind in MEMORY_FILE_SYSTEMS:
+        return False, f"is on {kind}, which is memory and not a disk"
+    try:
+        io.set_direct(fd, True)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        return False, f"is on {kind}, which has no O_DIRECT"
+    try:
+        _probe(io, fd)
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+        io.set_direct(fd, False)
+        return False, f"is on {kind}, which refuses O_DIRECT transfers of {ALIGN_BYTES} bytes"
+    return True, None
+
+
+def _probe(io: IO, fd: int) -> None:
+    with mmap.mmap(-1, ALIGN_BYTES) as block, memoryview(block) as view:
+        for attempt in range(_RETRIES_MAX):
+            try:
+                io.pwritev(fd, [view], 0)
+                return
+            except (InterruptedError, BlockingIOError):
+                if attempt == _RETRIES_MAX - 1:
+                    raise
+
+
+def _join(notice: str | None, filled: bool, folder: str) -> str | None:
+    parts = []
+    if notice is not None:
+        parts.append(f"{notice}: transfers are buffered and take memory of the page cache")
+    if filled:
+        parts.append("is on a file system that cannot reserve space: zeros were written instead")
+    return f"the scratch file in {folder} {' and '.join(parts)}." if parts else None

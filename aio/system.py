@@ -1,0 +1,138 @@
+"""The operating system's file calls behind one interface, so that tests can put faults there."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+ALIGN_BYTES = 4096
+"""O_DIRECT asks this of addresses, lengths and offsets; no drive in use asks more."""
+
+MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
+"""File systems without a disk: O_DIRECT means nothing there, though some kernels accept it."""
+
+_FILE_SYSTEMS = {
+    0x01021994: "tmpfs",
+    0x858458F6: "ramfs",
+    0x958458F6: "hugetlbfs",
+    0xEF53: "ext4",
+    0x58465342: "xfs",
+    0x9123683E: "btrfs",
+    0xF2F52010: "f2fs",
+    0x2FC12FC1: "zfs",
+    0x794C7630: "overlayfs",
+    0x6969: "nfs",
+    0x65735546: "fuse",
+}
+
+_STATFS_BYTES = 512  # more than struct statfs on any platform; its first word is the type
+
+
+class IO(Protocol):
+    """What a file needs of the system. Every method raises OSError with its errno on failure."""
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        """A file descriptor of `path`."""
+
+    def close(self, fd: int) -> None:
+        """Gives `fd` back."""
+
+    def unlink(self, path: str) -> None:
+        """Removes the name `path`."""
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        """Turns O_DIRECT on or off. EINVAL where the file system has none."""
+
+    def file_system(self, fd: int) -> str:
+        """The type of the file system under `fd`: `ext4`, `tmpfs`, or its number in hex."""
+
+    def fallocate(self, fd: int, offset: int, count: int) -> None:
+        """Reserves `count` bytes. EOPNOTSUPP where the file system cannot; never emulated."""
+
+    def free_bytes(self, target: int | str) -> int | None:
+        """Bytes free on the file system of a descriptor or path; None where it does not say."""
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Reads into `views` from `offset`; the bytes read, fewer than asked at any time."""
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """Writes `views` at `offset`; the bytes written, fewer than asked at any time."""
+
+    def fsync(self, fd: int) -> None:
+        """Returns when what was written is durable."""
+
+
+class SystemIO:
+    """The real calls. None of them holds the GIL while it blocks."""
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        """See IO.open. The descriptor is not inherited across exec."""
+        return os.open(path, flags | os.O_CLOEXEC, mode)
+
+    def close(self, fd: int) -> None:
+        """See IO.close."""
+        os.close(fd)
+
+    def unlink(self, path: str) -> None:
+        """See IO.unlink."""
+        os.unlink(path)
+
+    def set_direct(self, fd: int, direct: bool) -> None:
+        """See IO.set_direct."""
+        if sys.platform != "linux":
+            raise OSError(errno.EINVAL, "O_DIRECT exists on Linux only")
+        import fcntl
+
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
+
+    def file_system(self, fd: int) -> str:
+        """See IO.file_system."""
+        if sys.platform != "linux":
+            return "unknown"
+        buffer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
+        if ctypes.CDLL(None, use_errno=True).fstatfs(ctypes.c_int(fd), buffer) != 0:
+            return "unknown"
+        kind = buffer[0] & 0xFFFFFFFF
+        return _FILE_SYSTEMS.get(kind, hex(kind))
+
+    def fallocate(self, fd: int, offset: int, count: int) -> None:
+        """See IO.fallocate.
+
+        The plain call and not posix_fallocate, which writes a byte per block where the file
+        system cannot reserve, and says nothing of it.
+        """
+        call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        if sys.platform != "linux" or call is None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        result = call(ctypes.c_int(fd), 0, ctypes.c_int64(offset), ctypes.c_int64(count))
+        if result != 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+
+    def free_bytes(self, target: int | str) -> int | None:
+        """See IO.free_bytes. Counts what is kept for root only where this process is root."""
+        try:
+            found = os.statvfs(target)
+        except OSError:
+            return None
+        if found.f_blocks == 0:  # network and user-space file systems that do not say
+            return None
+        blocks = found.f_bfree if os.geteuid() == 0 else found.f_bavail
+        return blocks * found.f_frsize
+
+    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """See IO.preadv."""
+        return os.preadv(fd, views, offset)
+
+    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
+        """See IO.pwritev."""
+        return os.pwritev(fd, views, offset)
+
+    def fsync(self, fd: int) -> None:
+        """See IO.fsync."""
+        os.fsync(fd)

@@ -1,0 +1,111 @@
+"""The receipt of one transfer: ask whether it is done, wait for it, learn how it failed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+
+class Ticket:
+    """A transfer under way. Made by a backend, waited for by anyone, any number of times.
+
+    The buffer belongs to the transfer until `done()`: neither a failure nor a timeout gives it
+    back earlier. A ticket itself keeps no buffer alive.
+    """
+
+    __slots__ = ("_done", "_failure", "_lock", "_pid", "_waiters", "what")
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._waiters: list[threading.Event] = []
+        self._failure: OSError | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not."""
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Returns when every byte is transferred.
+
+        Args:
+            timeout: seconds to wait at most; None waits without limit.
+
+        Raises:
+            OSError: a piece failed; with errno, path, offset, length, the first by offset.
+            TimeoutError: not over within `timeout`; the transfer goes on.
+            RuntimeError: called in a forked child, where the transfer cannot end.
+        """
+        if not self._done.is_set():
+            self._check_process()
+            if not self._done.wait(timeout):
+                raise TimeoutError(
+                    f"{self.what}: not finished within {timeout} s; the drive is slower than that "
+                    "or hangs; wait longer, or look at `dmesg`"
+                )
+        if self._failure is not None:
+            # A new exception for each waiter: one shared by threads would share its traceback.
+            raise OSError(*self._failure.args, self._failure.filename)
+
+    def finish(self, failure: OSError | None = None) -> None:
+        """For backends, once: the transfer is over and its buffer free."""
+        with self._lock:
+            assert not self._done.is_set(), f"{self.what}: finished twice"
+            self._failure = failure
+            self._done.set()
+            for waiter in self._waiters:
+                waiter.set()
+            self._waiters.clear()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{self.what}: asked for in process {self._pid}, waited for in its child "
+                f"{os.getpid()}; threads do not survive a fork; wait before forking"
+            )
+
+    def _watch(self, waiter: threading.Event) -> None:
+        with self._lock:
+            if self._done.is_set():
+                waiter.set()
+            else:
+                self._waiters.append(waiter)
+
+    def _unwatch(self, waiter: threading.Event) -> None:
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+
+def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
+    """The first of `tickets` (of any files and pools, in the order given) that is done.
+
+    It does not look at how the transfer ended: `wait()` on the answer raises its error.
+
+    Raises:
+        ValueError: no tickets are given.
+        TimeoutError: none was done within `timeout` seconds.
+        RuntimeError: called in a forked child.
+    """
+    watched = tuple(tickets)
+    if not watched:
+        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
+    waiter = threading.Event()
+    try:
+        for ticket in watched:
+            if not ticket.done():
+                ticket._check_process()
+            ticket._watch(waiter)
+        if not waiter.wait(timeout):
+            raise TimeoutError(
+                f"none of {len(watched)} transfers finished within {timeout} s, the first being "
+                f"{watched[0].what}; the drive is slower than that or hangs; wait longer, or "
+                "look at `dmesg`"
+            )
+    finally:
+        for ticket in watched:
+            ticket._unwatch(waiter)
+    return next(ticket for ticket in watched if ticket.done())

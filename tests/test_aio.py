@@ -1,0 +1,303 @@
+"""aio: every byte arrives, every failure is told, nothing is left behind."""
+
+import errno
+import gc
+import itertools
+import mmap
+import os
+import random
+import re
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import aio
+from tests.faults import aligned, failure_of, in_child, nothing_leaks, scratch
+
+BLOCK = aio.ALIGN_BYTES
+
+
+class GateIO(aio.MemoryIO):
+    """A MemoryIO whose reads wait for a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+
+    def preadv(self, fd, views, offset):
+        assert self.gate.wait(20)
+        return super().preadv(fd, views, offset)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks():
+    with nothing_leaks():
+        yield
+
+
+@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
+def test_bytes_arrive(tmp_path, directory):
+    """Random overlapping writes and reads against a plain array."""
+    if directory == "disk":
+        directory = tmp_path
+    elif not os.path.isdir(directory):
+        pytest.skip("no tmpfs here")
+    rng = np.random.default_rng(7)
+    size = 64 * BLOCK
+    truth = np.zeros(size, dtype=np.uint8)
+    memory = aligned(size)
+    with aio.Pool(3, piece_bytes=2 * BLOCK) as pool, scratch(pool, size, directory) as file:
+        for _ in range(200):
+            start, stop = sorted(rng.choice(65, 2, replace=False) * BLOCK)
+            part = memory[start:stop]
+            if rng.random() < 0.5:
+                part[:] = rng.integers(0, 256, stop - start, dtype=np.uint8)
+                truth[start:stop] = part
+                file.write_from(part, int(start)).wait()
+            else:
+                file.read_into(part, int(start)).wait(timeout=20)
+                assert np.array_equal(part, truth[start:stop])
+        file.sync()
+        assert file.bytes_read > 0
+        assert file.bytes_written > 0
+        assert file.operations >= 200
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_short_transfers_retries_and_delays(seed):
+    """Bytes arrive whatever the system does short of an error; direct and buffered."""
+    inner = aio.MemoryIO(kind="tmpfs" if seed % 2 else "simulated")
+    io = aio.SimulatedIO(seed, inner, short_rate=0.5, retry_rate=0.3, delay_s_max=0.0005)
+    rng = np.random.default_rng(seed)
+    size = 40 * BLOCK
+    source = aligned(size, rng.bytes(size))
+    back = aligned(size)
+    with aio.Pool(4, io, piece_bytes=3 * BLOCK) as pool, scratch(pool, size) as file:
+        assert file.direct == (seed % 2 == 0)
+        cuts = [0, 7 * BLOCK, 8 * BLOCK, 30 * BLOCK, size]
+        pairs = list(itertools.pairwise(cuts))
+        random.Random(seed).shuffle(pairs)
+        for ticket in [file.write_from(source[a:b], a) for a, b in pairs]:
+            ticket.wait()
+        for ticket in [file.read_into(back[a:b], a) for a, b in pairs]:
+            ticket.wait()
+        assert np.array_equal(source, back), f"seed {seed}"
+        assert file.bytes_read == file.bytes_written == size
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_every_call_can_fail(code):
+    """The n-th call fails for every n: an OSError with everything in it, and nothing is left."""
+    memory = aligned(9 * BLOCK)
+
+    def work():
+        with aio.Pool(1, io, piece_bytes=2 * BLOCK) as pool, scratch(pool, 9 * BLOCK) as file:
+            file.write_from(memory, 0).wait()
+            file.read_into(memory, 0).wait()
+
+    for number in itertools.count(1):
+        io = aio.SimulatedIO(0, aio.MemoryIO(10 << 20), errors={number: code})
+        error = failure_of(work)
+        assert io.inner.files == {}
+        if error is None:
+            break
+        assert error.errno == code
+        assert re.search(r"of \d+ bytes.* failed: .*; likely .*; ", error.strerror)
+        assert error.filename.startswith("/simulated")
+        assert code != errno.ENOSPC or "bytes are free" in error.strerror
+    assert number == len(io.calls) + 1 == 15
+
+
+def test_first_failure_by_offset_and_no_more_pieces():
+    io = aio.MemoryIO()
+    broken = aio.SimulatedIO(0, io, errors={5: errno.EIO})
+    with aio.Pool(1, broken, piece_bytes=BLOCK) as pool, scratch(pool, 8 * BLOCK) as file:
+        ticket = file.write_from(aligned(8 * BLOCK), 0)
+        with pytest.raises(OSError, match=r"offset 0 failed.*dmesg"):
+            ticket.wait()
+        assert ticket.done()
+        with pytest.raises(OSError, match="offset 0"):  # as often as one asks
+            ticket.wait()
+        assert len(broken.calls) == 5
+        file.write_from(aligned(8 * BLOCK), 0).wait()
+
+
+def test_endless_retries_and_end_of_file_and_broken_io():
+    io = aio.MemoryIO()
+    with aio.Pool(1, io) as pool, scratch(pool) as file:
+        del io.files[file.fd][BLOCK:]
+        with pytest.raises(OSError, match=f"file ends at {BLOCK}") as caught:
+            file.read_into(aligned(2 * BLOCK), 0).wait()
+        assert caught.value.errno == errno.EIO
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(io, "pwritev", lambda *_: 0)
+            patch.setattr("aio.pool.RETRY_DELAY_S", 0)
+            with pytest.raises(OSError, match="in a row"):
+                file.write_from(aligned(BLOCK), 0).wait()
+            patch.setattr(io, "pwritev", lambda *_: 1 // 0)
+            with pytest.raises(OSError, match="ZeroDivisionError"):
+                file.write_from(aligned(BLOCK), 0).wait()
+
+
+def test_what_a_caller_can_get_wrong():
+    with aio.Pool(1, aio.MemoryIO()) as pool:
+        with scratch(pool, 8 * BLOCK) as file:
+            memory = aligned(4 * BLOCK)
+            with pytest.raises(ValueError, match=r"address .* not a multiple"):
+                file.read_into(memory[1 : BLOCK + 1], 0)
+            with pytest.raises(ValueError, match="and length 100 and offset 3 not"):
+                file.write_from(memory[8:108], 3)
+            with pytest.raises(ValueError, match="outside of its 32768"):
+                file.read_into(memory, 5 * BLOCK)
+            with pytest.raises(ValueError, match="outside"):
+                file.read_into(memory, -BLOCK)
+            with pytest.raises(ValueError, match="contiguous"):
+                file.read_into(memory[::2], 0)
+            with pytest.raises(ValueError, match="read-only"):
+                file.read_into(bytes(BLOCK), 0)
+            file.read_into(memory[:0], 0).wait()
+            file.write_from(memory.view(np.float32).reshape(4, -1), 0).wait()
+            with pytest.raises(ValueError, match="no tickets"):
+                aio.wait_any([])
+        with pytest.raises(ValueError, match="closed"):
+            file.read_into(memory, 0)
+        with pytest.raises(ValueError, match="positive"):
+            scratch(pool, 0)
+        left = scratch(pool, BLOCK)
+    with pytest.raises(ValueError, match="pool is closed"):
+        left.read_into(aligned(BLOCK), 0)
+    left.close()
+    for arguments in ({"threads": 0}, {"piece_bytes": 5}, {"inflight_bytes_max": 4096}):
+        with pytest.raises(ValueError, match=next(iter(arguments))):
+            aio.Pool(**arguments)
+
+
+def test_timeout_wait_any_and_close_with_work_in_flight():
+    io = GateIO()
+    with aio.Pool(2, io) as pool:
+        file = scratch(pool, 4 * BLOCK)
+        fast = scratch(pool, 4 * BLOCK)
+        slow = file.read_into(aligned(BLOCK), 0)
+        with pytest.raises(TimeoutError, match="read of 4096 bytes"):
+            slow.wait(timeout=0.01)
+        with pytest.raises(TimeoutError, match="none of 1"):
+            aio.wait_any([slow], timeout=0.01)
+        written = fast.write_from(aligned(BLOCK), 0)
+        assert aio.wait_any([slow, written], timeout=20) is written
+        assert not slow.done()
+        closer = threading.Thread(target=file.close)
+        closer.start()
+        time.sleep(0.02)
+        assert closer.is_alive()
+        io.gate.set()
+        closer.join(20)
+        assert slow.done()
+        slow.wait()
+        assert file.fd not in io.files
+        file.close()
+        fast.close()
+        fast.close()
+
+
+def test_bytes_in_flight_are_limited():
+    class Counting(aio.MemoryIO):
+        now = most = 0
+        guard = threading.Lock()
+
+        def pwritev(self, fd, views, offset):
+            with self.guard:
+                self.now += views[0].nbytes
+                self.most = max(self.most, self.now)
+            time.sleep(0.001)
+            with self.guard:
+                self.now -= views[0].nbytes
+            return super().pwritev(fd, views, offset)
+
+    io = Counting()
+    limits = {"piece_bytes": BLOCK, "inflight_bytes_max": 2 * BLOCK}
+    with aio.Pool(6, io, **limits) as pool, scratch(pool, 32 * BLOCK) as file:
+        file.write_from(aligned(32 * BLOCK), 0).wait()
+    assert BLOCK <= io.most <= 2 * BLOCK
+
+
+def test_nothing_holds_a_finished_buffer():
+    with aio.Pool(2, aio.MemoryIO()) as pool, scratch(pool) as file:
+        memory = mmap.mmap(-1, 1 << 20)
+        ticket = file.write_from(memory, 0)
+        ticket.wait()
+        memory.close()  # BufferError if anything still pointed into it
+
+
+def test_dropped_objects_are_given_back(tmp_path):
+    pool = aio.Pool(2)
+    seen = weakref.ref(pool)
+    file = aio.create_scratch(tmp_path, BLOCK, pool)
+    del pool, file
+    gc.collect()
+    assert seen() is None
+
+
+def test_forked_child_touches_nothing(tmp_path):
+    with aio.Pool(2) as pool, scratch(pool, 4 * BLOCK, tmp_path) as file:
+        memory = aligned(BLOCK, b"x" * BLOCK)
+        file.write_from(memory, 0).wait()
+
+        def child():
+            for call in (lambda: file.read_into(memory, 0), lambda: scratch(pool)):
+                with pytest.raises(RuntimeError, match="fork"):
+                    call()
+            file.close()
+            pool.close()
+            os.fstat(file.fd)  # still open
+
+        assert in_child(child) == 0
+        file.read_into(memory, 0).wait()
+        assert bytes(memory) == b"x" * BLOCK
+
+
+def test_forked_child_does_not_wait_for_ever():
+    io = GateIO()
+    with aio.Pool(1, io) as pool, scratch(pool) as file:
+        ticket = file.read_into(aligned(BLOCK), 0)
+
+        def child():
+            for wait in (ticket.wait, lambda: aio.wait_any([ticket])):
+                with pytest.raises(RuntimeError, match="fork"):
+                    wait()
+
+        assert in_child(child) == 0
+        io.gate.set()
+        ticket.wait()
+
+
+def test_simulation_depends_on_the_seed_only():
+    def flips(seed):
+        io = aio.SimulatedIO(seed, flip_rate=0.5)
+        out = aligned(64 * BLOCK)
+        with aio.Pool(4, io, piece_bytes=BLOCK) as pool, scratch(pool, out.nbytes) as file:
+            file.read_into(out, 0).wait()
+        return out.tobytes()
+
+    assert flips(1) == flips(1) != flips(2)
+    assert sum(byte != 0 for byte in flips(1)) in range(10, 54)
+
+
+def test_memory_io_is_strict():
+    io = aio.MemoryIO(tmpfile=False)
+    with aio.Pool(1, io) as pool, scratch(pool) as file:
+        assert io.names == set()  # opened by name, unlinked at once
+        with pytest.raises(OSError) as caught:
+            io.preadv(file.fd, [memoryview(bytearray(7))], 0)
+        assert caught.value.errno == errno.EINVAL
+    for call in (
+        lambda: io.close(5),
+        lambda: io.fsync(5),
+        lambda: io.preadv(5, [memoryview(b"")], 0),
+    ):
+        with pytest.raises(OSError) as caught:
+            call()
+        assert caught.value.errno == errno.EBADF

@@ -1,0 +1,275 @@
+"""The store: an oracle in memory, faults at every call, flipped bits, forks."""
+
+import errno
+import itertools
+import os
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import aio
+from offload.records import ChunkSpec, Segment, ValueSpec, lay_out_file
+from offload.store import Store
+from tests.faults import aligned_tensor, failure_of, in_child, nothing_leaks
+
+LAYOUT = lay_out_file(
+    [
+        ValueSpec("weight", "a", (ChunkSpec(8192, (Segment(0, 0, 4096),)), ChunkSpec(100, ()))),
+        ValueSpec("state", "a", tuple(ChunkSpec(5000 + n, (Segment(0, n, 9),)) for n in range(3))),
+        ValueSpec("gradient", "b", (ChunkSpec(16384, (Segment(1, 0, 4096),)),)),
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks():
+    with nothing_leaks():
+        yield
+
+
+def value(kind, unit, seed):
+    return aligned_tensor(LAYOUT.extent(kind, unit).bytes, seed)
+
+
+@pytest.mark.parametrize("where", ["disk", "/dev/shm"])
+def test_oracle(tmp_path, where):
+    """Random writes and reads of extents and chunks against a dictionary of tensors."""
+    directory = tmp_path if where == "disk" else where
+    if not os.path.isdir(directory):
+        pytest.skip("no tmpfs here")
+    rng = np.random.default_rng(3)
+    with Store(directory, LAYOUT) as store:
+        assert (store.notice is None) == store.direct
+        truth = {}
+        for extent in LAYOUT.extents:
+            truth[extent] = value(extent.kind, extent.unit, 1)
+            store.write(extent.kind, extent.unit, truth[extent], step=0)
+        for step in range(1, 120):
+            extent = LAYOUT.extents[rng.integers(3)]
+            chunk = None if rng.random() < 0.4 else int(rng.integers(len(extent.chunks)))
+            start, stop = 0, extent.bytes
+            if chunk is not None:
+                start = extent.chunk_offsets[chunk]
+                stop = start + extent.chunks[chunk].padded_bytes
+            if rng.random() < 0.5:
+                data = aligned_tensor(stop - start, step)
+                store.write(extent.kind, extent.unit, data, step, chunk)
+                truth[extent][start:stop] = data
+            else:
+                data = aligned_tensor(stop - start)
+                store.read(extent.kind, extent.unit, data, chunk)
+                assert torch.equal(data, truth[extent][start:stop])
+        assert store.bytes_read > 0
+        assert store.bytes_written > LAYOUT.bytes
+    assert os.listdir(tmp_path) == []
+
+
+def test_long_chunks_are_checked_in_stretches(tmp_path):
+    size = (9 << 20) + 4096
+    layout = lay_out_file([ValueSpec("weight", "w", (ChunkSpec(size, ()),))])
+    with Store(tmp_path, layout) as store:
+        data, back = aligned_tensor(size, 5), aligned_tensor(size)
+        store.write("weight", "w", data, 1)
+        store.read("weight", "w", back)
+        assert torch.equal(data, back)
+
+
+def test_headers(tmp_path):
+    with Store(tmp_path, LAYOUT) as store:
+        with pytest.raises(ValueError, match=r"chunk 0 of state of 'a'.*never"):
+            store.write_header("state", "a")
+        with pytest.raises(OSError, match=r"header of state of 'a'.*magic") as caught:
+            store.read_header("state", "a")
+        assert caught.value.errno == errno.EIO
+        data = value("state", "a", 2)
+        store.write("state", "a", data, step=41)
+        store.write("state", "a", data[8192:16384], step=42, chunk=1)
+        store.write_header("state", "a")
+        header = store.read_header("state", "a")
+        assert header.kind == "state"
+        assert header.chunks == LAYOUT.extent("state", "a").chunks
+        assert [entry.step for entry in header.entries] == [41, 42, 41]
+
+
+def test_header_of_another_value_is_refused():
+    io = aio.MemoryIO()
+    with Store("/simulated", LAYOUT, io) as store:
+        store.write("state", "a", value("state", "a", 2), 1)
+        store.write_header("state", "a")
+        (data,) = io.files.values()
+        right, wrong = LAYOUT.extent("state", "a"), LAYOUT.extent("gradient", "b")
+        at, to = right.header_offset, wrong.header_offset
+        data[to : to + 4096] = data[at : at + 4096]
+        with pytest.raises(OSError, match="not the one laid out"):
+            store.read_header("gradient", "b")
+
+
+def run_all(store):
+    """Everything a store does, each value checked."""
+    for step in (1, 2):
+        for extent in LAYOUT.extents:
+            data = value(extent.kind, extent.unit, step)
+            store.write(extent.kind, extent.unit, data, step)
+            store.write_header(extent.kind, extent.unit)
+            back = aligned_tensor(extent.bytes)
+            store.read(extent.kind, extent.unit, back)
+            assert torch.equal(data, back)
+            assert store.read_header(extent.kind, extent.unit).entries[0].step == step
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+def test_every_call_can_fail(code):
+    """The n-th call fails for every n: a clear error, and the store can be used again."""
+
+    def work():
+        with Store("/simulated", LAYOUT, io, threads=1) as store:
+            error = failure_of(lambda: run_all(store))
+            run_all(store)
+        if error is not None:
+            raise error
+
+    for number in itertools.count(1):
+        io = aio.SimulatedIO(number, errors={number: code})
+        error = failure_of(work)
+        assert io.inner.files == {}
+        if error is None:
+            break
+        assert error.errno == code
+        assert "failed: " in error.strerror
+        assert error.filename.startswith("/simulated")
+        if number > len(io.calls) // 2 + 5:
+            break  # from here on it is the second, equal run
+    assert number > 25
+
+
+def test_every_transfer_can_be_short():
+    for number in itertools.count(1):
+        io = aio.SimulatedIO(number, shorts={number})
+        with Store("/simulated", LAYOUT, io, threads=1) as store:
+            run_all(store)
+        if number > len(io.calls):
+            break
+    assert number > 25
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slow_short_and_interrupted(seed):
+    io = aio.SimulatedIO(seed, short_rate=0.4, retry_rate=0.2, delay_s_max=0.0003)
+    with Store("/simulated", LAYOUT, io) as store:
+        run_all(store)
+
+
+def test_failed_write_is_not_read_as_the_old_value():
+    io = aio.SimulatedIO(0)
+    with Store("/simulated", LAYOUT, io, threads=1) as store:
+        data = value("gradient", "b", 1)
+        store.write("gradient", "b", data, 1)
+        io.errors[len(io.calls) + 1] = errno.EIO
+        with pytest.raises(OSError, match="chunk 0 of gradient of 'b'"):
+            store.write("gradient", "b", data, 2)
+        with pytest.raises(ValueError, match="never completely written"):
+            store.read("gradient", "b", data)
+        store.write("gradient", "b", data, 2)
+        store.read("gradient", "b", data)
+
+
+def test_flipped_bits_are_found():
+    io = aio.MemoryIO()
+    with Store("/simulated", LAYOUT, io) as store:
+        data = value("state", "a", 1)
+        store.write("state", "a", data, 1)
+        extent = LAYOUT.extent("state", "a")
+        (content,) = io.files.values()
+        at = extent.offset + extent.chunk_offsets[2] + 77
+        content[at] ^= 4
+        text = (
+            f"offset {extent.offset + extent.chunk_offsets[2]}, chunk 2 of state of 'a'.*mismatch"
+        )
+        with pytest.raises(OSError, match=text) as caught:
+            store.read("state", "a", aligned_tensor(extent.bytes))
+        assert caught.value.errno == errno.EIO
+        assert caught.value.filename == store.path
+        store.read("state", "a", aligned_tensor(8192), chunk=1)
+        content[at] ^= 4
+        store.read("state", "a", data)
+    with Store("/simulated", LAYOUT, aio.SimulatedIO(0, flip_rate=1.0)) as store:
+        store.write("state", "a", data, 1)
+        store.write_header("state", "a")
+        for read in (
+            lambda: store.read("state", "a", data),
+            lambda: store.read_header("state", "a"),
+        ):
+            with pytest.raises(OSError, match="failed") as caught:
+                read()
+            assert caught.value.errno == errno.EIO
+
+
+def test_what_a_caller_can_get_wrong():
+    with Store("/simulated", LAYOUT, aio.MemoryIO()) as store:
+        good = value("gradient", "b", 1)
+        for wrong, found in (
+            (good[:-4096], "shape"),
+            (good.view(torch.int32), "int32"),
+            (good.reshape(2, -1), "shape"),
+            (aligned_tensor(16384 + 8)[8:], "address"),
+            (aligned_tensor(2 * 16384)[::2], "stride"),
+            (torch.empty(16384, dtype=torch.uint8, device="meta"), "meta"),
+        ):
+            with pytest.raises(ValueError, match=f"needs 16384 .*found .*{found}"):
+                store.write("gradient", "b", wrong, 1)
+        with pytest.raises(ValueError, match=r"chunk 1 of gradient.*it has 1"):
+            store.write("gradient", "b", good, 1, chunk=1)
+        with pytest.raises(ValueError, match="never"):
+            store.read("gradient", "b", good)
+        with pytest.raises(KeyError, match="weight of 'b'"):
+            store.read("weight", "b", good)
+    store.close()
+    with pytest.raises(ValueError, match="closed"):
+        store.write("gradient", "b", good, 1)
+
+
+def test_bad_directory_and_no_space(tmp_path):
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        Store(tmp_path / "missing", LAYOUT)
+    with pytest.raises(OSError, match="8192 bytes are free") as caught:
+        Store("/simulated", LAYOUT, aio.MemoryIO(capacity_bytes=8192))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_threads_and_several_stores_in_one_directory(tmp_path):
+    failures = []
+
+    def work(store, chunk):
+        try:
+            data, back = aligned_tensor(8192, chunk), aligned_tensor(8192)
+            for step in range(20):
+                data += 1
+                store.write("state", "a", data, step, chunk)
+                store.read("state", "a", back, chunk)
+                assert torch.equal(data, back)
+        except BaseException as error:
+            failures.append(error)
+
+    with Store(tmp_path, LAYOUT) as one, Store(tmp_path, LAYOUT) as two:
+        threads = [threading.Thread(target=work, args=(s, n)) for s in (one, two) for n in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_forked_child_touches_nothing(tmp_path):
+    with Store(tmp_path, LAYOUT) as store:
+        data = value("gradient", "b", 1)
+        store.write("gradient", "b", data, 1)
+
+        def child():
+            with pytest.raises(RuntimeError, match="fork"):
+                store.read("gradient", "b", data)
+            store.close()
+
+        assert in_child(child) == 0
+        store.read("gradient", "b", data)
