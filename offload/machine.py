@@ -1,0 +1,129 @@
+"""What the hardware gives: capacities in bytes and speeds of the lanes. `probe` reads this host."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A machine that need not exist.
+
+    Capacities are what is free to us, in bytes. Speeds are bytes per second of the lane's own
+    counting (see `program.Op.bytes`); they move the simulator and nothing else. The defaults are
+    round figures of a workstation, not measurements.
+    """
+
+    device_bytes: int
+    cpu_bytes: int
+    nvme_bytes: int = 0
+    device_is_cpu: bool = False
+    """The compute device is the CPU: device and cpu tier share one memory."""
+    h2d_bytes_per_s: float = 20e9
+    d2h_bytes_per_s: float = 20e9
+    disk_read_bytes_per_s: float = 3e9
+    disk_write_bytes_per_s: float = 2e9
+    cpu_bytes_per_s: float = 10e9
+    """Bytes of operands that adding and updating get through on the CPU."""
+    compute_bytes_per_s: float = 100e9
+    """The same for updates of states that live on the device."""
+    op_seconds: float = 2e-4
+    """Fixed cost of one op on any lane."""
+
+
+def cgroup_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """What the memory cgroup of this process leaves free, or None without a limit.
+
+    Reads the v2 files `memory.max` and `memory.current` of the process's own group and of every
+    group above it (v1: `memory.limit_in_bytes`), and takes the tightest. Page cache that the group
+    can drop counts as free.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    free: int | None = None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for at in (group, *group.parents):
+            if at != base and base not in at.parents:
+                break
+            left = _group_free_bytes(at, limit_name, used_name)
+            if left is not None:
+                free = left if free is None else min(free, left)
+    return free
+
+
+def _group_free_bytes(group: Path, limit_name: str, used_name: str) -> int | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= 1 << 60:
+            return None
+        used = int((group / used_name).read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = dict(line.split(maxsplit=1) for line in lines)
+        # v1 counts the groups below only in the totals; v2 always does.
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        droppable = 0
+    return max(0, int(limit) - used + droppable)
+
+
+def host_free_bytes() -> int:
+    """Host memory that can be taken without swapping, within the cgroup's limit."""
+    available = int(psutil.virtual_memory().available)
+    limited = cgroup_free_bytes()
+    return available if limited is None else min(available, limited)
+
+
+def nvme_free_bytes(paths: tuple[str, ...]) -> int:
+    """Free bytes for an ordinary user on the file system of the first path, 0 without one."""
+    if not paths:
+        return 0
+    stat = os.statvfs(paths[0])
+    return stat.f_bavail * stat.f_frsize
+
+
+def ranks_on_host() -> int:
+    """Processes that share this host's memory: `LOCAL_WORLD_SIZE` of torchrun, else 1."""
+    try:
+        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    except ValueError:
+        return 1
+
+
+def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
+    """The capacities of this host, each rank taking its share.
+
+    Args:
+        paths: candidate directories of the nvme tier; the first counts.
+        device_free_bytes: free memory of the compute device, or None where that is the CPU.
+
+    Raises:
+        OSError: a path does not exist.
+    """
+    ranks = ranks_on_host()
+    host = host_free_bytes() // ranks
+    return Machine(
+        device_bytes=host if device_free_bytes is None else device_free_bytes,
+        cpu_bytes=host,
+        nvme_bytes=nvme_free_bytes(paths) // ranks,
+        device_is_cpu=device_free_bytes is None,
+    )

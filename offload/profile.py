@@ -1,0 +1,274 @@
+"""What a model needs: its units, how each lies in memory, and the order in which they are used.
+
+A unit is the parameters that move together. Its weights are one flat buffer, cut into segments: one
+per dtype and trainability, each starting at a multiple of 4 KiB. Inside a segment parameters
+follow one another, each padded to 256 bytes. Gradients lie in a buffer of the same element
+numbering, trainable segments only. States are kept per chunk: a run of at most `CHUNK_ELEMENTS`
+elements of one trainable segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements in a full chunk: the piece in which states are stored and updates stream."""
+
+BLOCK_BYTES = 4096
+"""Alignment of segments, extents and records: the block of direct I/O."""
+
+PARAMETER_ALIGN_BYTES = 256
+"""Alignment of each parameter inside its segment."""
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes per element of the parameter dtypes that a unit may hold."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a unit and where it lies."""
+
+    name: str
+    """Qualified name in the model; the first of several for a tied parameter."""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    segment: int
+    """Index of its segment in the unit."""
+    start: int
+    """Its first element in the segment's numbering."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the segment's numbering."""
+        return self.start + self.elements
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Parameters of one dtype and trainability, one after the other."""
+
+    dtype: str
+    trainable: bool
+    elements: int
+    """Elements including padding: whole blocks of both weight and gradient."""
+    weight_offset: int
+    """Bytes from the start of the unit's weight buffer."""
+    gradient_dtype: str
+    gradient_offset: int
+    """Bytes from the start of the unit's gradient buffer; 0 and unused when not trainable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The part of one parameter that lies in a chunk."""
+
+    parameter: int
+    """Index of the parameter in the unit."""
+    chunk_start: int
+    """First element in the chunk's numbering."""
+    parameter_start: int
+    """First element in the parameter's numbering."""
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of elements of one trainable segment whose states form one record."""
+
+    segment: int
+    start: int
+    """First element in the segment's numbering."""
+    elements: int
+    weight_offset: int
+    weight_bytes: int
+    gradient_offset: int
+    gradient_bytes: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that move together, laid out. Made by `lay_out_unit`."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    segments: tuple[Segment, ...]
+    chunks: tuple[Chunk, ...]
+    weight_bytes: int
+    """Size of the flat weight buffer, a multiple of 4 KiB."""
+    gradient_bytes: int
+    """Size of the flat gradient buffer, a multiple of 4 KiB; 0 when nothing is trainable."""
+    lasting: bool = False
+    """In use from its first use to the end of the pass (tied, or around other units): it shares
+    its slot with no other unit."""
+    backward: bool = True
+    """Its weights are needed in backward (an embedding's are not)."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter receives a gradient."""
+        return bool(self.chunks)
+
+    @property
+    def pieces(self) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of the pieces in which weights are stored: the chunks, then the frozen
+        segments whole."""
+        ends = [*(s.weight_offset for s in self.segments[1:]), self.weight_bytes]
+        frozen = [
+            (segment.weight_offset, end - segment.weight_offset)
+            for segment, end in zip(self.segments, ends)
+            if not segment.trainable
+        ]
+        return (*((c.weight_offset, c.weight_bytes) for c in self.chunks), *frozen)
+
+    def weight_offset(self, parameter: int) -> int:
+        """Bytes from the start of the weight buffer to a parameter."""
+        one = self.parameters[parameter]
+        return self.segments[one.segment].weight_offset + one.start * ITEM_BYTES[one.dtype]
+
+    def gradient_offset(self, parameter: int) -> int:
+        """Bytes from the start of the gradient buffer to a parameter."""
+        one = self.parameters[parameter]
+        segment = self.segments[one.segment]
+        return segment.gradient_offset + one.start * ITEM_BYTES[segment.gradient_dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The units of a model and the order of their use.
+
+    `forward` and `backward` are indices into `units`, one entry per announced use.
+    """
+
+    units: tuple[Unit, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    rank: int = 0
+    world: int = 1
+
+
+def profile_of(
+    units: Sequence[Unit],
+    forward: Sequence[int] | None = None,
+    backward: Sequence[int] | None = None,
+) -> Profile:
+    """A profile; orders that are not known are declaration order and its reverse."""
+    ahead = tuple(forward) if forward is not None else tuple(range(len(units)))
+    if backward is None:
+        backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
+    return Profile(units=tuple(units), forward=ahead, backward=tuple(backward))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A parameter before it is laid out."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+
+def lay_out_unit(
+    name: str,
+    wanted: Iterable[Wanted],
+    *,
+    gradient_dtype: str = "param",
+    lasting: bool = False,
+    backward: bool = True,
+) -> Unit:
+    """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
+
+    Args:
+        name: qualified name of the unit.
+        wanted: its parameters in declaration order.
+        gradient_dtype: `param` or a dtype name such as `float32`.
+        lasting: see `Unit`.
+        backward: see `Unit`.
+
+    Raises:
+        ValueError: a dtype that a unit cannot hold.
+    """
+    groups: dict[tuple[bool, str], list[Wanted]] = {}
+    for one in wanted:
+        if one.dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"parameter {one.name} is of dtype {one.dtype}: a unit holds "
+                f"{', '.join(ITEM_BYTES)}; convert it, or keep it as a buffer"
+            )
+        groups.setdefault((not one.trainable, one.dtype), []).append(one)
+    parameters: list[Parameter] = []
+    segments: list[Segment] = []
+    chunks: list[Chunk] = []
+    weight_bytes = gradient_bytes = 0
+    for (frozen, dtype), members in sorted(groups.items()):
+        step = PARAMETER_ALIGN_BYTES // ITEM_BYTES[dtype]
+        kept = dtype if gradient_dtype == "param" else gradient_dtype
+        first, start = len(parameters), 0
+        for one in members:
+            at = len(segments)
+            placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
+            parameters.append(placed)
+            start += round_up(placed.elements, step)
+        # Blocks of the narrowest type are whole blocks of the wider ones too.
+        elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
+        segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
+        segments.append(segment)
+        weight_bytes += elements * ITEM_BYTES[dtype]
+        if not frozen:
+            gradient_bytes += elements * ITEM_BYTES[kept]
+            chunks += _cut(len(segments) - 1, segment, parameters, first)
+    return Unit(
+        name=name,
+        parameters=tuple(parameters),
+        segments=tuple(segments),
+        chunks=tuple(chunks),
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        lasting=lasting,
+        backward=backward,
+    )
+
+
+def _cut(index: int, segment: Segment, parameters: Sequence[Parameter], first: int) -> list[Chunk]:
+    """The chunks of `segment`, whose parameters are those from `first` on."""
+    weight_item, gradient_item = ITEM_BYTES[segment.dtype], ITEM_BYTES[segment.gradient_dtype]
+    chunks = []
+    for start in range(0, segment.elements, CHUNK_ELEMENTS):
+        elements = min(CHUNK_ELEMENTS, segment.elements - start)
+        spans = []
+        while first < len(parameters) and parameters[first].stop <= start:
+            first += 1
+        for at, parameter in enumerate(itertools.islice(parameters, first, None), first):
+            low, high = max(parameter.start, start), min(parameter.stop, start + elements)
+            if parameter.start >= start + elements:
+                break
+            if low < high:
+                spans.append(Span(at, low - start, low - parameter.start, high - low))
+        chunks.append(
+            Chunk(
+                segment=index,
+                start=start,
+                elements=elements,
+                weight_offset=segment.weight_offset + start * weight_item,
+                weight_bytes=elements * weight_item,
+                gradient_offset=segment.gradient_offset + start * gradient_item,
+                gradient_bytes=elements * gradient_item,
+                spans=tuple(spans),
+            )
+        )
+    return chunks

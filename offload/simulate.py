@@ -1,0 +1,347 @@
+"""Predict: run a program on a machine that need not exist, and return what every lane did. Pure.
+
+[Note: The model of time]
+The ops, the waits and the choice of what runs next are those of the engine. Each lane runs one op
+at a time to its end; when it is free it takes, of the ops whose waits are done, the one with the
+smallest key: number of the pass, deadline, order of issue; a task is as urgent as the most urgent
+that waits for it. Forward and backward are a pass each;
+`norm` and `update` belong to the pass of the next forward, which needs what they make.
+
+The user's thread starts a pass by issuing all its ops, then computes unit after unit, blocked while
+a unit's waits are not done. After the last backward of a step it issues `norm` and `update`, spends
+`host_seconds`, and begins the next forward at once. Work of the engine on the compute lane (updates
+of states that live on the device) shares the device with the user: one op at a time. Where the CPU
+is the compute device it has a thread of its own beside the user's, and both run at full speed.
+
+A move or a sum takes its bytes at the speed of its lane and `Machine.op_seconds` on top; the user's
+compute takes the time that is given for it. Waits between phases are those of `Scoreboard`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.machine import Machine
+from offload.program import Lane, Op, Program, Verb, cells
+from offload.scoreboard import Scoreboard
+
+ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
+"""Seconds that the user's forward or backward of a unit takes, by (unit, verb)."""
+
+_USER = (Verb.FORWARD, Verb.BACKWARD)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op as it ran."""
+
+    lane: Lane
+    op: Op
+    phase: str
+    step: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What every lane did, in seconds from the start of the first step."""
+
+    spans: tuple[Span, ...]
+    """In order of their start."""
+    steps: tuple[float, ...]
+    """When the last backward of each step was done, the moment of the user's `step()`."""
+    waited: tuple[float, ...]
+    """By step, how long the user's thread was blocked before `steps`, since the one before."""
+
+    @property
+    def total_seconds(self) -> float:
+        """From the start until the last op was done."""
+        return max((span.stop for span in self.spans), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """The steady state: from the last but one `step()` to the last."""
+        return self.steps[-1] - (self.steps[-2] if len(self.steps) > 1 else 0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of `step_seconds` in which the user's thread was blocked."""
+        return self.waited[-1]
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds in which at least one op was running on `lane`."""
+        total, until = 0.0, 0.0
+        for span in self.spans:
+            if span.lane is lane and span.stop > until:
+                total += span.stop - max(span.start, until)
+                until = span.stop
+        return total
+
+    def idle(self, lane: Lane) -> float:
+        """Seconds of `total_seconds` in which none was."""
+        return self.total_seconds - self.busy(lane)
+
+    def bytes(self, lane: Lane) -> int:
+        """What the lane counted, see `Op.bytes`."""
+        return sum(span.op.bytes for span in self.spans if span.lane is lane)
+
+    def table(self) -> str:
+        """A line per lane that did anything, then the step."""
+        lines = [f"{'lane':8}{'busy s':>12}{'idle s':>12}{'busy':>7}{'ops':>9}"]
+        for lane in Lane:
+            count = sum(span.lane is lane for span in self.spans)
+            if count:
+                busy = self.busy(lane)
+                share = busy / self.total_seconds if self.total_seconds else 0.0
+                columns = f"{busy:>12.3f}{self.idle(lane):>12.3f}{share:>7.0%}{count:>9}"
+                lines.append(f"{lane.value:8}{columns}")
+        lines.append(f"step {self.step_seconds:.3f} s, of which {self.exposed:.3f} s exposed")
+        return "\n".join(lines)
+
+
+def simulate(
+    program: Program,
+    machine: Machine,
+    compute_seconds: ComputeSeconds,
+    *,
+    steps: int = 4,
+    micro_batches: int = 1,
+    host_seconds: float = 0.0,
+    updates_in_backward: bool = False,
+) -> Timeline:
+    """Run `steps` steps of `micro_batches` each, see [Note: The model of time].
+
+    Args:
+        program: what to run.
+        machine: speeds of the lanes; its capacities are not looked at.
+        compute_seconds: seconds of the user's compute, by unit and `Verb.FORWARD` or `BACKWARD`.
+        steps: the first one or two differ from the steady state.
+        micro_batches: forward and backward passes in a step.
+        host_seconds: what the user's thread spends after each `step()` on other things.
+        updates_in_backward: a unit's update is issued when its last backward is done, as with
+            Config.micro_batches, instead of at `step()`.
+
+    Raises:
+        ValueError: no step, no micro-batch, or a speed that is not positive.
+    """
+    if steps < 1 or micro_batches < 1 or host_seconds < 0:
+        raise ValueError(
+            f"simulate(steps={steps}, micro_batches={micro_batches}, host_seconds={host_seconds}): "
+            "there must be at least one step and one micro-batch, and no negative time"
+        )
+    simulation = _Simulation(program, machine, compute_seconds, host_seconds)
+    return simulation.run(steps, micro_batches, updates_in_backward)
+
+
+def seconds_of(op: Op, machine: Machine) -> float:
+    """How long an op that is not the user's compute takes on its lane."""
+    speeds = {
+        Lane.COMPUTE: machine.compute_bytes_per_s,
+        Lane.H2D: machine.h2d_bytes_per_s,
+        Lane.D2H: machine.d2h_bytes_per_s,
+        Lane.CPU: machine.cpu_bytes_per_s,
+        Lane.DISK: machine.disk_read_bytes_per_s,
+    }
+    speed = speeds[op.lane]
+    if op.lane is Lane.DISK and op.writes[0].place.tier == "nvme":
+        speed = machine.disk_write_bytes_per_s
+    if not speed > 0:
+        raise ValueError(f"Machine: the {op.lane.value} lane has a speed of {speed} bytes per s")
+    return op.bytes / speed + machine.op_seconds
+
+
+@dataclass(slots=True, eq=False)
+class _Task:
+    """One op in one step."""
+
+    op: Op
+    phase: str
+    step: int
+    key: tuple[int, int]
+    serial: int
+    seconds: float
+    missing: int = 0
+    """Waits that are not done."""
+    followers: list[_Task] = field(default_factory=list)
+    waits: list[_Task] = field(default_factory=list)
+    ready: bool = False
+    start: float = -1.0
+    done: bool = False
+
+    @property
+    def of_user(self) -> bool:
+        """Whether the user's thread runs it."""
+        return self.op.verb in _USER
+
+
+class _Simulation:
+    def __init__(
+        self, program: Program, machine: Machine, seconds: ComputeSeconds, host_seconds: float
+    ):
+        self._program, self._machine, self._host_seconds = program, machine, host_seconds
+        self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
+        self._templates: dict[int, tuple[list[object], list[object], float]] = {}
+        self._board: Scoreboard[_Task] = Scoreboard()
+        self._serial = 0
+        self._now = 0.0
+        self._ready: dict[object, list[tuple[tuple[int, int], int, _Task]]] = {}
+        self._running: dict[object, _Task] = {}
+        self._events: list[tuple[float, int, _Task | None]] = []
+        self._spans: list[Span] = []
+        self._wanted: _Task | None = None
+        """What the user's thread is blocked on, since `_since`."""
+        self._since = 0.0
+        self._waited = 0.0
+
+    def run(self, steps: int, micro_batches: int, early: bool) -> Timeline:
+        marks: list[tuple[float, float]] = []
+        user = self._user(steps, micro_batches, early, marks)
+        self._advance(user)
+        self._dispatch()
+        while self._events:
+            self._now = self._events[0][0]
+            returned = False
+            while self._events and self._events[0][0] == self._now:
+                task = heapq.heappop(self._events)[2]
+                if task is not None:
+                    self._finish(task)
+                returned |= task is None or task.of_user
+            if returned:
+                self._advance(user)
+            self._dispatch()
+        assert self._wanted is None, "the program deadlocks"
+        spans = tuple(sorted(self._spans, key=lambda span: (span.start, span.stop)))
+        ends = tuple(end for end, _ in marks)
+        return Timeline(spans, ends, tuple(waited for _, waited in marks))
+
+    # -- the user's thread
+
+    def _user(
+        self, steps: int, micro_batches: int, early: bool, marks: list[tuple[float, float]]
+    ) -> Iterator[_Task | float]:
+        """The user's loop: yields a task to compute, or seconds to spend on other things."""
+        phases, number = self._program.phases, 0
+        for step in range(steps):
+            updates = self._updates_by_unit()
+            for batch in range(micro_batches):
+                backward = "backward_first" if batch == 0 else "backward_next"
+                for name in ("forward", backward):
+                    left = Counter(op.value.unit for op in phases[name].ops if op.verb in _USER)
+                    for task in self._issue(phases[name].ops, name, step, number):
+                        yield task
+                        unit = task.op.value.unit
+                        left[unit] -= 1
+                        final = name == backward and batch == micro_batches - 1 and not left[unit]
+                        if early and final:
+                            self._issue(updates.pop(unit, []), "update", step, number + 1)
+                    number += 1
+            marks.append((self._now, self._waited))
+            self._waited = 0.0
+            self._issue(phases["norm"].ops, "norm", step, number)
+            for ops in updates.values():
+                self._issue(ops, "update", step, number)
+            if self._host_seconds:
+                yield self._host_seconds
+
+    def _updates_by_unit(self) -> dict[int, list[Op]]:
+        updates: dict[int, list[Op]] = {}
+        for op in self._program.phases["update"].ops:
+            updates.setdefault(op.value.unit, []).append(op)
+        return updates
+
+    def _advance(self, user: Iterator[_Task | float]) -> None:
+        """Let the user's thread go on to what it does next."""
+        action = next(user, None)
+        if isinstance(action, _Task):
+            self._wanted, self._since = action, self._now
+        elif action is not None:
+            self._serial += 1
+            heapq.heappush(self._events, (self._now + action, self._serial, None))
+
+    def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
+        """Queue the ops of a phase; returns those that the user's thread has to run."""
+        tasks: list[_Task] = []
+        for op in ops:
+            self._serial += 1
+            reads, writes, seconds = self._template(op)
+            task = _Task(op, phase, step, (number, op.deadline), self._serial, seconds)
+            # Of this phase the compiled waits are among them: one rule, see [Note: Phases].
+            for other in self._board.waits(reads, writes):
+                if not other.done:
+                    other.followers.append(task)
+                    task.waits.append(other)
+                    task.missing += 1
+                    self._hurry(other, task.key)
+            self._board.note(task, reads, writes)
+            tasks.append(task)
+            if not task.missing and not task.of_user:
+                self._push(task)
+        return [task for task in tasks if task.of_user]
+
+    def _template(self, op: Op) -> tuple[list[object], list[object], float]:
+        """What an op touches and how long it takes, the same in every step."""
+        if id(op) not in self._templates:
+            plan = self._program.plan
+            found = (list(cells(plan, op.reads)), list(cells(plan, op.writes)), self._seconds(op))
+            self._templates[id(op)] = found
+        return self._templates[id(op)]
+
+    def _seconds(self, op: Op) -> float:
+        if op.verb in _USER:
+            return self._compute(op.value.unit, op.verb)
+        return seconds_of(op, self._machine)
+
+    # -- the lanes
+
+    def _resource(self, task: _Task) -> object:
+        """What runs one op at a time: a lane; beside the user's own on a CPU device."""
+        return "user" if task.of_user and self._machine.device_is_cpu else task.op.lane
+
+    def _push(self, task: _Task) -> None:
+        task.ready = True
+        entry = (task.key, task.serial, task)
+        heapq.heappush(self._ready.setdefault(self._resource(task), []), entry)
+
+    def _hurry(self, task: _Task, key: tuple[int, int]) -> None:
+        """A task is as urgent as the most urgent that waits for it."""
+        found = [task]
+        while found:
+            one = found.pop()
+            if one.done or one.start >= 0 or one.key <= key:
+                continue
+            one.key = key
+            if one.ready:
+                self._push(one)
+            found += one.waits
+
+    def _dispatch(self) -> None:
+        """Start on every free resource the most urgent op that may start."""
+        wanted = self._wanted
+        if wanted is not None and not wanted.missing:
+            self._wanted = None
+            self._push(wanted)
+        for resource, ready in self._ready.items():
+            while ready and ready[0][2].start >= 0:
+                heapq.heappop(ready)  # Begun already, with the urgency that it was lent.
+            if ready and resource not in self._running:
+                task = heapq.heappop(ready)[2]
+                if task.of_user:
+                    self._waited += self._now - self._since
+                self._running[resource] = task
+                task.start = self._now
+                heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
+
+    def _finish(self, task: _Task) -> None:
+        task.done = True
+        del self._running[self._resource(task)]
+        span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
+        self._spans.append(span)
+        for follower in task.followers:
+            follower.missing -= 1
+            if not follower.missing and not follower.of_user:
+                self._push(follower)
+        task.followers, task.waits = [], []

@@ -1,0 +1,175 @@
+"""Small profiles, placements and programs for tests: by hand, and random ones for hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import strategies as st
+
+from offload.config import TIERS, Tier
+from offload.layout import Placement, Plan, lay_out
+from offload.profile import Profile, Unit, Wanted, lay_out_unit, profile_of
+from offload.program import Op, Phase, Program, compile_program
+
+AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
+"""Budgets that never bind."""
+
+
+def unit(
+    name: str,
+    *elements: int,
+    dtype: str = "bfloat16",
+    frozen: Sequence[int] = (),
+    gradient_dtype: str = "param",
+    lasting: bool = False,
+    backward: bool = True,
+) -> Unit:
+    """A unit of trainable parameters of `elements` each, and frozen ones."""
+    wanted = [Wanted(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
+    wanted += [Wanted(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
+    return lay_out_unit(
+        name, wanted, gradient_dtype=gradient_dtype, lasting=lasting, backward=backward
+    )
+
+
+def blocks(count: int, elements: int = 3000, dtype: str = "bfloat16") -> Profile:
+    """`count` equal units used one after the other."""
+    return profile_of([unit(f"block{i}", elements, dtype=dtype) for i in range(count)])
+
+
+def plan_of(
+    profile: Profile,
+    weight: Tier = "cpu",
+    gradient: Tier = "cpu",
+    state: Tier = "cpu",
+    *,
+    clips: bool = False,
+    budgets: Mapping[Tier, int] = AMPLE,
+    weight_slots: int = 3,
+) -> Plan:
+    """The plan with every unit placed alike."""
+    placements = [Placement(weight, gradient, state)] * len(profile.units)
+    return lay_out(
+        profile,
+        placements,
+        budgets=budgets,
+        clips=clips,
+        states="exact",
+        weight_slots=weight_slots,
+    )
+
+
+def program_of(
+    profile: Profile,
+    weight: Tier = "cpu",
+    gradient: Tier = "cpu",
+    state: Tier = "cpu",
+    *,
+    clips: bool = False,
+    weight_slots: int = 3,
+) -> Program:
+    """The program with every unit placed alike."""
+    plan = plan_of(profile, weight, gradient, state, clips=clips, weight_slots=weight_slots)
+    return compile_program(plan)
+
+
+def all_placements() -> Iterator[Placement]:
+    """Every home of one unit: 27."""
+    for weight, gradient, state in product(TIERS, repeat=3):
+        yield Placement(weight, gradient, state)
+
+
+def large_model(units: int = 100, elements: int = 70 * 10**7, dtype: str = "bfloat16") -> Profile:
+    """A model of 70 billion parameters in a hundred blocks, as far as sizes go."""
+    width = elements // 10
+    made = [unit(f"block{i}", *[width] * 10, dtype=dtype) for i in range(units)]
+    return profile_of(made)
+
+
+def with_phase(program: Program, name: str, **changes: object) -> Program:
+    """`program` with fields of one phase replaced."""
+    phases = dict(program.phases)
+    phases[name] = replace(phases[name], **changes)  # type: ignore[arg-type]
+    return replace(program, phases=phases)
+
+
+def with_op(program: Program, phase: str, index: int, **changes: object) -> Program:
+    """`program` with fields of one op replaced."""
+    ops = list(program.phases[phase].ops)
+    ops[index] = replace(ops[index], **changes)  # type: ignore[arg-type]
+    return with_phase(program, phase, ops=tuple(ops))
+
+
+def find(phase: Phase, **wanted: object) -> tuple[int, Op]:
+    """The first op of a phase whose fields are as wanted."""
+    for index, op in enumerate(phase.ops):
+        if all(getattr(op, name) == value for name, value in wanted.items()):
+            return index, op
+    raise LookupError(wanted)
+
+
+_SIZES = st.one_of(
+    st.integers(1, 300),
+    st.sampled_from([1, 127, 128, 2048, 4096, 10_000]),
+    st.integers(1, 3_000_000),
+)
+
+_DTYPES = st.sampled_from(["bfloat16", "float32"])
+
+
+@st.composite
+def wanted_parameters(draw: st.DrawFn, name: str = "unit") -> list[Wanted]:
+    """Some parameters of mixed dtypes, some of them frozen, some of several dimensions."""
+    made = []
+    for i in range(draw(st.integers(1, 4))):
+        size = draw(_SIZES)
+        shape = draw(st.sampled_from([(size,), (1, size), (size, 1, 1)]))
+        made.append(Wanted(f"{name}.p{i}", shape, draw(_DTYPES), draw(st.integers(0, 4)) > 0))
+    return made
+
+
+@st.composite
+def units(draw: st.DrawFn, name: str = "unit") -> Unit:
+    """A unit of a random layout."""
+    return lay_out_unit(
+        name,
+        draw(wanted_parameters(name)),
+        gradient_dtype=draw(st.sampled_from(["param", "float32"])),
+        lasting=draw(st.integers(0, 4)) == 0,
+        backward=draw(st.integers(0, 4)) > 0,
+    )
+
+
+@st.composite
+def profiles(draw: st.DrawFn, *, most: int = 6) -> Profile:
+    """A model of a few units, some used twice or never, in their order or another."""
+    count = draw(st.integers(1, most))
+    made = [draw(units(f"unit{i}")) for i in range(count)]
+    if draw(st.booleans()):
+        return profile_of(made)
+    forward = draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=2 * count))
+    if draw(st.booleans()):
+        return profile_of(made, forward)
+    used = sorted(set(forward))
+    backward = draw(st.lists(st.sampled_from(used), max_size=2 * count))
+    return profile_of(made, forward, backward)
+
+
+@st.composite
+def plans(draw: st.DrawFn, *, most: int = 6) -> Plan:
+    """Random homes for a random model."""
+    profile = draw(profiles(most=most))
+    one = st.sampled_from(list(all_placements()))
+    count = len(profile.units)
+    alike = draw(st.booleans())
+    placements = [draw(one)] * count if alike else [draw(one) for _ in range(count)]
+    return lay_out(
+        profile,
+        placements,
+        budgets=AMPLE,
+        clips=draw(st.booleans()),
+        states="exact",
+        weight_slots=draw(st.integers(1, 3)),
+    )

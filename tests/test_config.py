@@ -1,0 +1,121 @@
+"""Config: sizes as people write them, refusals that name the field, and nothing can be changed."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.config import FIELDS, Config, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        (0, 0),
+        (4096, 4096),
+        (2**61 + 1, 2**61 + 1),
+        (1.5, 1),
+        ("0", 0),
+        ("512", 512),
+        ("512b", 512),
+        ("8GiB", 8 << 30),
+        (" 8 gib ", 8 << 30),
+        ("8gi", 8 << 30),
+        ("500 MB", 500_000_000),
+        ("1.5g", 1_500_000_000),
+        (".5KiB", 512),
+        ("2TiB", 2 << 40),
+        ("3t", 3 * 10**12),
+    ],
+)
+def test_sizes(text: str | int | float, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "b", "8X", "eight", "8ib", "-1", "1e9", "8GiBB", "9999999999TiB", "1,5GiB"),
+        *(-1, 2**62, float("nan"), float("inf"), True, None),
+    ],
+)
+def test_what_is_no_size(text: object) -> None:
+    with pytest.raises(ValueError, match="is not a size in bytes"):
+        parse_bytes(text)  # type: ignore[arg-type]
+
+
+@given(st.integers(0, 2**61))
+def test_numbers_are_taken_as_they_are(count: int) -> None:
+    assert parse_bytes(count) == count
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (3 << 29, "1.50 GiB"),
+        (5 << 50, "5120.00 TiB"),
+    ],
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_every_default_works() -> None:
+    config = Config()
+    assert (config.params, config.gradients, config.optimizer) == ("auto",) * 3
+    assert config.bytes_of("cpu_memory") is None
+    assert tuple(field.name for field in dataclasses.fields(Config)) == FIELDS
+
+
+def test_sizes_become_bytes() -> None:
+    config = Config(device_memory="1GiB", cpu_memory=5, nvme_space="1kB", exposed_memory="2MiB")
+    sizes = [config.bytes_of(name) for name in FIELDS if name.endswith(("memory", "space"))]
+    assert sizes == [1 << 30, 5, 1000, 2 << 20]
+
+
+def test_frozen_and_keyword_only() -> None:
+    config = Config()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.params = "cpu"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config("cpu")  # type: ignore[misc]
+    assert Config() == config
+    assert hash(Config()) == hash(config)
+    changed = dataclasses.replace(config, cpu_memory="1KiB")
+    assert changed.bytes_of("cpu_memory") == 1024
+
+
+@pytest.mark.parametrize("given", ["/a", Path("/a"), ["/a"], (Path("/a"),)])
+def test_one_path_in_any_form(given: object) -> None:
+    assert Config(nvme_path=given).nvme_path == ("/a",)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"params": "gpu"}, "Config.params='gpu': expected one of auto, device, cpu, nvme"),
+        ({"gradients": None}, "Config.gradients=None"),
+        ({"optimizer": "disk"}, "Config.optimizer='disk'"),
+        ({"states": "tiny"}, "Config.states='tiny': expected one of exact"),
+        ({"gradient_dtype": "fp64"}, "Config.gradient_dtype='fp64'"),
+        ({"cpu_memory": "lots"}, "Config.cpu_memory: 'lots' is not a size"),
+        ({"device_memory": -1}, "Config.device_memory: -1 is not a size"),
+        ({"nvme_space": "1X"}, "Config.nvme_space: '1X'"),
+        ({"exposed_memory": "x"}, "Config.exposed_memory: 'x'"),
+        ({"max_grad_norm": 0.0}, "Config.max_grad_norm=0.0: expected a positive number"),
+        ({"max_grad_norm": float("nan")}, "Config.max_grad_norm=nan"),
+        ({"params": "nvme"}, "nvme_path is empty"),
+        ({"nvme_path": ("/a", "/b")}, "striping over several drives"),
+    ],
+)
+def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Config(**wrong)  # type: ignore[arg-type]
+    assert text in str(caught.value)

@@ -1,0 +1,138 @@
+"""What is free on this host: cgroups of both versions, shares of ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offload.machine import (
+    cgroup_free_bytes,
+    host_free_bytes,
+    nvme_free_bytes,
+    probe,
+    ranks_on_host,
+)
+
+GIB = 1 << 30
+
+V2 = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def group(
+    at: Path, limit: object, used: int, names: tuple[str, str], stat: str | None = ""
+) -> None:
+    """A group's directory with its files."""
+    at.mkdir(parents=True, exist_ok=True)
+    (at / names[0]).write_text(f"{limit}\n")
+    (at / names[1]).write_text(f"{used}\n")
+    if stat is not None:
+        (at / "memory.stat").write_text(stat)
+
+
+def free(root: Path, *lines: str) -> int | None:
+    """Free bytes of a process in these groups."""
+    membership = root / "self"
+    membership.write_text("".join(f"{line}\n" for line in lines))
+    return cgroup_free_bytes(root, membership)
+
+
+def test_v2_own_group(tmp_path: Path) -> None:
+    group(tmp_path / "job", 8 * GIB, 3 * GIB, V2)
+    assert free(tmp_path, "0::/job") == 5 * GIB
+
+
+def test_v2_the_tightest_of_nested_groups(tmp_path: Path) -> None:
+    group(tmp_path / "a", 4 * GIB, 3 * GIB, V2)
+    group(tmp_path / "a/b", "max", 2 * GIB, V2)
+    group(tmp_path / "a/b/c", 8 * GIB, 2 * GIB, V2)
+    assert free(tmp_path, "0::/a/b/c") == GIB
+    group(tmp_path / "a/b/c", 2 * GIB + 5, 2 * GIB, V2)
+    assert free(tmp_path, "0::/a/b/c") == 5
+
+
+def test_v2_without_a_limit(tmp_path: Path) -> None:
+    group(tmp_path / "a", "max", 3 * GIB, V2)
+    assert free(tmp_path, "0::/a") is None
+    assert free(tmp_path, "0::/elsewhere") is None
+    assert free(tmp_path, "0::/") is None
+
+
+def test_page_cache_counts_as_free(tmp_path: Path) -> None:
+    group(tmp_path / "a", 4 * GIB, 3 * GIB, V2, f"anon 5\ninactive_file {GIB}\nfile 9\n")
+    assert free(tmp_path, "0::/a") == 2 * GIB
+
+
+@pytest.mark.parametrize("stat", [None, "", "inactive_file many\n", "one\n"])
+def test_a_limit_counts_without_statistics(tmp_path: Path, stat: str | None) -> None:
+    group(tmp_path / "a", 4 * GIB, 3 * GIB, V2, stat)
+    assert free(tmp_path, "0::/a") == GIB
+
+
+def test_more_used_than_allowed(tmp_path: Path) -> None:
+    group(tmp_path / "a", GIB, 3 * GIB, V2)
+    assert free(tmp_path, "0::/a") == 0
+
+
+def test_v1(tmp_path: Path) -> None:
+    stat = f"inactive_file 1\ntotal_inactive_file {GIB}\n"
+    group(tmp_path / "memory/job", 8 * GIB, 3 * GIB, V1, stat)
+    lines = ("12:cpu,cpuacct:/other", "5:memory:/job", "1:name=systemd:/x", "0::/nothing")
+    assert free(tmp_path, *lines) == 6 * GIB
+
+
+def test_v1_no_limit_is_a_huge_number(tmp_path: Path) -> None:
+    group(tmp_path / "memory", 9223372036854771712, GIB, V1)
+    group(tmp_path / "memory/job", 9223372036854771712, GIB, V1)
+    assert free(tmp_path, "5:memory:/job") is None
+
+
+def test_v1_in_a_container_where_the_path_is_the_host_s(tmp_path: Path) -> None:
+    group(tmp_path / "memory", 2 * GIB, GIB, V1)
+    assert free(tmp_path, "5:hugetlb,memory:/docker/abc") == GIB
+
+
+def test_no_cgroups_at_all(tmp_path: Path) -> None:
+    assert cgroup_free_bytes(tmp_path, tmp_path / "missing") is None
+
+
+def test_host_is_within_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.machine.cgroup_free_bytes", lambda: 12345)
+    assert host_free_bytes() == 12345
+    monkeypatch.setattr("offload.machine.cgroup_free_bytes", lambda: None)
+    assert host_free_bytes() > 12345
+
+
+@pytest.mark.parametrize(
+    ("value", "ranks"), [(None, 1), ("1", 1), ("4", 4), ("0", 1), ("-3", 1), ("many", 1)]
+)
+def test_ranks(monkeypatch: pytest.MonkeyPatch, value: str | None, ranks: int) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    assert ranks_on_host() == ranks
+
+
+def test_ranks_share_the_host_and_the_drive(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("offload.machine.host_free_bytes", lambda: 1000)
+    monkeypatch.setattr("offload.machine.nvme_free_bytes", lambda paths: 500)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    machine = probe((str(tmp_path),), device_free_bytes=77)
+    assert (machine.device_bytes, machine.cpu_bytes, machine.nvme_bytes) == (77, 250, 125)
+    assert not machine.device_is_cpu
+    machine = probe()
+    assert (machine.device_bytes, machine.cpu_bytes) == (250, 250)
+    assert machine.device_is_cpu
+
+
+def test_free_space_of_a_drive(tmp_path: Path) -> None:
+    stat = os.statvfs(tmp_path)
+    found = nvme_free_bytes((str(tmp_path),))
+    assert 0 <= found <= stat.f_blocks * stat.f_frsize
+    assert nvme_free_bytes(()) == 0
+    with pytest.raises(OSError, match="missing"):
+        nvme_free_bytes((str(tmp_path / "missing"),))

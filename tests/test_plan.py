@@ -1,0 +1,283 @@
+"""The plan: inside its budgets or refused, as asked, the same each time, never worse for more."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.config import TIERS, Config, Tier
+from offload.layout import PLACED, Placement, Plan, lay_out, route, site
+from offload.machine import Machine
+from offload.plan import BudgetError, budgets_of, plan
+from offload.profile import BLOCK_BYTES, Profile, profile_of
+from offload.program import compile_program
+from offload.verify import verify
+from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
+
+HUGE = Machine(device_bytes=1 << 60, cpu_bytes=1 << 60, nvme_bytes=1 << 60)
+
+CHOICES = st.sampled_from(["auto", "auto", "device", "cpu", "nvme"])
+
+SIZES = st.one_of(
+    st.just(0), st.integers(0, 1 << 16), st.integers(0, 1 << 22), st.integers(0, 1 << 28)
+)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> Config:
+    nvme = draw(st.integers(0, 3)) > 0
+    choices = {name: draw(CHOICES) for name in ("params", "gradients", "optimizer")}
+    if not nvme:
+        choices = {name: "cpu" if c == "nvme" else c for name, c in choices.items()}
+    return Config(
+        **choices,  # type: ignore[arg-type]
+        nvme_path=("/nvme",) if nvme else (),
+        device_memory=draw(SIZES),
+        cpu_memory=draw(SIZES),
+        nvme_space=draw(st.one_of(SIZES, st.just(1 << 40))),
+        max_grad_norm=draw(st.sampled_from([None, 1.0])),
+    )
+
+
+def tiers_of(found: Plan) -> list[Tier]:
+    """The tier of every value that has any bytes."""
+    return [
+        placement.of(kind)
+        for kind in PLACED
+        for u, placement in enumerate(found.placements)
+        if found.bytes_of(kind, u)
+    ]
+
+
+def attempt(profile: Profile, config: Config) -> Plan | None:
+    try:
+        return plan(profile, config, HUGE)
+    except BudgetError:
+        return None
+
+
+# -- budgets ------------------------------------------------------------------------------------
+
+
+@given(profiles(), configs())
+@settings(max_examples=150, deadline=None)
+def test_a_plan_fits_or_says_what_is_missing(profile: Profile, config: Config) -> None:
+    budgets = budgets_of(config, HUGE)
+    try:
+        found = plan(profile, config, HUGE)
+    except BudgetError as error:
+        text = str(error)
+        assert "needed" in text
+        assert "given" in text
+        assert "<-- too small" in text
+        assert "--device-memory" in text
+        return
+    for tier in TIERS:
+        assert found.arena_bytes(tier) <= budgets[tier]
+    for use in found.tiers():
+        assert use.resident_bytes + use.staging_bytes == found.arena_bytes(use.tier)
+        assert use.budget_bytes == budgets[use.tier]
+        assert use.staging_bytes >= 0
+    verify(compile_program(found))
+
+
+@given(profiles(), configs())
+@settings(max_examples=60, deadline=None)
+def test_forced_tiers_are_honoured_and_auto_is_a_prefix(profile: Profile, config: Config) -> None:
+    found = attempt(profile, config)
+    if found is None:
+        return
+    auto: list[Tier] = []
+    for kind, choice in zip(PLACED, (config.params, config.gradients, config.optimizer)):
+        homes = [placement.of(kind) for placement in found.placements]
+        if choice == "auto":
+            auto += homes
+        else:
+            assert set(homes) <= {choice}
+    assert auto == sorted(auto, key=TIERS.index)
+
+
+@given(profiles(), configs(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_more_memory_is_never_slower(profile: Profile, config: Config, data: st.DataObject) -> None:
+    before = attempt(profile, config)
+    if before is None:
+        return
+    sizes = {
+        name: (config.bytes_of(name) or 0) + data.draw(SIZES, label=name)
+        for name in ("device_memory", "cpu_memory", "nvme_space")
+    }
+    more = replace(config, **sizes)  # type: ignore[arg-type]
+    after = plan(profile, more, HUGE)
+    for old, new in zip(tiers_of(before), tiers_of(after)):
+        assert TIERS.index(new) <= TIERS.index(old)
+
+
+def test_every_budget_from_zero_up() -> None:
+    profile = blocks(3, 5000)
+    whole = plan_of(profile, "device", "device", "device").arena_bytes("device")
+    last: list[int] | None = None
+    for blocks_given in range(2 * whole // BLOCK_BYTES):
+        config = Config(
+            device_memory=blocks_given * BLOCK_BYTES,
+            cpu_memory=40 * BLOCK_BYTES,
+            nvme_space="1GiB",
+            nvme_path=("/nvme",),
+        )
+        found = attempt(profile, config)
+        if found is None:
+            assert last is None
+            continue
+        ranks = [TIERS.index(tier) for tier in tiers_of(found)]
+        assert last is None or all(new <= old for new, old in zip(ranks, last))
+        last = ranks
+    assert last == [0] * 9
+
+
+@given(profiles(), configs())
+@settings(max_examples=30, deadline=None)
+def test_the_same_input_gives_the_same_plan(profile: Profile, config: Config) -> None:
+    assert attempt(profile, config) == attempt(profile, config)
+
+
+# -- layout -------------------------------------------------------------------------------------
+
+
+@given(profiles(), st.lists(st.sampled_from(list(all_placements())), min_size=6, max_size=6))
+@settings(max_examples=80, deadline=None)
+def test_buffers_are_aligned_and_disjoint(profile: Profile, some: list[Placement]) -> None:
+    found = lay_out(profile, some[: len(profile.units)], budgets=AMPLE, clips=True, states="exact")
+    for tier in ("device", "cpu"):
+        buffers = [b for b in (*found.homes.values(), *found.slots.values()) if b.tier == tier]
+        buffers.sort(key=lambda b: b.offset)
+        assert all(b.offset % BLOCK_BYTES == b.bytes % BLOCK_BYTES == 0 for b in buffers)
+        assert all(one.offset + one.bytes <= two.offset for one, two in pairwise(buffers))
+    ends = 0
+    for extent in found.file.extents:
+        assert extent.offset % BLOCK_BYTES == 0
+        assert extent.offset >= ends
+        ends = extent.offset + extent.bytes
+    assert ends <= found.file.bytes
+    stored = {(e.kind, e.unit) for e in found.file.extents}
+    for kind in PLACED:
+        for u, one in enumerate(profile.units):
+            away = found.home(kind, u).tier == "nvme" and found.bytes_of(kind, u) > 0
+            assert ((kind, one.name) in stored) == away
+            home = found.homes.get((kind, u))
+            assert home is None or home.bytes >= found.bytes_of(kind, u)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_all_placements_of_a_small_model(clips: bool) -> None:
+    profile = blocks(2, 5000)
+    for first in all_placements():
+        for second in all_placements():
+            found = lay_out(profile, [first, second], budgets=AMPLE, clips=clips, states="exact")
+            for kind in PLACED:
+                for u in range(2):
+                    assert found.home(kind, u).tier == found.placements[u].of(kind)
+            assert [slot is None for slot in found.weight_slot] == [
+                one.weight == "device" for one in (first, second)
+            ]
+            assert sum(row.bytes for row in found.rows()) == sum(
+                found.bytes_of(kind, u) for kind in PLACED for u in range(2)
+            )
+            if second in (first, Placement("nvme", "nvme", "nvme")):
+                verify(compile_program(found))
+
+
+def test_records_lie_one_after_the_other() -> None:
+    found = plan_of(profile_of([unit("wide", 3_000_000)]))
+    sizes = [found.record_bytes(0, chunk) for chunk in range(3)]
+    assert [found.record_offset(0, chunk) for chunk in range(3)] == [0, sizes[0], sum(sizes[:2])]
+    assert sum(sizes) == found.bytes_of("state", 0)
+    assert sizes[0] == (1 << 20) * 10
+
+
+def test_a_lasting_unit_has_slots_of_its_own() -> None:
+    made = [unit(f"u{i}", 5000, lasting=i == 1) for i in range(5)]
+    found = plan_of(profile_of(made), weight_slots=1)
+    for slots in (found.weight_slot, found.gradient_slot):
+        assert slots.count(slots[1]) == 1
+        assert slots[1] is not None
+
+
+def test_a_unit_without_parameters_takes_nothing() -> None:
+    empty = unit("empty", 0, frozen=[0])
+    for placement in all_placements():
+        profile = profile_of([empty, unit("block", 500)])
+        found = lay_out(profile, [placement] * 2, budgets=AMPLE, clips=True, states="exact")
+        assert all(u == 1 for _, u in found.homes)
+        verify(compile_program(found))
+
+
+def test_site_and_route() -> None:
+    assert site(Placement("nvme", "nvme", "device")) == "device"
+    assert site(Placement("device", "device", "nvme")) == "cpu"
+    assert route("nvme", "device") == ("nvme", "cpu", "device")
+    assert route("device", "cpu") == ("device", "cpu")
+    assert route("cpu", "cpu") == ("cpu",)
+
+
+# -- defaults and refusals ----------------------------------------------------------------------
+
+
+def test_default_budgets_are_shares_of_what_is_free() -> None:
+    machine = Machine(device_bytes=1000, cpu_bytes=1000, nvme_bytes=1000, device_is_cpu=True)
+    assert budgets_of(Config(), machine) == {"device": 500, "cpu": 250, "nvme": 0}
+    paths = Config(nvme_path=("/nvme",), device_memory=100)
+    assert budgets_of(paths, machine) == {"device": 100, "cpu": 450, "nvme": 900}
+    greedy = Config(device_memory=5000)
+    assert budgets_of(greedy, machine)["cpu"] == 0
+
+
+def test_the_refusal_is_a_table_with_what_to_change() -> None:
+    config = Config(device_memory="1MiB", cpu_memory="16KiB")
+    with pytest.raises(BudgetError) as caught:
+        plan(blocks(4, 100_000), config, HUGE)
+    text = str(caught.value).splitlines()
+    assert text[1].split() == ["tier", "needed", "given", "flag"]
+    assert [line.split()[0] for line in text[2:5]] == list(TIERS)
+    assert text[3].endswith("--cpu-memory  <-- too small")
+    assert "16.00 KiB" in text[3]
+    assert "--nvme-path" in text[-1]
+
+
+def test_budgets_that_the_machine_does_not_have() -> None:
+    profile = blocks(4, 1_000_000)
+    poor = Machine(device_bytes=1 << 20, cpu_bytes=1 << 20, nvme_bytes=1 << 20)
+    with pytest.raises(BudgetError, match=r"host memory but only 1\.00 MiB is free"):
+        plan(profile, Config(device_memory="8GiB", cpu_memory="8GiB", params="cpu"), poor)
+    with pytest.raises(BudgetError, match=r"device memory but only 1\.00 MiB is free"):
+        plan(profile, Config(device_memory="8GiB", cpu_memory=0), poor)
+
+
+# -- speed --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def large() -> Profile:
+    return large_model()
+
+
+@pytest.mark.parametrize("cpu_memory", ["1GiB", "64GiB", "2TiB"])
+def test_planning_seventy_billion_parameters(large: Profile, cpu_memory: str) -> None:
+    config = Config(
+        device_memory="16GiB", cpu_memory=cpu_memory, nvme_space="4TiB", nvme_path=("/nvme",)
+    )
+    start = time.process_time()
+    attempt(large, config)
+    assert time.process_time() - start < 6.0  # About one on a quiet machine.
+
+
+def test_compiling_seven_billion_parameters() -> None:
+    found = plan_of(large_model(units=10), "nvme", "nvme", "nvme", clips=True)
+    start = time.process_time()
+    program = compile_program(found)
+    assert time.process_time() - start < 3.0  # About a third of one on a quiet machine.
+    assert sum(len(phase.ops) for phase in program.phases.values()) > 50_000

@@ -1,0 +1,279 @@
+"""The compiled phases: what each holds, in which order, and what it waits for."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import given, settings
+
+from offload.layout import Place, Placement, Plan, lay_out
+from offload.profile import profile_of
+from offload.program import (
+    FACTOR,
+    WHOLE,
+    Lane,
+    Op,
+    Phase,
+    Use,
+    Value,
+    Verb,
+    carry_out,
+    cells,
+    compile_program,
+    fetch,
+    square,
+    update,
+    update_order,
+    weight_in_use,
+)
+from offload.scoreboard import Scoreboard
+from tests.profiles import AMPLE, blocks, plan_of, plans, program_of, unit
+
+NAMES = ["forward", "backward_first", "backward_next", "norm", "update"]
+
+
+def path(ops: list[Op]) -> list[tuple[str, str, str]]:
+    """(lane, from, to) of each move."""
+    return [
+        (op.lane.value, _text(op.reads[0].place), _text(op.writes[0].place))
+        for op in ops
+        if op.verb is Verb.MOVE
+    ]
+
+
+def _text(place: Place) -> str:
+    return f"{place.tier} {place.use}"
+
+
+def turns(phase: Phase, verb: Verb) -> list[int]:
+    return [op.value.unit for op in phase.ops if op.verb is verb]
+
+
+# -- the pieces ---------------------------------------------------------------------------------
+
+
+def test_fetch_goes_from_tier_to_tier() -> None:
+    profile = blocks(3)
+    assert path(fetch(plan_of(profile, "device"), 1, 0)) == []
+    assert path(fetch(plan_of(profile, "cpu"), 1, 0)) == [("h2d", "cpu home", "device weight")]
+    assert path(fetch(plan_of(profile, "nvme"), 1, 0)) == [
+        ("disk", "nvme home", "cpu weight"),
+        ("h2d", "cpu weight", "device weight"),
+    ]
+
+
+def test_weight_in_use() -> None:
+    profile = blocks(2)
+    assert weight_in_use(plan_of(profile, "device"), 0) == Place("device", "home")
+    assert weight_in_use(plan_of(profile, "nvme"), 1) == Place("device", "weight", 1)
+
+
+def test_carry_out_puts_the_first_gradient_and_adds_the_next() -> None:
+    profile = blocks(2)
+    assert carry_out(plan_of(profile, gradient="device"), 0, 1, first=True) == []
+    cpu, nvme = plan_of(profile), plan_of(profile, gradient="nvme")
+    assert path(carry_out(cpu, 0, 1, first=True)) == [("d2h", "device gradient", "cpu home")]
+    assert path(carry_out(nvme, 0, 1, first=True)) == [
+        ("d2h", "device gradient", "cpu gradient"),
+        ("disk", "cpu gradient", "nvme home"),
+    ]
+    assert path(carry_out(cpu, 0, 1, first=False)) == [("d2h", "device gradient", "cpu gradient")]
+    ops = carry_out(nvme, 0, 1, first=False)
+    assert path(ops) == [
+        ("d2h", "device gradient", "cpu gradient"),
+        ("disk", "nvme home", "cpu deposit"),
+        ("disk", "cpu deposit", "nvme home"),
+    ]
+    add = next(op for op in ops if op.verb is Verb.ADD)
+    assert add.lane is Lane.CPU
+    assert add.writes == add.reads[1:]
+
+
+@pytest.mark.parametrize(
+    ("placement", "moves"),
+    [
+        (Placement("cpu", "cpu", "cpu"), []),
+        (Placement("device", "device", "device"), []),
+        (
+            Placement("device", "cpu", "nvme"),
+            [
+                ("d2h", "device home", "cpu weight_chunk"),
+                ("disk", "nvme home", "cpu state_chunk"),
+                ("h2d", "cpu weight_chunk", "device home"),
+                ("disk", "cpu state_chunk", "nvme home"),
+            ],
+        ),
+        (
+            Placement("nvme", "nvme", "device"),
+            [
+                ("disk", "nvme home", "cpu gradient_chunk"),
+                ("h2d", "cpu gradient_chunk", "device gradient_chunk"),
+                ("disk", "nvme home", "cpu weight_chunk"),
+                ("h2d", "cpu weight_chunk", "device weight_chunk"),
+                ("d2h", "device weight_chunk", "cpu weight_chunk"),
+                ("disk", "cpu weight_chunk", "nvme home"),
+            ],
+        ),
+    ],
+)
+def test_update_brings_what_it_needs(placement: Placement, moves: list[object]) -> None:
+    plan = lay_out(blocks(1), [placement], budgets=AMPLE, clips=False, states="exact")
+    ops = update(plan, 0, 0, 0, 0)
+    assert path(ops) == moves
+    one = next(op for op in ops if op.verb is Verb.UPDATE)
+    assert one.lane is (Lane.COMPUTE if placement.state == "device" else Lane.CPU)
+
+
+def test_square_reads_the_gradient_where_it_is() -> None:
+    lanes = {"device": [Lane.COMPUTE], "cpu": [Lane.CPU], "nvme": [Lane.DISK, Lane.CPU]}
+    for tier, expected in lanes.items():
+        plan = plan_of(blocks(1), gradient=tier, clips=True)  # type: ignore[arg-type]
+        assert [op.lane for op in square(plan, 0, 0, 7)] == expected
+
+
+def test_updates_come_in_the_order_of_the_next_forward() -> None:
+    made = [unit("a", 5), unit("b", 3_000_000), unit("c", 5), unit("never", 5)]
+    plan = plan_of(profile_of(made, forward=[2, 1, 0, 1]))
+    assert list(update_order(plan)) == [
+        (2, 0, 0),
+        (1, 0, 1),
+        (1, 1, 1),
+        (1, 2, 1),
+        (0, 0, 2),
+        (3, 0, 4),
+    ]
+
+
+# -- the phases ---------------------------------------------------------------------------------
+
+
+def test_phases_and_step() -> None:
+    program = program_of(blocks(3))
+    assert list(program.phases) == NAMES
+    assert [phase.name for phase in program.step] == ["forward", "backward_first", "norm", "update"]
+    assert program.phases["norm"].ops == ()
+    assert turns(program.phases["forward"], Verb.FORWARD) == [0, 1, 2]
+    assert turns(program.phases["backward_next"], Verb.BACKWARD) == [2, 1, 0]
+
+
+def test_backward_takes_over_what_forward_left_in_the_slots() -> None:
+    program = program_of(blocks(5), weight_slots=2)
+    held = {Place("device", "weight", 0): 4, Place("device", "weight", 1): 3}
+    assert program.phases["forward"].exit == held
+    backward = program.phases["backward_first"]
+    assert backward.entry == held
+    fetched = [op.value.unit for op in backward.ops if op.lane is Lane.H2D]
+    assert fetched == [2, 1, 0]
+    assert backward.exit == {Place("device", "weight", 0): 0, Place("device", "weight", 1): 1}
+
+
+def test_a_unit_used_again_while_it_is_held_is_not_fetched_again() -> None:
+    made = [unit(f"u{i}", 100, lasting=i == 0) for i in range(4)]
+    plan = plan_of(profile_of(made, forward=[0, 1, 2, 3, 0]), weight_slots=1)
+    phase = compile_program(plan).phases["forward"]
+    assert [op.value.unit for op in phase.ops if op.verb is Verb.MOVE] == [0, 1, 2, 3]
+    assert turns(phase, Verb.FORWARD) == [0, 1, 2, 3, 0]
+
+
+def test_a_unit_used_twice_in_backward_is_put_once_and_then_added() -> None:
+    made = [unit("a", 100), unit("b", 100)]
+    plan = plan_of(profile_of(made, forward=[0, 1, 0], backward=[0, 1, 0]))
+    program = compile_program(plan)
+    assert turns(program.phases["backward_first"], Verb.ADD) == [0]
+    assert turns(program.phases["backward_next"], Verb.ADD) == [0, 1, 0]
+
+
+def test_trainable_units_that_backward_does_not_announce_come_last() -> None:
+    made = [unit("embed", 100, backward=False), unit("a", 100), unit("frozen", frozen=[100])]
+    program = program_of(profile_of(made, backward=[2, 1]))
+    backward = program.phases["backward_first"]
+    assert turns(backward, Verb.BACKWARD) == [2, 1, 0]
+    last = [op for op in backward.ops if op.verb is Verb.BACKWARD][-1]
+    assert last.reads == ()
+    first = next(op for op in backward.ops if op.verb is Verb.BACKWARD)
+    assert first.writes == ()
+
+
+def test_clipping_combines_every_chunk_before_any_update() -> None:
+    profile = profile_of([unit("a", 2_500_000), unit("b", 5)])
+    program = program_of(profile, "cpu", "nvme", "cpu", clips=True)
+    norm = program.phases["norm"]
+    assert turns(norm, Verb.SQUARE) == [0, 0, 0, 1]
+    combine = norm.ops[-1]
+    assert combine.verb is Verb.NORM
+    assert combine.writes == (FACTOR,)
+    assert len(combine.reads) == len({use.place for use in combine.reads}) == 4
+    updates = [op for op in program.phases["update"].ops if op.verb is Verb.UPDATE]
+    assert all(FACTOR in op.reads for op in updates)
+
+
+@given(plans())
+@settings(max_examples=40, deadline=None)
+def test_deadlines_and_waits_of_random_programs(plan: Plan) -> None:
+    program = compile_program(plan)
+    assert list(program.phases) == NAMES
+    for phase in program.phases.values():
+        for index, op in enumerate(phase.ops):
+            assert list(op.waits) == sorted(set(op.waits))
+            assert all(0 <= wait < index for wait in op.waits)
+        own = [op.deadline for op in phase.ops if op.verb in (Verb.FORWARD, Verb.BACKWARD)]
+        assert own == list(range(len(own)))
+        for op in phase.ops:
+            needed = [o.deadline for o in phase.ops if o.waits and op is phase.ops[o.waits[-1]]]
+            if op.verb is Verb.MOVE and op.lane is Lane.H2D and needed:
+                assert op.deadline <= max(needed)
+
+
+@given(plans())
+@settings(max_examples=20, deadline=None)
+def test_the_same_plan_gives_the_same_program(plan: Plan) -> None:
+    assert compile_program(plan) == compile_program(plan)
+    assert gc.isenabled()
+
+
+def test_more_slots_let_fetches_run_further_ahead() -> None:
+    for slots in (1, 2, 3):
+        phase = program_of(blocks(6), weight_slots=slots).phases["forward"]
+        moves = [index for index, op in enumerate(phase.ops) if op.verb is Verb.MOVE]
+        for number, index in enumerate(moves):
+            used = [phase.ops[wait].value.unit for wait in phase.ops[index].waits]
+            before = number - slots
+            assert (before in used) == (before >= 0)
+
+
+# -- the rule between phases --------------------------------------------------------------------
+
+
+def test_scoreboard_reads_wait_for_the_write_and_writes_for_all() -> None:
+    board: Scoreboard[str] = Scoreboard()
+    assert board.waits(["x"], ["y"]) == []
+    board.note("write", [], ["x"])
+    assert board.waits(["x"], []) == ["write"]
+    board.note("read 1", ["x"], [])
+    board.note("read 2", ["x"], [])
+    assert board.waits(["x"], []) == ["write"]
+    assert set(board.waits([], ["x"])) == {"write", "read 1", "read 2"}
+    board.note("again", ["x"], ["x"])
+    assert board.waits(["x"], []) == board.waits([], ["x"]) == ["again"]
+
+
+def test_scoreboard_forgets_what_is_done() -> None:
+    board: Scoreboard[str] = Scoreboard()
+    board.note("write", [], ["x"])
+    board.note("read", ["x"], [])
+    board.forget(lambda task: task == "write")
+    assert board.waits([], ["x"]) == ["read"]
+    board.forget(lambda task: True)
+    assert board.waits([], ["x"]) == []
+
+
+def test_cells_of_a_home_are_its_chunks_and_of_a_slot_itself() -> None:
+    plan = plan_of(profile_of([unit("u", 1_500_000)]))
+    home, slot = Place("cpu", "home"), Place("device", "weight", 0)
+    whole = Value("weight", 0)
+    pieces = [Value("weight", 0, chunk) for chunk in range(2)]
+    assert whole.chunk == WHOLE
+    assert list(cells(plan, [Use(home, whole)])) == [whole, *pieces]
+    assert list(cells(plan, [Use(home, pieces[1])])) == [pieces[1]]
+    assert list(cells(plan, [Use(slot, whole)])) == [slot]

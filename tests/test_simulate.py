@@ -1,0 +1,377 @@
+"""The simulator: small cases worked out by hand, bounds and sums that hold for every program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from offload.layout import PLACED, Placement, Plan, lay_out, site
+from offload.machine import Machine
+from offload.profile import Profile, profile_of
+from offload.program import Lane, Op, Program, Verb, compile_program
+from offload.simulate import Timeline, seconds_of, simulate
+from tests.profiles import AMPLE, all_placements, blocks, plans, program_of, unit
+
+BYTES = 8192
+"""Weights and gradients of a block of 4096 bfloat16; its record has 10 bytes per element."""
+
+MACHINE = Machine(
+    device_bytes=0,
+    cpu_bytes=0,
+    h2d_bytes_per_s=BYTES,
+    d2h_bytes_per_s=BYTES,
+    disk_read_bytes_per_s=BYTES,
+    disk_write_bytes_per_s=BYTES / 2,
+    cpu_bytes_per_s=BYTES,
+    compute_bytes_per_s=BYTES,
+    op_seconds=0.0,
+)
+"""A block's weights take one second on every lane, two to be written to disk."""
+
+UPDATE_SECONDS = 1 + 2 * (1 + 5)
+"""Operands of an update: gradient read, weight and record read and written."""
+
+
+def ten(unit: int, verb: Verb) -> float:
+    return 10.0
+
+
+USER = (Verb.FORWARD, Verb.BACKWARD)
+
+
+def spans(timeline: Timeline, step: int = 0) -> list[tuple[str, str, int, float, float]]:
+    """(lane, verb, unit, start, stop) of one step."""
+    return [
+        (s.lane.value, s.op.verb.value, s.op.value.unit, s.start, s.stop)
+        for s in timeline.spans
+        if s.step == step
+    ]
+
+
+# -- by hand ------------------------------------------------------------------------------------
+
+
+def test_one_block_on_the_device() -> None:
+    program = program_of(blocks(1, 4096), "device", "device", "device")
+    timeline = simulate(program, MACHINE, ten, steps=3)
+    assert spans(timeline) == [
+        ("compute", "forward", 0, 0.0, 10.0),
+        ("compute", "backward", 0, 10.0, 20.0),
+        ("compute", "update", 0, 20.0, 33.0),
+    ]
+    assert timeline.steps == (20.0, 53.0, 86.0)
+    assert timeline.step_seconds == 33.0
+    assert timeline.exposed == UPDATE_SECONDS
+    assert timeline.total_seconds == 99.0
+    assert timeline.busy(Lane.COMPUTE) == 99.0
+    assert timeline.idle(Lane.COMPUTE) == timeline.busy(Lane.H2D) == 0.0
+
+
+def test_one_block_on_the_cpu() -> None:
+    program = program_of(blocks(1, 4096))
+    timeline = simulate(program, MACHINE, ten, steps=3)
+    assert spans(timeline) == [
+        ("h2d", "move", 0, 0.0, 1.0),
+        ("compute", "forward", 0, 1.0, 11.0),
+        ("compute", "backward", 0, 11.0, 21.0),
+        ("d2h", "move", 0, 21.0, 22.0),
+        ("cpu", "update", 0, 22.0, 35.0),
+    ]
+    assert timeline.step_seconds == 20 + 1 + UPDATE_SECONDS + 1
+    assert timeline.exposed == 1 + UPDATE_SECONDS + 1
+
+
+def test_updates_hide_under_the_next_forward() -> None:
+    program = program_of(blocks(3, 4096))
+    timeline = simulate(program, MACHINE, lambda unit, verb: 20.0, steps=3)
+    # The first unit's gradient comes out a second after step(): the lane has begun another by then.
+    assert timeline.exposed == 2 * UPDATE_SECONDS + 1
+    assert timeline.step_seconds == 2 * 3 * 20 + timeline.exposed
+    first = [s for s in timeline.spans if s.op.verb is Verb.UPDATE and s.step == 0]
+    assert [s.op.value.unit for s in first] == [1, 0, 2]
+    assert first[2].stop > next(
+        s.start for s in timeline.spans if s.step == 1 and s.op.verb in USER
+    )
+
+
+def test_slots_bound_how_far_fetches_run_ahead() -> None:
+    program = program_of(blocks(4, 4096), weight_slots=2)
+    timeline = simulate(program, MACHINE, ten, steps=1)
+    moves = [s.start for s in timeline.spans if s.lane is Lane.H2D and s.phase == "forward"]
+    assert moves == [0.0, 1.0, 11.0, 21.0]
+    assert timeline.exposed == 1.0
+
+
+def test_one_slot_means_no_overlap() -> None:
+    program = program_of(blocks(4, 4096), weight_slots=1)
+    timeline = simulate(program, MACHINE, ten, steps=1)
+    assert timeline.exposed == 4 + 3
+
+
+def test_through_the_disk_and_back() -> None:
+    program = program_of(blocks(1, 4096), "nvme", "cpu", "nvme")
+    timeline = simulate(program, MACHINE, ten, steps=1)
+    assert spans(timeline) == [
+        ("disk", "move", 0, 0.0, 1.0),
+        ("h2d", "move", 0, 1.0, 2.0),
+        ("compute", "forward", 0, 2.0, 12.0),
+        ("compute", "backward", 0, 12.0, 22.0),
+        ("d2h", "move", 0, 22.0, 23.0),
+        ("disk", "move", 0, 22.0, 23.0),
+        ("disk", "move", 0, 23.0, 28.0),
+        ("cpu", "update", 0, 28.0, 41.0),
+        ("disk", "move", 0, 41.0, 43.0),
+        ("disk", "move", 0, 43.0, 53.0),
+    ]
+
+
+def test_op_seconds_and_host_seconds() -> None:
+    program = program_of(blocks(1, 4096), "device", "device", "device")
+    machine = replace(MACHINE, op_seconds=0.5)
+    timeline = simulate(program, machine, ten, steps=3, host_seconds=3.0)
+    assert timeline.step_seconds == 20 + UPDATE_SECONDS + 0.5
+    assert timeline.exposed == UPDATE_SECONDS + 0.5 - 3.0
+    timeline = simulate(program, machine, ten, steps=3, host_seconds=30.0)
+    assert timeline.step_seconds == 50.0
+    assert timeline.exposed == 0.0
+
+
+def test_on_a_cpu_device_updates_run_beside_the_user() -> None:
+    profile = blocks(2, 4096)
+    program = program_of(profile, "device", "device", "device")
+    shared = simulate(program, MACHINE, ten, steps=3)
+    beside = simulate(program, replace(MACHINE, device_is_cpu=True), ten, steps=3)
+    assert shared.exposed == 2 * UPDATE_SECONDS
+    assert beside.exposed == UPDATE_SECONDS + (UPDATE_SECONDS - 10)
+    assert beside.busy(Lane.COMPUTE) <= beside.total_seconds
+
+
+def test_a_micro_batch_adds_to_the_sum() -> None:
+    program = program_of(blocks(1, 4096))
+    timeline = simulate(program, MACHINE, ten, steps=1, micro_batches=3)
+    verbs = Counter(span.op.verb for span in timeline.spans)
+    assert verbs[Verb.ADD] == 2
+    assert verbs[Verb.FORWARD] == verbs[Verb.BACKWARD] == 3
+    assert verbs[Verb.UPDATE] == 1
+
+
+def test_compute_seconds_as_a_table() -> None:
+    program = program_of(blocks(2, 4096))
+    table = {(u, verb): 1.0 + u for u in range(2) for verb in USER}
+    by_table = simulate(program, MACHINE, table)
+    assert by_table == simulate(program, MACHINE, lambda unit, verb: 1.0 + unit)
+
+
+def test_table_is_what_a_person_reads() -> None:
+    program = program_of(blocks(1, 4096))
+    assert simulate(program, MACHINE, ten, steps=1).table().splitlines() == [
+        "lane          busy s      idle s   busy      ops",
+        "compute       20.000      15.000    57%        2",
+        "h2d            1.000      34.000     3%        1",
+        "d2h            1.000      34.000     3%        1",
+        "cpu           13.000      22.000    37%        1",
+        "step 21.000 s, of which 1.000 s exposed",
+    ]
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    program = program_of(blocks(1, 4096))
+    for wrong in ({"steps": 0}, {"micro_batches": 0}):
+        with pytest.raises(ValueError, match="at least one"):
+            simulate(program, MACHINE, ten, **wrong)
+    with pytest.raises(ValueError, match="h2d lane has a speed of 0"):
+        simulate(program, replace(MACHINE, h2d_bytes_per_s=0.0), ten)
+
+
+# -- for every program --------------------------------------------------------------------------
+
+
+@given(plans(most=4), st.integers(1, 3), st.floats(0.0, 0.1), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_rules_and_bounds(
+    plan: Plan, micro_batches: int, compute: float, device_is_cpu: bool
+) -> None:
+    program = compile_program(plan)
+    machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=device_is_cpu)
+    steps = 6
+    timeline = simulate(
+        program, machine, lambda u, v: compute, steps=steps, micro_batches=micro_batches
+    )
+    count = sum(len(p.ops) for name, p in program.phases.items() if name != "backward_next")
+    count += (micro_batches - 1) * len(program.phases["forward"].ops)
+    count += (micro_batches - 1) * len(program.phases["backward_next"].ops)
+    assert len(timeline.spans) == steps * count
+    lane_stops: dict[str, float] = {}
+    for span in timeline.spans:
+        user = span.op.verb in USER
+        resource = "user" if user and device_is_cpu else span.lane.value
+        assert span.start >= lane_stops.get(resource, 0.0), "one op at a time"
+        lane_stops[resource] = span.stop
+        seconds = compute if user else seconds_of(span.op, machine)
+        assert span.stop - span.start == pytest.approx(seconds)
+    mine = len(plan.profile.forward) + len({*plan.profile.backward, *_extra(plan)})
+    mine += len(plan.profile.backward) - len(set(plan.profile.backward))
+    period = timeline.step_seconds
+    assert period == pytest.approx(mine * compute * micro_batches + timeline.exposed)
+    for lane in Lane:
+        assert timeline.total_seconds >= timeline.busy(lane)
+        assert timeline.busy(lane) + timeline.idle(lane) == pytest.approx(timeline.total_seconds)
+
+
+def _extra(plan: Plan) -> set[int]:
+    return {u for u, unit in enumerate(plan.profile.units) if unit.trainable}
+
+
+@given(plans(most=4))
+@settings(max_examples=40, deadline=None)
+def test_the_waits_of_the_phase_are_kept(plan: Plan) -> None:
+    program = compile_program(plan)
+    timeline = simulate(program, MACHINE, lambda u, v: 0.01, steps=2)
+    for step in range(2):
+        for phase in program.step:
+            at = {id(s.op): s for s in timeline.spans if (s.step, s.phase) == (step, phase.name)}
+            for op in phase.ops:
+                for wait in op.waits:
+                    assert at[id(op)].start >= at[id(phase.ops[wait])].stop
+
+
+@pytest.mark.parametrize("placement", list(all_placements()))
+def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
+    profile = blocks(6, 200_000)
+    program = _program(profile, placement)
+    machine = Machine(device_bytes=0, cpu_bytes=0)
+    for compute in (1e-5, 1e-3, 1e-1):
+        seconds = {(u, verb): compute for u in range(6) for verb in USER}
+        few = simulate(program, machine, seconds, steps=4)
+        more = simulate(program, machine, seconds, steps=5)
+        assert more.step_seconds == pytest.approx(few.step_seconds)
+        for lane in Lane:
+            assert more.step_seconds >= 0.9999 * (more.busy(lane) - few.busy(lane))
+        assert more.step_seconds >= 0.9999 * 12 * compute
+
+
+def test_what_is_resident_exposes_updates_only() -> None:
+    profile = blocks(6, 4096)
+    program = program_of(profile, "device", "device", "device")
+    assert simulate(program, MACHINE, ten).exposed == pytest.approx(6 * UPDATE_SECONDS)
+
+
+@pytest.mark.parametrize("faster", ["h2d", "d2h", "disk_read", "disk_write", "cpu", "compute"])
+def test_a_faster_lane_is_not_slower_where_blocks_are_alike(faster: str) -> None:
+    profile = blocks(5, 100_000)
+    machine = Machine(device_bytes=0, cpu_bytes=0)
+    name = f"{faster}_bytes_per_s"
+    quick = replace(machine, **{name: 2 * getattr(machine, name)})
+    for placement in all_placements():
+        program = _program(profile, placement)
+        slow, fast = (simulate(program, m, lambda u, v: 1e-3) for m in (machine, quick))
+        # Lists of ops are scheduled greedily, which can cost a little (Graham's anomalies).
+        assert fast.step_seconds <= 1.02 * slow.step_seconds
+
+
+# -- bytes --------------------------------------------------------------------------------------
+
+
+def _program(profile: Profile, placement: Placement, *, clips: bool = False) -> Program:
+    plan = lay_out(
+        profile,
+        [placement] * len(profile.units),
+        budgets=AMPLE,
+        clips=clips,
+        states="exact",
+        weight_slots=1,
+    )
+    return compile_program(plan)
+
+
+def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
+    """Bytes per lane of a step of equal units that share one slot and do not clip."""
+    placement, count = plan.placements[0], len(plan.profile.units)
+    weight, gradient, state = (plan.bytes_of(kind, 0) for kind in PLACED)
+    h2d = d2h = disk = cpu = compute = 0
+    # In both directions all units but the one that is still in the slot at the turn.
+    fetches = (2 * count - 1) * micro_batches
+    if placement.weight != "device":
+        h2d += fetches * weight
+    if placement.weight == "nvme":
+        disk += fetches * weight
+    if placement.gradient != "device":
+        d2h += count * micro_batches * gradient
+        cpu += count * (micro_batches - 1) * 3 * gradient
+    if placement.gradient == "nvme":
+        disk += count * (2 * micro_batches - 1) * gradient
+    at = site(placement)
+    operands = gradient + 2 * (weight + state)
+    compute, cpu = (count * operands, cpu) if at == "device" else (compute, cpu + count * operands)
+    for home, there, back in (
+        (placement.gradient, gradient, 0),
+        (placement.weight, weight, weight),
+        (placement.state, state, state),
+    ):
+        crosses = (home == "device") != (at == "device")
+        if home == "nvme":
+            disk += count * (there + back)
+        if crosses:
+            up, down = (there, back) if at == "device" else (back, there)
+            h2d, d2h = h2d + count * up, d2h + count * down
+    return {
+        Lane.COMPUTE: compute,
+        Lane.H2D: h2d,
+        Lane.D2H: d2h,
+        Lane.CPU: cpu,
+        Lane.DISK: disk,
+        Lane.COMM: 0,
+    }
+
+
+@pytest.mark.parametrize("placement", list(all_placements()))
+def test_bytes_of_a_step_are_those_of_the_formula(placement: Placement) -> None:
+    for elements in (4096, (1 << 21) + 5000):
+        program = _program(blocks(3, elements), placement)
+        for micro_batches in (1, 3):
+            timeline = simulate(program, MACHINE, ten, steps=2, micro_batches=micro_batches)
+            expected = _expected_bytes(program.plan, micro_batches)
+            assert {lane: timeline.bytes(lane) // 2 for lane in Lane} == expected
+
+
+def test_clipping_reads_the_gradients_once_more() -> None:
+    profile = blocks(3, 4096)
+    for tier, lane in (("device", Lane.COMPUTE), ("cpu", Lane.CPU), ("nvme", Lane.CPU)):
+        placement = Placement(tier, tier, tier)  # type: ignore[arg-type]
+        totals = []
+        for clips in (False, True):
+            program = _program(profile, placement, clips=clips)
+            timeline = simulate(program, MACHINE, ten, steps=1)
+            totals.append({one: timeline.bytes(one) for one in Lane})
+        assert totals[1][lane] - totals[0][lane] == 3 * BYTES
+        assert totals[1][Lane.DISK] - totals[0][Lane.DISK] == (3 * BYTES if tier == "nvme" else 0)
+
+
+def test_frozen_units_are_only_fetched() -> None:
+    profile = profile_of([unit(f"frozen{i}", frozen=[4096]) for i in range(3)])
+    timeline = simulate(compile_program(_plan(profile)), MACHINE, ten, steps=2)
+    verbs = {span.op.verb for span in timeline.spans}
+    assert verbs == {Verb.MOVE, Verb.FORWARD, Verb.BACKWARD}
+    assert timeline.bytes(Lane.D2H) == timeline.bytes(Lane.CPU) == 0
+
+
+def _plan(profile: Profile) -> Plan:
+    placements = [Placement("cpu", "cpu", "cpu")] * len(profile.units)
+    return lay_out(profile, placements, budgets=AMPLE, clips=False, states="exact")
+
+
+def test_seconds_of_reads_and_writes_differ() -> None:
+    program = program_of(blocks(1, 4096), "nvme", "nvme", "nvme")
+    moves: list[Op] = [op for op in program.phases["update"].ops if op.lane is Lane.DISK]
+    kinds = [(op.value.kind, op.reads[0].place.tier, seconds_of(op, MACHINE)) for op in moves]
+    assert kinds == [
+        ("gradient", "nvme", 1.0),
+        ("weight", "nvme", 1.0),
+        ("state", "nvme", 5.0),
+        ("weight", "cpu", 2.0),
+        ("state", "cpu", 10.0),
+    ]

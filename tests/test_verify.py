@@ -1,0 +1,443 @@
+"""Valid programs pass; every rule, broken on purpose, is found and named."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+
+from offload.layout import Place, Plan
+from offload.profile import profile_of
+from offload.program import Lane, Program, Use, Value, Verb, compile_program
+from offload.verify import CHAIN, ProgramError, verify
+from tests.profiles import (
+    all_placements,
+    blocks,
+    find,
+    plans,
+    program_of,
+    unit,
+    with_phase,
+)
+from tests.profiles import with_op as changed
+
+
+def broken(program: Program, phase: str, index: int | None, rule: str) -> None:
+    """Assert that `verify` finds this rule broken there, and says so."""
+    with pytest.raises(ProgramError, match=rule) as caught:
+        verify(program)
+    assert (caught.value.phase, caught.value.index) == (phase, index)
+    text = str(caught.value)
+    assert text.startswith(f"{phase}:")
+    assert index is None or f"op {index} " in text
+
+
+def streamed() -> Program:
+    """Everything on nvme, clipping: every kind of op there is."""
+    return program_of(blocks(4), "nvme", "nvme", "nvme", clips=True)
+
+
+def without(program: Program, phase: str, index: int) -> Program:
+    """`program` with one op left out, and all waits renumbered."""
+    ops = [op for i, op in enumerate(program.phases[phase].ops) if i != index]
+    kept = [replace(op, waits=tuple(w - (w > index) for w in op.waits if w != index)) for op in ops]
+    return with_phase(program, phase, ops=tuple(kept))
+
+
+def with_plan(program: Program, **changes: object) -> Program:
+    return replace(program, plan=replace(program.plan, **changes))  # type: ignore[arg-type]
+
+
+def with_order(program: Program, phase: str, order: Sequence[int]) -> Program:
+    """`program` with the ops of a phase in another order, all waits kept."""
+    ops = program.phases[phase].ops
+    new = {old: at for at, old in enumerate(order)}
+    moved = [replace(ops[i], waits=tuple(sorted(new[w] for w in ops[i].waits))) for i in order]
+    return with_phase(program, phase, ops=tuple(moved))
+
+
+# -- what is right passes ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_every_placement_verifies(clips: bool) -> None:
+    for p in all_placements():
+        for weight_slots in (1, 3):
+            verify(
+                program_of(
+                    blocks(4),
+                    p.weight,
+                    p.gradient,
+                    p.state,
+                    clips=clips,
+                    weight_slots=weight_slots,
+                )
+            )
+
+
+@given(plans())
+@settings(max_examples=60, deadline=None)
+def test_random_models_and_placements_verify(plan: Plan) -> None:
+    verify(compile_program(plan))
+
+
+def test_chain_has_every_legal_pair() -> None:
+    pairs = set(pairwise(CHAIN))
+    backward = ("backward_first", "backward_next")
+    assert pairs >= {("forward", one) for one in ("forward", *backward)}
+    assert pairs >= {(one, two) for one in backward for two in ("forward", "norm")}
+    assert pairs >= {("norm", "update"), ("update", "forward")}
+
+
+def test_three_thousand_ops_take_about_a_second() -> None:
+    program = program_of(blocks(140), "nvme", "nvme", "nvme", clips=True)
+    count = sum(len(phase.ops) for phase in program.phases.values())
+    assert count > 3000
+    start = time.process_time()
+    verify(program)
+    assert time.process_time() - start < 3.0
+
+
+# -- waits --------------------------------------------------------------------------------------
+
+
+def test_every_wait_that_no_other_implies_is_needed() -> None:
+    program = streamed()
+    for name, phase in program.phases.items():
+        for index, op in enumerate(phase.ops):
+            reached = [set[int]() for _ in phase.ops]
+            for i, one in enumerate(phase.ops[:index]):
+                reached[i] = {i}.union(*(reached[w] for w in one.waits))
+            for wait in op.waits:
+                others = tuple(w for w in op.waits if w != wait)
+                if any(wait in reached[w] for w in others):
+                    verify(changed(program, name, index, waits=others))
+                else:
+                    rule = f"does not wait for op {wait}, "
+                    broken(changed(program, name, index, waits=others), name, index, rule)
+
+
+def test_a_wait_for_a_later_op_is_a_cycle() -> None:
+    program = streamed()
+    index, op = find(program.phases["update"], verb=Verb.UPDATE)
+    for wait in (index, index + 1, -1):
+        waits = (*op.waits, wait)
+        rule = f"waits for op {wait}, which is not an earlier"
+        broken(changed(program, "update", index, waits=waits), "update", index, rule)
+
+
+def test_a_race_between_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.verify.cells", lambda plan, uses: iter(()))
+    program = program_of(blocks(1), "device", "device", "device")
+    broken(program, "backward_next", 0, "does not wait for an op of an earlier phase")
+
+
+# -- one op -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward_first", "backward_next", "norm", "update"])
+def test_a_wrong_lane(phase: str) -> None:
+    program = streamed()
+    for index, op in enumerate(program.phases[phase].ops):
+        lane = Lane.COMM if op.lane is not Lane.COMM else Lane.CPU
+        broken(changed(program, phase, index, lane=lane), phase, index, f"on the {lane.value} lane")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward_first", "backward_next", "norm", "update"])
+def test_wrong_bytes(phase: str) -> None:
+    program = streamed()
+    for index, op in enumerate(program.phases[phase].ops):
+        wrong = changed(program, phase, index, bytes=op.bytes + 1)
+        broken(wrong, phase, index, f"counts {op.bytes + 1} bytes, which are {op.bytes}")
+
+
+def test_a_move_of_two_values() -> None:
+    program = streamed()
+    index, op = find(program.phases["forward"], verb=Verb.MOVE)
+    uses = (op.writes[0]._replace(value=Value("weight", 1)),)
+    broken(changed(program, "forward", index, writes=uses), "forward", index, "has to read 1")
+
+
+def test_a_move_past_a_tier() -> None:
+    program = streamed()
+    index, op = find(program.phases["forward"], verb=Verb.MOVE)
+    slot = program.plan.weight_slot[0]
+    assert slot is not None
+    uses = (Use(slot, op.value),)
+    broken(changed(program, "forward", index, writes=uses), "forward", index, "of its places: None")
+
+
+def test_compute_of_what_is_not_on_the_device() -> None:
+    program = streamed()
+    index, op = find(program.phases["forward"], verb=Verb.FORWARD)
+    uses = (Use(Place("cpu", "weight", 0), op.value),)
+    broken(changed(program, "forward", index, reads=uses), "forward", index, "works on the device")
+
+
+def test_compute_without_its_weights() -> None:
+    program = streamed()
+    index, _ = find(program.phases["forward"], verb=Verb.FORWARD)
+    broken(changed(program, "forward", index, reads=()), "forward", index, "has to read 1")
+
+
+def test_an_update_where_the_states_are_not() -> None:
+    program = program_of(blocks(2), "device", "device", "device")
+    other = replace(program_of(blocks(2)), phases={"update": program.phases["update"]})
+    broken(other, "update", 0, "works on the cpu, and has to have all it needs there")
+
+
+def test_an_update_that_is_not_in_place() -> None:
+    program = streamed()
+    index, op = find(program.phases["update"], verb=Verb.UPDATE)
+    moved = op.writes[0]._replace(place=Place("cpu", "weight_chunk", 1))
+    wrong = changed(program, "update", index, writes=(moved, op.writes[1]))
+    broken(wrong, "update", index, "has to work in place")
+
+
+def test_an_update_that_forgets_to_clip() -> None:
+    program = streamed()
+    index, op = find(program.phases["update"], verb=Verb.UPDATE)
+    wrong = changed(program, "update", index, reads=op.reads[:-1])
+    broken(wrong, "update", index, "has to read 4")
+
+
+def test_a_slot_that_does_not_exist() -> None:
+    program = streamed()
+    index, op = find(program.phases["forward"], verb=Verb.MOVE)
+    uses = (op.writes[0]._replace(place=Place("cpu", "weight", 7)),)
+    wrong = changed(program, "forward", index, writes=uses)
+    broken(wrong, "forward", index, "there is no slot cpu weight 7")
+
+
+def test_a_home_in_another_tier() -> None:
+    program = program_of(blocks(3), "cpu", "cpu", "cpu")
+    index, op = find(program.phases["forward"], verb=Verb.MOVE)
+    uses = (op.reads[0]._replace(place=Place("nvme", "home")),)
+    wrong = changed(program, "forward", index, reads=uses)
+    broken(wrong, "forward", index, "weight of block0 lives on cpu, not nvme")
+
+
+# -- the plan -----------------------------------------------------------------------------------
+
+
+def test_a_value_larger_than_its_slot() -> None:
+    program = streamed()
+    for place, buffer in program.plan.slots.items():
+        slots = {**program.plan.slots, place: replace(buffer, bytes=0)}
+        with pytest.raises(ProgramError, match=f"in {place.tier} {place.use} {place.index} of 0"):
+            verify(with_plan(program, slots=slots))
+
+
+def test_a_home_that_is_too_small_or_missing() -> None:
+    program = program_of(blocks(2))
+    home = program.plan.homes["weight", 0]
+    small = {**program.plan.homes, ("weight", 0): replace(home, bytes=0)}
+    missing = {key: b for key, b in program.plan.homes.items() if key != ("weight", 0)}
+    for homes in (small, missing):
+        broken(with_plan(program, homes=homes), "plan", None, "weight of block0 of .* has 0 bytes")
+    program = streamed()
+    file = replace(program.plan.file, extents=program.plan.file.extents[1:])
+    broken(with_plan(program, file=file), "plan", None, "weight of block0 of .* home on nvme")
+
+
+def test_buffers_that_overlap() -> None:
+    program = program_of(blocks(2))
+    buffers = sorted(program.plan.homes.items(), key=lambda item: item[1].offset)
+    for (_, one), (key, two) in pairwise(buffers):
+        homes = {**program.plan.homes, key: replace(two, offset=one.offset)}
+        broken(with_plan(program, homes=homes), "plan", None, f"overlap on {one.tier}")
+
+
+def test_a_buffer_that_is_not_aligned() -> None:
+    program = program_of(blocks(2))
+    home = replace(program.plan.homes["state", 1], offset=(1 << 40) + 64)
+    homes = {**program.plan.homes, ("state", 1): home}
+    broken(with_plan(program, homes=homes), "plan", None, "home of state of block1 is not aligned")
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_a_budget_one_byte_too_small(tier: str) -> None:
+    program = streamed()
+    need = {name: program.plan.arena_bytes(name) for name in ("device", "cpu", "nvme")}
+    verify(with_plan(program, budgets=need))
+    budgets = {**need, tier: need[tier] - 1}
+    rule = f"{tier} takes {need[tier]} bytes, over its budget of {need[tier] - 1}"
+    broken(with_plan(program, budgets=budgets), "plan", None, rule)
+
+
+def test_a_lasting_unit_shares_no_slot() -> None:
+    program = program_of(blocks(4))
+    units = list(program.plan.profile.units)
+    units[3] = replace(units[3], lasting=True)
+    profile = replace(program.plan.profile, units=tuple(units))
+    broken(with_plan(program, profile=profile), "plan", None, "block3 is lasting but shares")
+
+
+def test_a_slot_missing_or_in_the_wrong_tier() -> None:
+    program = program_of(blocks(2))
+    for wrong in (None, Place("cpu", "gradient", 0)):
+        slots = (wrong, *program.plan.weight_slot[1:])
+        rule = "weight of block0 needs a device slot: True"
+        broken(with_plan(program, weight_slot=slots), "plan", None, rule)
+
+
+# -- contents -----------------------------------------------------------------------------------
+
+
+def test_a_slot_with_another_value() -> None:
+    program = program_of(blocks(4))
+    first, second = program.plan.weight_slot[:2]
+    assert first
+    assert second
+    at = [i for i, op in enumerate(program.phases["forward"].ops) if op.verb is Verb.FORWARD]
+    swapped = (Use(second, Value("weight", 0)),)
+    wrong = changed(program, "forward", at[0], reads=swapped)
+    broken(wrong, "forward", at[0], "reads device weight 1, which nothing in its phase has filled")
+    swapped = (Use(first, Value("weight", 1)),)
+    wrong = changed(program, "forward", at[1], reads=swapped)
+    broken(wrong, "forward", at[1], "does not wait for op 0, with which it shares device weight 0")
+    wrong = changed(wrong, "forward", at[1], waits=tuple(range(at[1])))
+    rule = "reads weight of block1 in device weight 0, which has weight of block0"
+    broken(wrong, "forward", at[1], rule)
+
+
+def test_a_slot_refilled_before_it_was_read() -> None:
+    program = program_of(blocks(4), weight_slots=1)
+    ops = program.phases["forward"].ops
+    assert [op.verb for op in ops[:4]] == [Verb.MOVE, Verb.FORWARD] * 2
+    wrong = with_phase(
+        program,
+        "forward",
+        ops=(
+            ops[0],
+            replace(ops[2], waits=(0,)),
+            replace(ops[1], waits=(0, 1)),
+            *ops[3:],
+        ),
+    )
+    broken(wrong, "forward", 2, "reads weight of block0 in device weight 0, which has .* block1")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward_first", "backward_next", "norm", "update"])
+def test_no_op_can_be_left_out(phase: str) -> None:
+    program = streamed()
+    for index in range(len(program.phases[phase].ops)):
+        with pytest.raises(ProgramError) as caught:
+            verify(without(program, phase, index))
+        assert caught.value.phase in (phase, "backward_first", "backward_next", "update")
+
+
+def test_entry_that_nothing_provides() -> None:
+    program = program_of(blocks(4))
+    slot, other = program.plan.weight_slot[0], {program.plan.weight_slot[1]: 1}
+    assert slot is not None
+    wrong = with_phase(program, "backward_first", entry={slot: 0, **other})
+    rule = "does not find at entry what it wants there: weight of block0 in device weight 0"
+    broken(wrong, "backward_first", None, rule)
+    wrong = with_phase(program, "forward", entry={slot: 0})
+    broken(wrong, "forward", None, "does not find at entry")
+
+
+def test_entry_that_is_not_declared() -> None:
+    program = program_of(blocks(4))
+    wrong = with_phase(program, "backward_first", entry={})
+    broken(wrong, "backward_first", 0, "which nothing in its phase has filled")
+
+
+def test_exit_that_is_not_true() -> None:
+    program = program_of(blocks(4))
+    slot = program.plan.weight_slot[0]
+    assert slot is not None
+    wrong = with_phase(program, "forward", exit={slot: 0})
+    broken(wrong, "forward", None, "does not hold what it declares at exit: weight of block0")
+
+
+def test_a_gradient_overwritten_in_its_slot() -> None:
+    program = program_of(blocks(3))
+    ops = program.phases["backward_first"].ops
+    out, _ = find(program.phases["backward_first"], lane=Lane.D2H)
+    late = next(i for i, op in enumerate(ops) if op.verb is Verb.BACKWARD and out in op.waits)
+    assert ops[late].value.unit == 0
+    wrong = without(program, "backward_first", out)
+    rule = "overwrites gradient of block2 before it has left its slot"
+    broken(wrong, "backward_first", late - 1, rule)
+
+
+def test_a_micro_batch_that_replaces_the_sum() -> None:
+    program = program_of(blocks(2))
+    phases = {
+        **program.phases,
+        "backward_next": replace(program.phases["backward_first"], name="backward_next"),
+    }
+    rule = "does not bring home all that was made of gradient of block0"
+    broken(replace(program, phases=phases), "backward_next", None, rule)
+
+
+def test_a_gradient_added_twice() -> None:
+    program = program_of(blocks(1))
+    ops = program.phases["backward_next"].ops
+    index, op = find(program.phases["backward_next"], verb=Verb.ADD)
+    again = replace(op, waits=tuple(range(len(ops))))
+    wrong = with_phase(program, "backward_next", ops=(*ops, again))
+    broken(wrong, "backward_next", index + 1, "adds a gradient that is in the sum already")
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward_first"])
+def test_compute_in_another_order(phase: str) -> None:
+    program = program_of(blocks(2), "device", "device", "device")
+    wrong = with_order(program, phase, [1, 0])
+    broken(wrong, phase, None, "does not compute in the order of the profile")
+
+
+def test_a_norm_of_some_chunks() -> None:
+    program = program_of(blocks(2), "device", "device", "device", clips=True)
+    for ops in ((), program.phases["norm"].ops[:-1]):
+        wrong = with_phase(program, "norm", ops=ops)
+        broken(wrong, "norm", None, "does not square every chunk of the gradient once")
+
+
+def test_a_home_read_before_its_update_came_back() -> None:
+    program = program_of(blocks(1), "device", "cpu", "cpu")
+    at, back = find(program.phases["update"], lane=Lane.H2D)
+    ops = without(program, "update", at).phases["update"].ops
+    use = Use(Place("cpu", "weight_chunk", 3), back.value)
+    again = replace(
+        back,
+        lane=Lane.D2H,
+        reads=back.writes,
+        writes=(use,),
+        waits=tuple(range(len(ops))),
+    )
+    wrong = with_phase(program, "update", ops=(*ops, again))
+    broken(wrong, "update", len(ops), "reads weight of block0 chunk 0 from before an update")
+    wrong = with_phase(program, "update", ops=ops)
+    rule = "does not bring home the update of weight of block0 chunk 0"
+    broken(wrong, "update", None, rule)
+
+
+def test_an_update_done_twice() -> None:
+    program = program_of(blocks(1))
+    ops = program.phases["update"].ops
+    wrong = with_phase(program, "update", ops=(*ops, replace(ops[-1], waits=(len(ops) - 1,))))
+    broken(wrong, "update", None, "does not update every chunk once")
+
+
+def test_the_message_names_op_verb_unit_and_lane() -> None:
+    program = streamed()
+    index, _op = find(program.phases["update"], verb=Verb.UPDATE)
+    with pytest.raises(ProgramError) as caught:
+        verify(changed(program, "update", index, bytes=0))
+    want = f"update: op {index} (update of state of block0 chunk 0 on cpu) counts 0 bytes"
+    assert str(caught.value).startswith(want)
+
+
+def test_a_unit_that_needs_no_weights_in_backward() -> None:
+    profile = profile_of([unit("embed", 500, backward=False), unit("head", 700)])
+    program = program_of(profile)
+    verify(program)
+    at = [op.value.unit for op in program.phases["backward_first"].ops if op.verb is Verb.BACKWARD]
+    assert at == [1, 0]
