@@ -1,0 +1,397 @@
+"""Attach an engine to a model and its optimizer, and take it off again."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.arena import Memory, compute_device, device_free_bytes, host_tensor, typed
+from offload.binding import BoundUnit, Group, partition
+from offload.config import Config
+from offload.engine import Engine
+from offload.executor import Executor
+from offload.hooks import Hooks
+from offload.layout import Plan
+from offload.machine import Machine, host_free_bytes, probe
+from offload.optimizer import Optimizer, check_optimizer, give_back
+from offload.plan import plan
+from offload.profile import Unit, Wanted, lay_out_unit, profile_of
+from offload.program import Op, Value
+from offload.resting import RestingParameter
+from offload.states import States
+from offload.store import Store
+from offload.touch import ParameterHome
+
+EXPOSED_BYTES_LEAST = 256 << 20
+"""Smallest default of Config.exposed_memory."""
+
+_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Engine, Hooks]] = weakref.WeakKeyDictionary()
+"""What is attached to which model."""
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config | None = None,
+    *,
+    initialize: Callable[[nn.Module], object] | None = None,
+    machine: Machine | None = None,
+    pace: Callable[[Op], float] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Spread a model over the tiers and return it with an optimizer that updates it there.
+
+    Args:
+        model: stays the same object; its parameters keep their identity, names and shapes.
+            Parameters on the meta device get memory here, unit by unit, so that the whole model
+            never lies in memory at once; those are new objects, in the optimizer's groups too.
+        optimizer: `torch.optim.AdamW` or `Adam` over parameters of the model, with or without
+            states; None serves the model forward-only.
+        config: where things live and how much may be taken; the default finds out.
+        initialize: called with each module that owns parameters on the meta device, once these
+            have memory; default: the module's own `reset_parameters()`.
+        machine: what there is, in place of what this host has.
+        pace: least seconds of an op, for tests that imitate slower hardware.
+
+    Returns:
+        The model and the optimizer to step, None where None was given.
+
+    Raises:
+        BudgetError: the model does not fit the budgets, with a table.
+        ValueError, TypeError: the model, optimizer or config cannot be attached, and why.
+        OSError: nvme_path cannot be used.
+        MemoryError: the memory of the plan is not there.
+    """
+    config = config or Config()
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    if any(isinstance(p, RestingParameter) for p in model.parameters()):
+        raise ValueError("the model is attached already: detach it first")
+    device = compute_device()
+    groups = partition(model)
+    _check(model, optimizer, groups)
+    specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
+    found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
+    placed = plan(profile_of(specs), config, found)
+    return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
+
+
+def detach(
+    model: nn.Module, optimizer: Optimizer | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
+
+    The model must fit the compute device whole.
+
+    Raises:
+        ValueError: the model is not attached.
+    """
+    engine = engine_of(model)
+    engine.settle()
+    original = optimizer._original if optimizer is not None else None
+    if optimizer is not None and original is not None:
+        for parameter in list(optimizer.state):
+            original.state[parameter] = optimizer.state_of(parameter)
+        give_back(original)
+    with torch.no_grad():
+        for bound in engine.units:
+            for parameter in bound.parameters:
+                gradient = parameter.grad
+                values = parameter.detach().clone()
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.data = values
+                    parameter.__class__ = nn.Parameter
+                    parameter.grad = None if gradient is None else gradient.to(values.device)
+                del parameter._offload_home  # type: ignore[attr-defined]
+            bound.close()
+    _attached.pop(model)[1].remove()
+    engine.close()
+    return model, original
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine attached to a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if model not in _attached:
+        raise ValueError("the model is not attached")
+    return _attached[model][0]
+
+
+def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]) -> None:
+    """Refuse by name what cannot be attached.
+
+    Raises:
+        ValueError: see the message.
+    """
+    named = {p: name for group in groups for name, p in group.named.items()}
+    if not named:
+        raise ValueError("the model has no parameters: there is nothing to offload")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name} is on the meta device and attach does not know its values: "
+                "compute it in forward, or build it on the real device"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name or 'the model'} has sparse gradients, and only dense ones can be "
+                f"offloaded: build the {type(module).__name__} with sparse=False"
+            )
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for parameter in group["params"]:
+            if parameter not in named and parameter.numel():
+                raise ValueError(
+                    f"the optimizer's group {number} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
+                    "model.parameters()"
+                )
+
+
+def _spec(group: Group, config: Config, *, trains: bool) -> Unit:
+    wanted = [
+        Wanted(
+            name,
+            tuple(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            trains and parameter.requires_grad,
+        )
+        for name, parameter in group.named.items()
+    ]
+    return lay_out_unit(
+        group.name,
+        wanted,
+        gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
+        lasting=group.lasting,
+        backward=group.backward,
+    )
+
+
+class _Attaching:
+    """One attach under way."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        groups: list[Group],
+        placed: Plan,
+        device: torch.device,
+    ):
+        self.model = model
+        self.optimizer = optimizer
+        self.config = config
+        self.groups = groups
+        self.plan = placed
+        self.device = device
+        self._bound: list[BoundUnit] = []
+        self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        """By the new parameter, the one on the meta device in whose place it is."""
+
+    def run(
+        self,
+        initialize: Callable[[nn.Module], object] | None,
+        pace: Callable[[Op], float] | None,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Take the memory and the file, move everything, hook the model."""
+        store = None
+        if self.plan.file.extents:
+            store = Store(self.config.nvme_path[0], self.plan.file)
+        try:
+            memory = Memory(self.plan, self.device)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
+        executor = Executor(self.plan, memory, store, self.device, pace)
+        try:
+            self._fill(executor, initialize or _reset)
+            return self._hook(executor, memory)
+        except BaseException:
+            try:
+                self._undo(executor)
+            finally:
+                executor.close()
+            raise
+
+    def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
+        """Move all weights, and put zeros in the place of states that are not yet there."""
+        fresh = self._materialise()
+        stand_in = {
+            name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=self.device)
+            for name in {p.dtype for unit in self.plan.profile.units for p in unit.parameters}
+        }
+        self._bound = [
+            BoundUnit(u, spec, [self.groups[u].named[p.name] for p in spec.parameters], stand_in)
+            for u, spec in enumerate(self.plan.profile.units)
+        ]
+        self._gradients = {p: p.grad for unit in self._bound for p in unit.parameters}
+        for unit in self._bound:
+            self._move(unit, executor, fresh, initialize)
+        States(executor).clear()
+
+    def _hook(self, executor: Executor, memory: Memory) -> tuple[nn.Module, Optimizer | None]:
+        """Build the engine, hook the model, take over the optimizer and the gradients."""
+        places = {p: (u.index, i) for u in self._bound for i, p in enumerate(u.parameters)}
+        announcers: dict[nn.Module, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            for module in group.modules:
+                announcers.setdefault(module, []).append(index)
+        for name, buffer in self.model.named_buffers():
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = buffer.to(self.device)
+        exposed = self.config.bytes_of("exposed_memory")
+        if exposed is None:
+            exposed = max(EXPOSED_BYTES_LEAST, host_free_bytes() // 10)
+        engine = Engine(
+            self._bound,
+            executor,
+            memory,
+            exposed_bytes_max=exposed,
+            max_grad_norm=self.config.max_grad_norm,
+            micro_batches=self.config.micro_batches,
+        )
+        for parameter, (unit_index, index) in places.items():
+            home = ParameterHome(engine, unit_index, index)
+            parameter._offload_home = home  # type: ignore[attr-defined]
+        hooks = Hooks(engine, self.model, announcers, trains=self.optimizer is not None)
+        _attached[self.model] = (engine, hooks)
+        optimizer = None
+        if self.optimizer is not None:
+            optimizer = Optimizer(self.optimizer, engine, States(executor), places)
+            for stateful in places:
+                if stateful in self.optimizer.state:
+                    optimizer.import_state(stateful, self.optimizer.state[stateful])
+        for owner_of_gradient, gradient in self._gradients.items():
+            if gradient is not None:
+                owner_of_gradient.grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.state.clear()
+        return self.model, optimizer
+
+    def _materialise(self) -> dict[nn.Parameter, nn.Module]:
+        """Give the parameters on meta new objects; these, with a module that owns each."""
+        renewed: dict[nn.Parameter, nn.Parameter] = {}
+        fresh: dict[nn.Parameter, nn.Module] = {}
+        for module in self.model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.is_meta:
+                    continue
+                if parameter not in renewed:
+                    empty = torch.zeros(1, dtype=parameter.dtype, device=self.device)
+                    shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
+                    renewed[parameter] = nn.Parameter(shaped, parameter.requires_grad)
+                module._parameters[name] = renewed[parameter]
+                fresh.setdefault(renewed[parameter], module)
+        for group in self.groups:
+            group.named = {name: renewed.get(p, p) for name, p in group.named.items()}
+        for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
+            param_group["params"] = [renewed.get(p, p) for p in param_group["params"]]
+        self._replaced = {new: old for old, new in renewed.items()}
+        return fresh
+
+    def _move(
+        self,
+        unit: BoundUnit,
+        executor: Executor,
+        fresh: Mapping[nn.Parameter, nn.Module],
+        initialize: Callable[[nn.Module], object],
+    ) -> None:
+        """Gather a unit's weights in one buffer, initialised where they had no values; move it."""
+        buffer = host_tensor(unit.spec.weight_bytes).to(self.device)
+        with torch.no_grad():
+            values = [parameter.data for parameter in unit.parameters]
+            for index, parameter in enumerate(unit.parameters):
+                one = unit.spec.parameters[index]
+                offset = unit.spec.weight_offset(index)
+                parameter.grad = None
+                parameter.data = typed(buffer, one.dtype, offset, one.shape)
+            new = {p for p in unit.parameters if p in fresh}
+            for module in self.model.modules() if new else ():
+                if any(p in new for p in module._parameters.values()):
+                    _initialize(module, initialize, unit.parameters)
+            for parameter, value in zip(unit.parameters, values):
+                if parameter not in fresh:
+                    parameter.data.copy_(value)
+        for piece, (offset, size) in enumerate(unit.spec.pieces):
+            executor.poke(Value("weight", unit.index, piece), buffer[offset : offset + size])
+        unit.rest()
+
+    def _undo(self, executor: Executor) -> None:
+        """Leave the model and the optimizer as they were before."""
+        if self.model in _attached:
+            _attached.pop(self.model)[1].remove()
+        for unit in self._bound:
+            if type(unit.parameters[0]) is RestingParameter:
+                self._restore(unit, executor)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        for module in self.model.modules():
+            for name, held in module._parameters.items():
+                if held is not None:
+                    module._parameters[name] = self._replaced.get(held, held)
+        if self.optimizer is not None:
+            give_back(self.optimizer)
+            for param_group in self.optimizer.param_groups:
+                param_group["params"] = [self._replaced.get(p, p) for p in param_group["params"]]
+
+    def _restore(self, unit: BoundUnit, executor: Executor) -> None:
+        """Give the parameters of a unit that was moved already their values back."""
+        buffer = torch.cat(
+            [
+                executor.peek(Value("weight", unit.index, piece)).to(self.device)
+                for piece in range(len(unit.spec.pieces))
+            ]
+        )
+        for index, parameter in enumerate(unit.parameters):
+            one = unit.spec.parameters[index]
+            view = typed(buffer, one.dtype, unit.spec.weight_offset(index), one.shape)
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.data = view
+                parameter.__class__ = nn.Parameter
+            vars(parameter).pop("_offload_home", None)
+
+
+def _initialize(
+    module: nn.Module,
+    initialize: Callable[[nn.Module], object],
+    present: Sequence[nn.Parameter],
+) -> None:
+    """Initialise a module of whose parameters only some are `present`: the others get scratch."""
+    others = [p for p in module._parameters.values() if p is not None]
+    others = [p for p in others if not any(p is one for one in present)]
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [(p, p.data, p.__class__) for p in others]
+        for parameter, data, _ in before:
+            parameter.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)
+            parameter.__class__ = nn.Parameter
+    try:
+        initialize(module)
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, data, kind in before:
+                parameter.data = data
+                parameter.__class__ = kind
+
+
+def _reset(module: nn.Module) -> None:
+    """Initialise a module's parameters by its own method.
+
+    Raises:
+        ValueError: it has none.
+    """
+    reset: Any = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ValueError(
+            f"parameters of a {type(module).__name__} are on the meta device and it has no "
+            "reset_parameters(): pass initialize= to attach"
+        )
+    reset()

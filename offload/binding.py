@@ -1,0 +1,247 @@
+"""Units and the modules that use them; a unit's parameters in use; the guard on saved tensors.
+
+[Note: Saving guard]
+Autograd saves views of weights (`weight.t()`) that lie in a slot, and the slot is refilled before
+backward. So around each unit's forward a pair of saved-tensor hooks packs every tensor that lies in
+a unit's buffer as a `Handle` (unit, offset, shape, strides) and turns it back into a view when the
+unit is in use again, or into a private copy when it is not: a stale read is impossible. A handle
+also notes the parameter's version, as torch's own check does not look at packed tensors. What is
+no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
+so the guard composes with them in whatever order they are entered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from offload.arena import typed
+from offload.profile import Unit
+from offload.resting import RestingParameter
+from offload.task import Task
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+"""Modules whose children are units of their own."""
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are not called: parameters right in them belong to the module around."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The parameters of a unit before they are laid out, and who announces their use."""
+
+    name: str
+    modules: list[nn.Module]
+    """Modules whose call announces the use."""
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
+    lasting: bool = False
+    backward: bool = True
+
+
+def partition(model: nn.Module) -> list[Group]:
+    """Cut a model into units, in the order of its parameters.
+
+    A child of a `ModuleList` or `Sequential` is a unit with all that is in it; any other module
+    that directly owns parameters is one by itself, and so is a module without containers below.
+    A parameter shared between units is a unit of its own.
+    """
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for unit_name, unit_module, prefix, owner in _walk(model):
+        for name, parameter in owner.named_parameters(
+            prefix=prefix, recurse=False, remove_duplicate=False
+        ):
+            names.setdefault(parameter, name)
+            entry = (unit_name, unit_module)
+            if entry not in owners.setdefault(parameter, []):
+                owners[parameter].append(entry)
+    groups: dict[str, Group] = {}
+    for parameter, users in owners.items():
+        if parameter.numel() == 0:
+            continue
+        shared = len(users) > 1
+        key = f"{names[parameter]} (shared)" if shared else users[0][0]
+        if key not in groups:
+            modules = list(dict.fromkeys(module for _, module in users))
+            groups[key] = Group(key, modules, lasting=shared)
+        groups[key].named[names[parameter]] = parameter
+    announcers = {module for group in groups.values() for module in group.modules}
+    for group in groups.values():
+        group.lasting = group.lasting or any(
+            other in announcers
+            for module in group.modules
+            for other in module.modules()
+            if other is not module
+        )
+        group.backward = not all(type(module) is nn.Embedding for module in group.modules)
+    return list(groups.values())
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(unit's name, announcing module, prefix, owner of parameters) for every module."""
+
+    def visit(
+        module: nn.Module, name: str, called: tuple[str, nn.Module]
+    ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+        me = called if isinstance(module, _NEVER_CALLED) else (name or "root", module)
+        if not any(isinstance(inner, _CONTAINERS) for inner in module.modules()):
+            for inner_name, inner in module.named_modules(prefix=name, remove_duplicate=False):
+                yield (*me, inner_name, inner)
+            return
+        yield (*me, name, module)
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+                for inner_name, inner in child.named_modules(prefix=full, remove_duplicate=False):
+                    yield (full, child, inner_name, inner)
+            else:
+                yield from visit(child, full, me)
+
+    if any(isinstance(inner, _CONTAINERS) for inner in model.modules()):
+        yield from visit(model, "", ("root", model))
+        return
+    yield ("root", model, "", model)
+    for name, child in model.named_children():
+        for inner_name, inner in child.named_modules(prefix=name, remove_duplicate=False):
+            yield (name, child, inner_name, inner)
+
+
+class BoundUnit:
+    """A unit and the parameters that stand for it in the model."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: Unit,
+        parameters: list[nn.Parameter],
+        resting_storage: dict[str, torch.Tensor],
+    ):
+        """Bind; the parameters are put at rest by `rest`.
+
+        Args:
+            index: of the unit in the profile.
+            spec: its layout; `parameters` in the same order.
+            resting_storage: a one-element tensor per dtype, on the compute device.
+        """
+        self.index = index
+        self.spec = spec
+        self.parameters = parameters
+        self.depth = 0
+        """Calls of announcing modules under way."""
+        self.held = False
+        """In use beyond those calls: by backward, or lasting to the end of the pass."""
+        self.buffer: torch.Tensor | None = None
+        """The flat weights in use, or None at rest."""
+        self.task: Task | None = None
+        """The compute task that stands for this use."""
+        self._dummies = [
+            resting_storage[p.dtype].expand(p.shape) if p.shape else resting_storage[p.dtype][0]
+            for p in spec.parameters
+        ]
+        self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
+        """Let the parameters be views of `buffer`, the unit's flat weights."""
+        views = self._views.get(buffer.data_ptr()) if keep_views else None
+        if views is None:
+            views = [
+                typed(buffer, p.dtype, offset, p.shape)
+                for p, offset in zip(self.spec.parameters, self._offsets)
+            ]
+            if keep_views:
+                self._views[buffer.data_ptr()] = views
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, view in zip(self.parameters, views):
+                parameter.data = view
+                parameter.__class__ = nn.Parameter
+        self.buffer = buffer
+
+    def rest(self) -> None:
+        """Let the parameters be at rest."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, dummy in zip(self.parameters, self._dummies):
+                parameter.data = dummy
+                parameter.__class__ = RestingParameter
+        self.buffer = None
+
+    def lend(self, parameter: int, tensor: torch.Tensor) -> None:
+        """Let one parameter show `tensor`, keeping its class."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.parameters[parameter].data = tensor
+
+    def unlend(self, parameter: int) -> None:
+        """Take back what `lend` gave."""
+        self.lend(parameter, self._dummies[parameter])
+
+    def parameter_at(self, offset: int) -> int:
+        """Index of the parameter that holds the byte at `offset` of the weight buffer."""
+        return bisect_right(self._offsets, offset) - 1
+
+    def close(self) -> None:
+        """Let go of all views."""
+        self._views.clear()
+
+
+class Handle(NamedTuple):
+    """A saved tensor that lies in a unit's weights."""
+
+    engine: Resolver
+    """Who can give the tensor back."""
+    unit: int
+    parameter: int
+    offset: int
+    """Bytes from the start of the parameter."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    version: int
+    """The parameter's version when it was saved."""
+
+
+class Locator(Protocol):
+    """Knows the tensors that need a handle."""
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """The handle of a tensor that lies in a unit's weights, else None."""
+
+
+class Resolver(Protocol):
+    """Turns handles back into tensors; the engine."""
+
+    def tensor_of(self, handle: Handle) -> torch.Tensor:
+        """The tensor that a handle stands for."""
+
+
+class SavingGuard:
+    """The pair of saved-tensor hooks around a unit's forward, see [Note: Saving guard]."""
+
+    def __init__(self, locator: Locator):
+        """Guard what is saved from here to `close`."""
+        self._locator = locator
+        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+
+    def close(self) -> None:
+        """Stop guarding; guards are closed in reverse order."""
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            handle = self._locator.handle_of(tensor)
+        if handle is not None:
+            return handle
+        return (self._outer[0](tensor),) if self._outer is not None else tensor
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            return packed.engine.tensor_of(packed)
+        if self._outer is None:
+            return packed  # type: ignore[no-any-return]
+        return self._outer[1](packed[0])  # type: ignore[no-any-return]

@@ -1,0 +1,395 @@
+"""The engine: what the model's hooks, the trap and the optimizer call."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.arena import Memory, host_tensor
+from offload.binding import BoundUnit, Handle
+from offload.executor import Executor
+from offload.exposure import Exposures
+from offload.finality import Finality
+from offload.gradients import Gradients
+from offload.lanes import EngineError, LaneUse
+from offload.layout import Plan, TierUse
+from offload.passes import Entry, Passes
+from offload.profile import profile_of
+from offload.program import Program, Value, Verb, compile_program
+from offload.updates import Frozen, Updates
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an engine has done since it was attached."""
+
+    steps: int
+    misses: int
+    """Uses of a unit that the compiled order did not foresee."""
+    lanes: Mapping[str, LaneUse]
+    tiers: tuple[TierUse, ...]
+    wall_s: float
+    """Seconds since the engine was attached."""
+    compute_s: float
+    """Those seconds less the time in which the user's thread waited for a lane."""
+
+
+class Engine:
+    """Everything attached to one model, made by `attach`. One thread at a time may use it."""
+
+    def __init__(
+        self,
+        units: Sequence[BoundUnit],
+        executor: Executor,
+        memory: Memory,
+        *,
+        exposed_bytes_max: int,
+        max_grad_norm: float | None,
+        micro_batches: int | None,
+    ):
+        """Run `units`, whose values are at home already, by `executor` in `memory`."""
+        self.plan: Plan = executor.plan
+        self.executor = executor
+        self.notices: tuple[str, ...] = memory.notices
+        if executor.store is not None and executor.store.notice:
+            self.notices += (executor.store.notice,)
+        self.steps = 0
+        self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
+        self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
+        self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
+        self.updates = Updates(executor, max_grad_norm)
+        self.finality = Finality(None if max_grad_norm is not None else micro_batches)
+        self.units = units
+        self._memory = memory
+        self._pid = os.getpid()
+        self._since = time.perf_counter()
+        self._in_use: list[BoundUnit] = []
+        self._graphs: set[int] = set()
+        self._close = weakref.finalize(self, _shut, executor, self._pid)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        raise TypeError(
+            "an attached model cannot be copied with its engine: copy it before attach, or build "
+            "a new model and load_state_dict() into it"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless the engine can be used here and now."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a forked process touched an offloaded model: its memory stays with the parent; "
+                "move the work there, or start workers with multiprocessing 'spawn'"
+            )
+        if not self._close.alive:
+            raise EngineError("the offload engine of this model was closed")
+        self.executor.lanes.check()
+
+    def _before_write(self, unit: int) -> bool:
+        """Make way for a write to the home of a unit's weights."""
+        if self.units[unit].buffer is not None:
+            return False
+        self.passes.pause()
+        return True
+
+    def open_forward(self) -> None:
+        """The model's forward begins."""
+        self.end_pass(finished=False)
+        self.finality.require_step("the next forward")
+        self._settle_exposures()
+        self.passes.open(Verb.FORWARD)
+
+    def enter_backward(self) -> None:
+        """Open the backward pass at its first sign, and be called when it ends."""
+        graph: int = torch._C._current_graph_task_id()
+        if graph in self._graphs:
+            return
+        self.check()
+        if self.passes.verb is not Verb.BACKWARD:
+            self.end_pass(finished=True)
+            self.finality.require_step("another backward")
+            self._settle_exposures()
+            self.gradients.begin_backward()
+            self.passes.open(Verb.BACKWARD)
+        self._graphs.add(graph)
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(self._graph_ended, graph))
+
+    def _graph_ended(self, graph: int) -> None:
+        """A backward has ended; the outermost one ends the pass."""
+        self._graphs.discard(graph)
+        if not self._graphs:
+            self.end_pass(finished=True)
+            self.finality.backward_ended()
+
+    def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient; when it makes the unit's final, begin the unit's update."""
+        self.enter_backward()
+        self.finality.require_open(unit, self.plan.profile.units[unit].name)
+        self.gradients.collect(unit, index, gradient)
+        if self.finality.in_last_backward and self.gradients.all_came(unit):
+            self.gradients.send(unit)
+            if not self.finality.begun:
+                self.updates.settle()
+            turns = self.finality.begin(unit)
+            if turns:
+                self._begin_updates({unit: turns})
+
+    def end_pass(self, *, finished: bool) -> None:
+        """Put every unit at rest, send all gradients home, take back what was queued."""
+        for bound in list(self._in_use):
+            bound.depth, bound.held = 0, False
+            self._release(bound)
+        self._graphs.clear()
+        self.gradients.send_all()
+        self.passes.close(finished=finished)
+
+    def leave_backward(self) -> None:
+        """From outside a backward: one that is still open was left by an exception; end it."""
+        if self.passes.verb is Verb.BACKWARD and not in_backward():
+            self.end_pass(finished=False)
+
+    def enter(self, unit: int) -> None:
+        """A module that uses `unit` is about to run."""
+        bound = self.units[unit]
+        bound.depth += 1
+        self._use(bound)
+
+    def leave(self, unit: int) -> None:
+        """A module that uses `unit` has run."""
+        bound = self.units[unit]
+        bound.depth = max(0, bound.depth - 1)
+        bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
+        self._release(bound)
+
+    def hold(self, unit: int) -> None:
+        """The backward of `unit` is next, and that of the units before it is over."""
+        bound = self.units[unit]
+        for other in list(self._in_use):
+            if other is not bound and not other.spec.lasting:
+                other.held = False
+                self._release(other)
+        bound.held = True
+        self._use(bound)
+
+    def _use(self, bound: BoundUnit) -> None:
+        """Bring a unit's weights into its slot and let its parameters be views of it."""
+        if bound.buffer is not None:
+            return
+        if self.passes.verb is None:
+            self.passes.open(Verb.BACKWARD if in_backward() else Verb.FORWARD)
+        edited = self.exposures.settle(bound.index)
+        entry = self.passes.take(bound.index)
+        slot = self.plan.weight_slot[bound.index]
+        if slot is not None and any(
+            self.plan.weight_slot[other.index] == slot for other in self._in_use
+        ):
+            self._use_apart(bound, entry)
+            return
+        lanes = self.executor.lanes
+        lanes.begin(entry.task)
+        while edited or not self.passes.holds(bound.index):
+            lanes.finish(entry.task)
+            entry = self.passes.again(bound.index)
+            lanes.begin(entry.task)
+            edited = False
+        buffer = self._memory.weights(bound.index)
+        bound.task = entry.task
+        bound.serve(buffer, keep_views=True)
+        self._in_use.append(bound)
+
+    def _use_apart(self, bound: BoundUnit, entry: Entry) -> None:
+        """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
+        self.passes.give_up(entry)
+        self.executor.quiesce("weight", bound.index, to_write=False)
+        buffer = host_tensor(bound.spec.weight_bytes).to(self.executor.device)
+        for piece, (offset, size) in enumerate(bound.spec.pieces):
+            buffer[offset : offset + size].copy_(
+                self.executor.peek(Value("weight", bound.index, piece))
+            )
+        bound.serve(buffer, keep_views=False)
+        self._in_use.append(bound)
+
+    def _release(self, bound: BoundUnit) -> None:
+        """Put a unit at rest when nothing uses it any more."""
+        if bound.buffer is None or bound.depth > 0 or bound.held:
+            return
+        bound.rest()
+        if bound.task is not None:
+            self.executor.lanes.finish(bound.task)
+            bound.task = None
+        self._in_use.remove(bound)
+
+    # -- saved tensors ---------------------------------------------------------------------------
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """The handle of a tensor that lies in the weights of a unit in use, else None."""
+        if tensor.device.type != self.executor.device.type:
+            return None
+        address = tensor.data_ptr()
+        for bound in self._in_use:
+            assert bound.buffer is not None
+            offset = address - bound.buffer.data_ptr()
+            if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
+                return self._handle(bound, offset, tensor)
+        return None
+
+    def _handle(self, bound: BoundUnit, offset: int, tensor: torch.Tensor) -> Handle:
+        index = bound.parameter_at(offset)
+        return Handle(
+            self,
+            bound.index,
+            index,
+            offset - bound.spec.weight_offset(index),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            version_of(bound.parameters[index]),
+        )
+
+    def tensor_of(self, handle: Handle) -> torch.Tensor:
+        """The weights that a handle stands for: in the slot, or a private copy.
+
+        Raises:
+            RuntimeError: the parameter was modified after the forward that saved it.
+        """
+        self.check()
+        bound = self.units[handle.unit]
+        one = bound.spec.parameters[handle.parameter]
+        if version_of(bound.parameters[handle.parameter]) != handle.version:
+            raise RuntimeError(
+                f"{one.name} was modified between a forward and its backward (by optimizer.step() "
+                "or an in-place operation): the gradient would be wrong. Run backward first, or "
+                "forward again"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            if bound.buffer is not None:
+                base = bound.parameters[handle.parameter].detach()
+            else:
+                base = self.exposures.tensor(handle.unit, handle.parameter).detach()
+            flat = base.reshape(-1).view(torch.uint8).view(handle.dtype)
+            start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
+            return torch.as_strided(flat, handle.shape, handle.stride, start)
+
+    # -- parameters at rest ----------------------------------------------------------------------
+
+    def _settle_exposures(self) -> None:
+        """Write edits of parameters home, let go of copies that nobody holds."""
+        for unit in self.exposures.exposed_units():
+            self.settle_edits(unit)
+
+    def settle_edits(self, unit: int) -> None:
+        """Write edits of a unit's parameters home: its states depend on them."""
+        if self.exposures.settle(unit):
+            self.passes.invalidate(unit)
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
+        for bound in self.units:
+            for index, one in enumerate(bound.spec.parameters):
+                with torch.no_grad():
+                    yield one.name, bound.parameters[index].detach().clone()
+            self._settle_exposures()
+
+    # -- the optimizer ---------------------------------------------------------------------------
+
+    def step(self, frozen: Frozen) -> None:
+        """Take one optimizer step over the parameters in `frozen`; returns before it is done."""
+        self.check()
+        self.end_pass(finished=False)
+        self._settle_exposures()
+        self.gradients.settle_shown()
+        if not self.finality.begun:
+            self.updates.settle()
+        self._begin_updates(self.finality.rest_of(frozen))
+        self.steps += 1
+        self.executor.step = self.steps
+        for unit in self.exposures.exposed_units():
+            self.exposures.renew(unit)
+
+    def _begin_updates(self, frozen: Frozen) -> None:
+        """Queue updates, and let nobody use what they change as if it stayed."""
+        for unit in frozen:
+            self.passes.invalidate(unit)
+            for index in frozen[unit]:
+                with torch._C.DisableTorchFunctionSubclass():
+                    torch.autograd.graph.increment_version(self.units[unit].parameters[index])
+        self.updates.issue(frozen, self.passes.number + 1)
+
+    def settle(self) -> None:
+        """Block until every update is done, and raise what went wrong.
+
+        Raises:
+            EngineError: a lane failed.
+        """
+        self.check()
+        self.leave_backward()
+        self.updates.settle()
+
+    # -- reports and the end ---------------------------------------------------------------------
+
+    @property
+    def program(self) -> Program:
+        """The compiled phases, in the order of use seen last."""
+        orders = self.passes.orders
+        profile = profile_of(self.plan.profile.units, orders[Verb.FORWARD], orders[Verb.BACKWARD])
+        return compile_program(self.plan.reordered(profile))
+
+    def report(self) -> Report:
+        """What was done and waited for since attach."""
+        use = {lane.value: use for lane, use in self.executor.lanes.use.items()}
+        wall = time.perf_counter() - self._since
+        exposed = sum(one.exposed_s for one in use.values())
+        return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
+
+    def close(self) -> None:
+        """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
+        if os.getpid() == self._pid:
+            self._close()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """Autograd's count of a parameter's in-place changes, at rest or in use."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(parameter._version)
+
+
+def _same_place(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            parameter.data_ptr() == copy.data_ptr()
+            and parameter.shape == copy.shape
+            and parameter.dtype == copy.dtype
+        )
+
+
+def _no_home() -> None:
+    """What a home is after pickling."""
+
+
+def _shut(executor: Executor, pid: int) -> None:
+    """Close an executor, in the process that made it only."""
+    if os.getpid() == pid:
+        executor.close()

@@ -1,0 +1,160 @@
+"""Run ops: every op becomes a task on its lane, behind the tasks that touched its places before.
+
+The executor owns the memory, the store and the lanes of an engine. It knows places and values, and
+nothing of parameters or modules. The user's thread reads and writes homes through `peek` and
+`poke`, after `quiesce`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from offload.arena import Memory, host_tensor
+from offload.lanes import Lanes
+from offload.layout import Kind, Place, Plan
+from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells
+from offload.scoreboard import Scoreboard
+from offload.store import Store
+from offload.task import Key, Task
+
+SCOREBOARD_SWEEP_TASKS = 20_000
+"""Tasks between two sweeps of the scoreboard."""
+
+ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
+"""Lanes with a thread; compute's runs the updates of states that live on the device."""
+
+
+class Executor:
+    """The resources of an engine, and the order in which they are used."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        memory: Memory,
+        store: Store | None,
+        device: torch.device,
+        pace: Callable[[Op], float] | None = None,
+    ):
+        """Start the lanes. `store` is None when nothing lives on nvme; see `Lanes` for `pace`."""
+        self.plan = plan
+        self.memory = memory
+        self.store = store
+        self.device = device
+        self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace)
+        self.step = 0
+        """Steps taken: stamped on what is written to the store."""
+        self._board: Scoreboard[Task] = Scoreboard(
+            taken_back=lambda task: task.cancelled, fixed=lambda task: task.begun
+        )
+        self._noted = 0
+
+    def issue(
+        self,
+        op: Op,
+        pass_number: int,
+        run: Callable[[], None] | None = None,
+        *,
+        then: Callable[[], None] | None = None,
+    ) -> Task:
+        """Queue `op` on its lane; a move knows what to do, any other op does `run`.
+
+        Then `then` is called, on the lane.
+        """
+        work = self._mover(op) if op.verb is Verb.MOVE else run
+        assert work is not None
+
+        def both() -> None:
+            work()
+            assert then is not None
+            then()
+
+        return self._submit(op, pass_number, work if then is None else both)
+
+    def reserve(self, op: Op, pass_number: int) -> Task:
+        """A task for the user's own compute, begun and finished by the caller."""
+        return self._submit(op, pass_number, None)
+
+    def _submit(self, op: Op, pass_number: int, run: Callable[[], None] | None) -> Task:
+        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
+        key: Key = (pass_number, op.deadline)
+        task = self.lanes.submit(op, self._board.waits(reads, writes), key, run)
+        self._board.note(task, reads, writes)
+        self._noted += 1
+        if self._noted >= SCOREBOARD_SWEEP_TASKS:
+            self._board.forget(lambda other: other.settled)
+            self._noted = 0
+        return task
+
+    def _mover(self, op: Op) -> Callable[[], None]:
+        (source, value), (target, _) = op.reads[0], op.writes[0]
+        unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
+        part = None if chunk == WHOLE else chunk
+
+        def read() -> None:
+            assert self.store is not None
+            self.store.read(value.kind, unit, self.memory.at(Use(target, value)), part)
+
+        def write() -> None:
+            assert self.store is not None
+            here = self.memory.at(Use(source, value))
+            self.store.write(value.kind, unit, here, self.step, part)
+
+        def copy() -> None:
+            here = self.memory.at(Use(source, value))
+            self.memory.at(Use(target, value)).copy_(here, non_blocking=True)
+
+        if source.tier == "nvme":
+            return read
+        return write if target.tier == "nvme" else copy
+
+    # -- the user's thread at the homes --------------------------------------------------------
+
+    def quiesce(self, kind: Kind, unit: int, *, to_write: bool = True) -> None:
+        """Block until no task writes the home of a value (nor reads it, with `to_write`)."""
+        use = Use(self.plan.home(kind, unit), Value(kind, unit))
+        touched = tuple(cells(self.plan, [use]))
+        reads, writes = ((), touched) if to_write else (touched, ())
+        self.lanes.wait(self._board.waits(reads, writes))
+
+    def wait_places(self, places: Iterable[Place]) -> None:
+        """Block until no task uses these slots."""
+        self.lanes.wait(self._board.waits((), tuple(places)))
+
+    def peek(self, value: Value) -> torch.Tensor:
+        """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""
+        home = self.plan.home(value.kind, value.unit)
+        if home.tier != "nvme":
+            return self.memory.at(Use(home, value))
+        assert self.store is not None
+        bounce = host_tensor(self.memory.extent(value)[1])
+        unit = self.plan.profile.units[value.unit].name
+        self.store.read(value.kind, unit, bounce, None if value.chunk == WHOLE else value.chunk)
+        return bounce
+
+    def poke(self, value: Value, content: torch.Tensor) -> None:
+        """Put the bytes of a value or chunk home."""
+        home = self.plan.home(value.kind, value.unit)
+        if home.tier != "nvme":
+            here = self.memory.at(Use(home, value))
+            if here.data_ptr() != content.data_ptr():
+                here.copy_(content)
+            return
+        assert self.store is not None
+        if content.device.type != "cpu":
+            content = host_tensor(content.numel()).copy_(content)
+        unit = self.plan.profile.units[value.unit].name
+        part = None if value.chunk == WHOLE else value.chunk
+        self.store.write(value.kind, unit, content, self.step, part)
+
+    def clear(self, value: Value) -> None:
+        """Put zeros home."""
+        self.poke(value, host_tensor(self.memory.extent(value)[1]))
+
+    def close(self) -> None:
+        """Stop the lanes, then let files and memory go."""
+        self.lanes.close()
+        if self.store is not None:
+            self.store.close()
+        self.memory.close()

@@ -1,0 +1,180 @@
+"""Private copies of parameters that are touched outside their use.
+
+[Note: Exposed parameters]
+Touching a parameter at rest lends it a private copy of its true values, made after any update that
+is due. Everything the touch returns (`p.data`, `p.detach()`, `p[0]`) aliases that copy. The copy
+stays while somebody holds it; before the unit is used again, updated, or the copy let go, it is
+compared with the home bit for bit and an edit is written back. After an update, copies that are
+still held are renewed, so that they go on showing the parameter. All copies together are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from cpu_adam import rebase, views
+from cpu_adam.formats import format_for
+from offload.arena import typed
+from offload.config import format_bytes
+from offload.executor import Executor
+from offload.profile import ITEM_BYTES
+from offload.program import Value
+
+
+@dataclass(slots=True)
+class _Copy:
+    tensor: torch.Tensor
+    idle_count: int
+    """Use count of its storage when nobody else holds it."""
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody else holds the copy or a view of it."""
+        return _use_count(self.tensor) > self.idle_count
+
+
+def _use_count(tensor: torch.Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class Exposures:
+    """The private copies of an engine, by unit and parameter."""
+
+    def __init__(self, executor: Executor, limit_bytes: int, before_write: Callable[[int], bool]):
+        """At most `limit_bytes` of copies at once.
+
+        `before_write(unit)` stops what is about to read the unit's weights; False means that the
+        unit is in use and cannot be written now.
+        """
+        self._executor = executor
+        self._before_write = before_write
+        self._plan = executor.plan
+        self.limit_bytes = limit_bytes
+        self._copies: dict[int, dict[int, _Copy]] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(c.tensor.nbytes for unit in self._copies.values() for c in unit.values())
+
+    def tensor(self, unit: int, parameter: int) -> torch.Tensor:
+        """The private copy of a parameter, made if there is none.
+
+        Raises:
+            MemoryError: the copies that are still held leave no room for it.
+        """
+        found = self._copies.get(unit, {}).get(parameter)
+        if found is None:
+            one = self._plan.profile.units[unit].parameters[parameter]
+            self._make_room(one.elements * ITEM_BYTES[one.dtype], one.name)
+            self._executor.quiesce("weight", unit, to_write=False)
+            copied = self._read(unit, parameter)
+            found = _Copy(copied, _use_count(copied))
+            self._copies.setdefault(unit, {})[parameter] = found
+        return found.tensor
+
+    def _make_room(self, size: int, name: str) -> None:
+        if self.bytes + size <= self.limit_bytes:
+            return
+        for unit in list(self._copies):
+            self.settle(unit)
+        if self.bytes + size > self.limit_bytes:
+            raise MemoryError(
+                f"touching {name} outside its use needs a private copy of {format_bytes(size)}, "
+                f"but copies of {format_bytes(self.bytes)} are still held and exposed_memory is "
+                f"{format_bytes(self.limit_bytes)}. Let go of earlier ones (state_dict() holds all "
+                "of them), go through optimizer.engine.stream_weights() instead, which needs one "
+                "parameter at a time, or raise Config.exposed_memory"
+            )
+
+    def settle(self, unit: int) -> bool:
+        """Write back what was edited, let go of what nobody holds; whether anything was edited."""
+        edited = False
+        copies = self._copies.get(unit)
+        if not copies or not self._before_write(unit):
+            return False
+        self._executor.quiesce("weight", unit)
+        for parameter, one in list(copies.items()):
+            if self._write_back(unit, parameter, one.tensor):
+                edited = True
+            if not one.held:
+                del copies[parameter]
+        if not copies:
+            del self._copies[unit]
+        return edited
+
+    def exposed_units(self) -> tuple[int, ...]:
+        """Units of which copies exist."""
+        return tuple(self._copies)
+
+    def renew(self, unit: int) -> None:
+        """Show the present values in the copies of `unit` (after an update)."""
+        if unit in self._copies:
+            self._executor.quiesce("weight", unit, to_write=False)
+            for parameter, one in self._copies[unit].items():
+                one.tensor.copy_(self._read(unit, parameter))
+
+    # -- one parameter at home ------------------------------------------------------------------
+
+    def _parts(self, unit: int, parameter: int) -> list[tuple[int, int, int, int]]:
+        """(piece, offset in the piece, offset in the parameter, bytes) that cover a parameter."""
+        spec = self._plan.profile.units[unit]
+        one = spec.parameters[parameter]
+        low = spec.weight_offset(parameter)
+        high = low + one.elements * ITEM_BYTES[one.dtype]
+        parts = []
+        for index, (offset, size) in enumerate(spec.pieces):
+            start, stop = max(low, offset), min(high, offset + size)
+            if start < stop:
+                parts.append((index, start - offset, start - low, stop - start))
+        return parts
+
+    def _read(self, unit: int, parameter: int) -> torch.Tensor:
+        """The values of a parameter at home, in memory of its own on the compute device."""
+        one = self._plan.profile.units[unit].parameters[parameter]
+        dtype: torch.dtype = getattr(torch, one.dtype)
+        out = torch.empty(one.shape, dtype=dtype, device=self._executor.device)
+        flat = out.view(-1).view(torch.uint8)
+        for piece, here, there, size in self._parts(unit, parameter):
+            home = self._executor.peek(Value("weight", unit, piece))
+            flat[there : there + size].copy_(home[here : here + size])
+        return out
+
+    def _write_back(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
+        """Put an edited copy home; the masters of changed elements start from the new value."""
+        flat = tensor.detach().view(-1).view(torch.uint8)
+        if torch.equal(flat, self._read(unit, parameter).view(-1).view(torch.uint8)):
+            return False
+        spec = self._plan.profile.units[unit]
+        for piece, here, there, size in self._parts(unit, parameter):
+            value = Value("weight", unit, piece)
+            home = self._executor.peek(value)
+            old = home[here : here + size].clone()
+            home[here : here + size].copy_(flat[there : there + size])
+            if piece < len(spec.chunks):
+                self._rebase(unit, piece, here, old, home[here : here + size])
+            self._executor.poke(value, home)
+        return True
+
+    def _rebase(
+        self, unit: int, chunk: int, offset: int, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        """Zero the residues of the weights that changed, where the state format has them."""
+        spec = self._plan.profile.units[unit]
+        piece = spec.chunks[chunk]
+        dtype = spec.segments[piece.segment].dtype
+        fmt = format_for(dtype, self._plan.states)
+        if all(slot.name != "residue" for slot in fmt.slots):
+            return
+        self._executor.quiesce("state", unit)
+        value = Value("state", unit, chunk)
+        record = self._executor.peek(value)
+        first = offset // ITEM_BYTES[dtype]
+        count = old.numel() // ITEM_BYTES[dtype]
+        residue = views(record, fmt, piece.elements)["residue"][first : first + count]
+        before = typed(old, dtype, 0, (count,)).to(record.device)
+        rebase(before, typed(new, dtype, 0, (count,)).to(record.device), residue)
+        self._executor.poke(value, record)

@@ -1,0 +1,261 @@
+"""Gradients: taken out as they are produced, kept in their tier, shown as `p.grad`.
+
+[Note: Order of summation]
+Every time autograd has accumulated into `p.grad` the engine takes the result out. The first is
+copied, each later one is added by one rounding, in the order in which they come, on every tier. A
+gradient on its way out waits in the unit's device slot until all of the unit's parameters have
+theirs; a parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from cpu_adam import accumulate
+from offload.arena import host_tensor, typed
+from offload.config import format_bytes
+from offload.executor import Executor
+from offload.passes import Passes
+from offload.program import Use, Value, Verb, carry_out, compute
+from offload.task import Task
+
+
+@dataclass(slots=True)
+class _Unit:
+    """The gradient of one unit."""
+
+    trainable: frozenset[int]
+    kept: set[int] = field(default_factory=set)
+    """Parameters that have a gradient."""
+    arrived: set[int] = field(default_factory=set)
+    """Parameters whose gradient is in the place where it is collected."""
+    task: Task | None = None
+    """The collecting, while it goes on."""
+    fires: Counter[int] = field(default_factory=Counter)
+    """How often each parameter's gradient has come in the backward under way, or in the last."""
+    fires_before: Counter[int] = field(default_factory=Counter)
+    """The same for the backward before it."""
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What `p.grad` has returned."""
+    copied: torch.Tensor | None = None
+    """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
+
+
+class Gradients:
+    """The gradients of an engine's parameters, by unit and parameter."""
+
+    def __init__(self, executor: Executor, passes: Passes, limit_bytes: int):
+        """No gradient yet; at most `limit_bytes` of copies for `p.grad` at once."""
+        self._limit_bytes = limit_bytes
+        self._executor = executor
+        self._plan = executor.plan
+        self._passes = passes
+        self._units = [
+            _Unit(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
+            for unit in self._plan.profile.units
+        ]
+
+    def kept(self, unit: int) -> frozenset[int]:
+        """Parameters of a unit that have a gradient."""
+        return frozenset(self._units[unit].kept)
+
+    def all_came(self, unit: int) -> bool:
+        """Whether every gradient of a unit has come as often as in the backward before."""
+        now = self._units[unit]
+        return bool(now.fires_before) and now.fires == now.fires_before
+
+    def begin_backward(self) -> None:
+        """An outermost backward begins."""
+        self.settle_shown()
+        for now in self._units:
+            now.fires_before, now.fires = now.fires, Counter()
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient that autograd has just produced.
+
+        Raises:
+            ValueError: a sparse gradient.
+        """
+        if gradient.layout is not torch.strided:
+            name = self._plan.profile.units[unit].parameters[parameter].name
+            raise ValueError(
+                f"the gradient of {name} is {gradient.layout}, and only dense gradients can be "
+                "offloaded: build the embedding with sparse=False"
+            )
+        now = self._units[unit]
+        now.fires[parameter] += 1
+        at_home = self._plan.gradient_slot[unit] is None
+        if parameter in now.arrived and not at_home:
+            self.send(unit)
+        if now.task is None:
+            self._acquire(unit)
+        view = self._view(self._collecting(unit), unit, parameter)
+        if at_home and parameter in now.kept:
+            accumulate(view, gradient)
+        else:
+            view.copy_(gradient)
+        if at_home:
+            now.kept.add(parameter)
+        now.arrived.add(parameter)
+        if now.arrived == now.trainable:
+            self.send(unit)
+
+    def send(self, unit: int) -> None:
+        """Send what has arrived on to the unit's home; nothing to do when nothing has."""
+        now = self._units[unit]
+        if now.task is None:
+            return
+        self._executor.lanes.finish(now.task)
+        now.task = None
+        arrived, now.arrived = now.arrived, set()
+        if self._plan.gradient_slot[unit] is None:
+            return
+        ops = carry_out(self._plan, unit, self._passes.position + 1, first=not now.kept)
+        for op in ops:
+            run = None
+            if op.verb is Verb.ADD:
+                run = self._adder(unit, op.reads[0], op.reads[1], arrived, set(now.kept))
+            self._executor.issue(op, self._passes.number, run)
+        now.kept |= arrived
+
+    def send_all(self) -> None:
+        """Send on everything that has arrived anywhere."""
+        for unit in range(len(self._units)):
+            self.send(unit)
+
+    def _collecting(self, unit: int) -> Use:
+        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
+        return Use(place, Value("gradient", unit))
+
+    def _acquire(self, unit: int) -> None:
+        """Wait until the collecting place of a unit is free, and begin to collect."""
+        slot = self._plan.gradient_slot[unit]
+        if slot is not None:
+            for other, place in enumerate(self._plan.gradient_slot):
+                if place == slot and other != unit:
+                    self.send(other)
+        op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
+        op = replace(op, reads=(), writes=(self._collecting(unit),))
+        task = self._executor.reserve(op, self._passes.number)
+        self._executor.lanes.begin(task)
+        now = self._units[unit]
+        now.task, now.copied = task, None
+        now.shown.clear()
+
+    def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient in the shape of its parameter, in a place of a memory tier."""
+        return self._shaped(self._executor.memory.at(use), unit, parameter)
+
+    def _shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
+        spec = self._plan.profile.units[unit]
+        one = spec.parameters[parameter]
+        dtype = spec.segments[one.segment].gradient_dtype
+        return typed(flat, dtype, spec.gradient_offset(parameter), one.shape)
+
+    def _adder(
+        self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
+    ) -> Callable[[], None]:
+        """The op that adds the staged gradients to those kept; what is new is copied."""
+
+        def run() -> None:
+            for parameter in sorted(arrived):
+                into = self._view(deposit, unit, parameter)
+                gradient = self._view(stage, unit, parameter)
+                if parameter in kept:
+                    accumulate(into, gradient)
+                else:
+                    into.copy_(gradient)
+
+        return run
+
+    # -- p.grad ----------------------------------------------------------------------------------
+
+    def show(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient as a contiguous CPU tensor in the parameter's shape; edits count.
+
+        Raises:
+            MemoryError: the gradient is not in CPU memory, and a copy has no room.
+        """
+        now = self._units[unit]
+        if parameter not in now.kept:
+            return None
+        self._executor.quiesce("gradient", unit)
+        if parameter not in now.shown:
+            now.shown[parameter] = self._shaped(self._window(unit), unit, parameter)
+        return now.shown[parameter]
+
+    def _window(self, unit: int) -> torch.Tensor:
+        """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
+        now, value = self._units[unit], Value("gradient", unit)
+        home = self._plan.home("gradient", unit)
+        if home.tier == "cpu" or (home.tier == "device" and self._executor.device.type == "cpu"):
+            return self._executor.peek(value)
+        if now.copied is None:
+            size = self._plan.bytes_of("gradient", unit)
+            held = sum(one.copied.nbytes for one in self._units if one.copied is not None)
+            if held + size > self._limit_bytes:
+                raise MemoryError(
+                    f"showing the gradients of {self._plan.profile.units[unit].name} needs a copy "
+                    f"of {format_bytes(size)} from {home.tier}; copies of {format_bytes(held)} are "
+                    f"held and exposed_memory is {format_bytes(self._limit_bytes)}. Clip with "
+                    "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
+                    "memory (--gradients cpu), or raise Config.exposed_memory"
+                )
+            now.copied = host_tensor(size)
+            if now.kept:
+                now.copied.copy_(self._executor.peek(value))
+        return now.copied
+
+    def replace(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Assign `p.grad`.
+
+        Raises:
+            ValueError: of another shape than the parameter, or of a frozen one.
+        """
+        now = self._units[unit]
+        if gradient is None:
+            now.kept.discard(parameter)
+            now.shown.pop(parameter, None)
+            if not now.kept:
+                now.copied = None
+            return
+        one = self._plan.profile.units[unit].parameters[parameter]
+        if tuple(gradient.shape) != one.shape or parameter not in now.trainable:
+            raise ValueError(
+                f"a gradient of shape {tuple(gradient.shape)} was assigned to {one.name} of shape "
+                f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
+            )
+        self._executor.quiesce("gradient", unit)
+        window = self._shaped(self._window(unit), unit, parameter)
+        if window.data_ptr() != gradient.data_ptr():
+            window.copy_(gradient)
+        now.shown[parameter] = window
+        now.kept.add(parameter)
+
+    def settle_shown(self) -> None:
+        """Put home the copies that `p.grad` has shown, edited or not."""
+        for unit, now in enumerate(self._units):
+            if now.copied is not None:
+                self._executor.quiesce("gradient", unit)
+                self._executor.poke(Value("gradient", unit), now.copied)
+
+    def zero(self, unit: int, parameter: int) -> None:
+        """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
+        shown = self.show(unit, parameter)
+        if shown is not None:
+            shown.zero_()
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Take the gradient that autograd has put on a parameter, leaving None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = parameter.grad
+        parameter.grad = None
+    return gradient

@@ -1,0 +1,179 @@
+"""The hooks on a model: they tell the engine which unit is about to be used, and has been."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.binding import SavingGuard
+from offload.engine import Engine, in_backward
+from offload.gradients import take_gradient
+
+
+class Hooks:
+    """All hooks of one engine on one model."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        announcers: Mapping[nn.Module, Sequence[int]],
+        *,
+        trains: bool,
+    ):
+        """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
+        self._engine = engine
+        self._trains = trains
+        self._guards: list[tuple[nn.Module, SavingGuard]] = []
+        self._roots = 0
+        self._handles: list[Any] = []
+        keep = self._handles.append
+        keep(model.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
+        for module, used in announcers.items():
+            before = _Hook(partial(self._before_forward, tuple(used)))
+            after = _Hook(partial(self._after_forward, tuple(used)))
+            keep(module.register_forward_pre_hook(before))
+            keep(module.register_forward_hook(after, always_call=True))
+        keep(model.register_forward_hook(_Hook(self._leave_root), always_call=True))
+        for module in model.modules():
+            before_load: Any = module.register_load_state_dict_pre_hook
+            keep(before_load(_refuse_assign))
+        for unit in engine.units:
+            for index, parameter in enumerate(unit.parameters):
+                if unit.spec.parameters[index].trainable or (
+                    parameter.requires_grad and not trains
+                ):
+                    # Torch hides what such a hook holds from the garbage collector.
+                    known = weakref.ref(engine)
+                    arrive = _Hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    keep(register(arrive))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        self._engine.check()
+        if in_backward():
+            return
+        self._roots += 1
+        if self._roots == 1:
+            self._engine.open_forward()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        if in_backward() or self._roots == 0:
+            return
+        self._roots -= 1
+        if self._roots == 0:
+            self._engine.end_pass(finished=output is not None)
+
+    def _before_forward(self, used: tuple[int, ...], module: nn.Module, args: Any) -> None:
+        self._engine.check()
+        for unit in used:
+            self._engine.enter(unit)
+        self._guards.append((module, SavingGuard(self._engine)))
+
+    def _after_forward(
+        self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
+    ) -> None:
+        if not self._guards or self._guards[-1][0] is not module:
+            return  # Its pre-hook was not reached: another hook raised before.
+        self._guards.pop()[1].close()
+        if torch.is_grad_enabled():
+            leaves: list[Any] = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+            for unit in used:
+                if self._engine.units[unit].spec.backward:
+                    for leaf in leaves:
+                        if leaf.grad_fn is not None:
+                            leaf.register_hook(partial(self._before_backward, unit))
+        for unit in used:
+            self._engine.leave(unit)
+
+    def _before_backward(self, unit: int, gradient: torch.Tensor) -> None:
+        """A gradient has reached the output of `unit`: its backward is next."""
+        _refuse_create_graph()
+        self._engine.enter_backward()
+        self._engine.hold(unit)
+
+
+class _Hook:
+    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
+
+    def __init__(self, function: Callable[..., None]):
+        """Call `function` wherever the hook is called."""
+        self._function: Any = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _inert
+
+    def __reduce__(self) -> Any:
+        return (_get_inert, ())
+
+
+def _inert(*_: object) -> None:
+    """What a hook is in a copy of the model, which is attached to nothing."""
+
+
+def _get_inert() -> Any:
+    return _inert
+
+
+def _gradient_arrived(
+    known: Callable[[], Engine | None],
+    trains: bool,
+    unit: int,
+    index: int,
+    parameter: torch.Tensor,
+) -> None:
+    engine = known()
+    gradient = None if engine is None else take_gradient(engine.units[unit].parameters[index])
+    if engine is None or gradient is None:
+        return
+    if not trains:
+        raise RuntimeError(
+            "backward() on a model attached without an optimizer: its gradients have no home; "
+            "attach it with its optimizer, or run it under torch.no_grad()"
+        )
+    _refuse_create_graph()
+    with torch.no_grad():
+        engine.collect(unit, index, gradient)
+
+
+def _refuse_create_graph() -> None:
+    """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it.
+
+    Raises:
+        RuntimeError: it does.
+    """
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "create_graph=True needs all weights until the second backward, and offloaded ones "
+            "move: compute higher derivatives on a model that is not attached"
+        )
+
+
+def _refuse_assign(
+    module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *_: object
+) -> None:
+    """Before a module loads: assigned parameters would be others than those attached.
+
+    Raises:
+        ValueError: it was asked to assign.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other parameters in the place of the offloaded "
+            "ones: load with assign=False, which copies the values"
+        )

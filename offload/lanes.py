@@ -1,0 +1,305 @@
+"""The lanes: one thread each, running what may start, the earliest deadline first.
+
+Of the tasks (see [Note: Tasks]) that are ready a lane takes the most urgent. When an op fails,
+nothing more is started, every blocked wait ends, and the next call raises.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from offload.program import Lane, Op
+from offload.task import Fence, Key, State, Task
+
+HISTORY_MAX = 4
+"""How many tasks back a wait is traced to the lane that caused it."""
+
+
+class EngineError(RuntimeError):
+    """A lane failed; `__cause__` is what it met. Training cannot go on with this engine."""
+
+
+@dataclass(slots=True)
+class LaneUse:
+    """What a lane has done so far."""
+
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+    """Time that the user's thread was blocked and this lane was the reason."""
+    bytes: int = 0
+    operations: int = 0
+
+
+@dataclass(slots=True)
+class _Queue:
+    ready: list[tuple[Key, int, Task]] = field(default_factory=list)
+    """A heap; a task may be in it twice, with the urgency that it had and the one it was lent."""
+    wake: threading.Condition = field(default_factory=threading.Condition)
+
+
+class Lanes:
+    """All lanes of an engine."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        device: torch.device,
+        pace: Callable[[Op], float] | None = None,
+    ):
+        """Start a thread for each of `lanes`.
+
+        Args:
+            lanes: those that have ops.
+            device: the compute device; each thread works on it, on a stream of its own.
+            pace: least seconds that an op takes, for tests that imitate slower hardware.
+        """
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queues = {lane: _Queue(wake=threading.Condition(self._lock)) for lane in lanes}
+        self._pace = pace
+        self._device = device
+        self._serial = 0
+        self._closing = False
+        self._failure: BaseException | None = None
+        self.use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
+        intra_op_threads = torch.get_num_threads()
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(lane,), name=f"offload-{lane.value}", daemon=True
+            )
+            for lane in lanes
+        ]
+        started = threading.Barrier(len(lanes) + 1)
+        self._started = started
+        for thread in self._threads:
+            thread.start()
+        started.wait()
+        # A lane set this to one for itself, which new threads would inherit.
+        torch.set_num_threads(intra_op_threads)
+
+    # -- submitting ---------------------------------------------------------------------------
+
+    def submit(
+        self, op: Op, waits: Iterable[Task], key: Key, run: Callable[[], None] | None = None
+    ) -> Task:
+        """Queue an op behind `waits`; without `run` it is the user's own compute."""
+        with self._lock:
+            self._serial += 1
+            task = Task(op, run, key, self._serial)
+            for other in waits:
+                if other.over:
+                    task.fences += other.fences
+                else:
+                    other.followers.append(task)
+                    task.waits.append(other)
+                    task.missing += 1
+                    self._hurry(other, key)
+            if not task.missing:
+                self._make_ready(task, None)
+        return task
+
+    def cancel(self, tasks: Iterable[Task]) -> None:
+        """Take back those of `tasks` that have not begun."""
+        with self._lock:
+            for task in tasks:
+                if task.state in (State.WAITING, State.READY):
+                    task.go(State.CANCELLED)
+                    self._release(task)
+
+    # -- the user's thread --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a lane has failed.
+
+        Raises:
+            EngineError: with the lane's error as its cause.
+        """
+        if self._failure is not None:
+            raise EngineError(
+                f"a lane of the offload engine failed: {self._failure}. The weights in memory "
+                "are not those of a finished step; start again from the last checkpoint"
+            ) from self._failure
+
+    def begin(self, task: Task) -> None:
+        """Block until the user's compute `task` may start, and start it."""
+        self._block(task, lambda: task.state is not State.WAITING)
+        for fence in task.fences:
+            fence.wait()
+        with self._lock:
+            task.go(State.RUNNING)
+
+    def finish(self, task: Task) -> None:
+        """The user's compute `task` is over (on the host; the device may have work left)."""
+        fence = self._fence()
+        with self._lock:
+            if fence is not None:
+                task.fences = [fence]
+            task.go(State.DONE)
+            self._release(task)
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Block until all `tasks` are over, on the device too.
+
+        Raises:
+            EngineError: a lane failed, now or before.
+        """
+        for task in tasks:
+            self._block(task, lambda task=task: task.over)  # type: ignore[misc]
+            for fence in task.fences:
+                fence.synchronize()
+        self.check()
+
+    def _block(self, task: Task, over: Callable[[], bool]) -> None:
+        self.check()
+        if over():
+            return
+        since = time.perf_counter()
+        with self._changed:
+            while not over() and self._failure is None and not self._closing:
+                self._changed.wait(0.1)
+        self._blame(task, since)
+        self.check()
+        if not over():
+            raise EngineError("the offload engine was closed while it was in use")
+
+    def _blame(self, task: Task, since: float) -> None:
+        """Book the time since `since` on the lanes that led to `task`, latest first."""
+        until = time.perf_counter()
+        own = () if task.run is None else ((task.op.lane, task.ready_at),)
+        for lane, ready_at in (*own, *task.history):
+            begin = max(ready_at, since)
+            if until > begin:
+                self.use[lane].exposed_s += until - begin
+                until = begin
+        if until > since and task.history:
+            self.use[task.history[-1][0]].exposed_s += until - since
+
+    def close(self) -> None:
+        """Stop all lanes after what they are running; what has not begun is dropped."""
+        with self._lock:
+            self._closing = True
+            for queue in self._queues.values():
+                queue.wake.notify_all()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    # -- the lane threads ---------------------------------------------------------------------
+
+    def _work(self, lane: Lane) -> None:
+        torch.get_num_threads()  # A thread's first call takes over the number of the process.
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
+        stream = None
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index or 0)
+            stream = torch.Stream(self._device)
+            torch.accelerator.set_stream(stream)
+        self._started.wait()
+        queue = self._queues[lane]
+        with torch.no_grad():
+            while True:
+                with self._lock:
+                    while not queue.ready and not self._closing:
+                        queue.wake.wait()
+                    if self._closing:
+                        return
+                    task = heapq.heappop(queue.ready)[2]
+                    if task.state is not State.READY or self._failure is not None:
+                        continue
+                    task.go(State.RUNNING)
+                self._run(lane, task, stream)
+
+    def _run(self, lane: Lane, task: Task, stream: torch.Stream | None) -> None:
+        start = time.perf_counter()
+        error: BaseException | None = None
+        assert task.run is not None
+        try:
+            for fence in task.fences:
+                fence.synchronize()
+            task.run()
+            if stream is not None:
+                self._drain(stream)
+            if self._pace is not None:
+                time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            use = self.use[lane]
+            use.busy_s += time.perf_counter() - start
+            use.bytes += task.op.bytes
+            use.operations += 1
+            task.run, task.fences = _ran, []
+            if error is not None:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+                return
+            task.go(State.DONE)
+            self._release(task)
+
+    def _drain(self, stream: torch.Stream) -> None:
+        """Wait for the lane's stream without spinning a core."""
+        event = torch.Event(self._device, blocking=True)
+        event.record(stream)
+        event.synchronize()
+
+    def _fence(self) -> Fence | None:
+        """What the compute stream has still to do."""
+        if self._device.type == "cpu":
+            return None
+        event = torch.Event(self._device, blocking=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event
+
+    # -- under the lock -----------------------------------------------------------------------
+
+    def _release(self, task: Task) -> None:
+        for follower in task.followers:
+            follower.fences += task.fences
+            follower.missing -= 1
+            if not follower.missing and follower.state is State.WAITING:
+                self._make_ready(follower, task)
+        task.followers = []
+        task.waits = []
+        self._changed.notify_all()
+
+    def _hurry(self, task: Task, key: Key) -> None:
+        """Let `task` and all that it waits for be at least as urgent as `key`."""
+        found = [task]
+        while found:
+            one = found.pop()
+            if one.over or one.key <= key:
+                continue
+            one.key = key
+            if one.state is State.READY:
+                self._queue(one)
+            found += one.waits
+
+    def _make_ready(self, task: Task, last: Task | None) -> None:
+        task.go(State.READY)
+        task.ready_at = time.perf_counter()
+        if last is not None and last.run is not None:
+            task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
+        self._queue(task)
+
+    def _queue(self, task: Task) -> None:
+        """Let the lane, or the user's thread, know of a task that is ready."""
+        if task.run is None:
+            self._changed.notify_all()
+            return
+        queue = self._queues[task.op.lane]
+        heapq.heappush(queue.ready, (task.key, task.serial, task))
+        queue.wake.notify()
+
+
+def _ran(*_: Any) -> None:
+    """Stands in for the function of a task that has run, so that what it held can go."""

@@ -1,0 +1,259 @@
+"""The torch.optim face of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam import AdamHyper
+from offload.engine import Engine
+from offload.states import States
+from offload.updates import Turn
+
+RULES: dict[type[torch.optim.Optimizer], bool] = {
+    torch.optim.AdamW: True,
+    torch.optim.Adam: False,
+}
+"""Optimizers that can be attached, and whether their weight decay is decoupled."""
+
+_REFUSED = ("amsgrad", "capturable", "differentiable")
+"""Options that change the mathematics or the graph in ways that are not offered."""
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse by name what cannot be attached.
+
+    Raises:
+        TypeError: not an optimizer of `RULES`.
+        ValueError: an option that is not offered.
+    """
+    if type(optimizer) not in RULES:
+        names = ", ".join(f"torch.optim.{rule.__name__}" for rule in RULES)
+        raise TypeError(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be attached: its "
+            f"update is not known here. Use one of {names}"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED:
+            if group.get(option):
+                raise ValueError(
+                    f"{option}=True in parameter group {number} is not offered by the offloaded "
+                    f"update: build the optimizer with {option}=False"
+                )
+
+
+def _refuse_original(*_: object, **__: object) -> None:
+    raise RuntimeError(
+        "this optimizer was handed to offload.attach: step the optimizer that attach returned"
+    )
+
+
+# Schedulers built before attach look for this mark, to see that nobody replaced their wrapper.
+vars(_refuse_original)["_wrapped_by_lr_sched"] = True
+
+
+def give_back(original: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was taken over step by itself again, through its schedulers if any."""
+    if "_offload_step" in vars(original):
+        vars(original).pop("step")
+        before = vars(original).pop("_offload_step")
+        if before is not None:
+            vars(original)["step"] = before
+
+
+class _StateView(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
+    """What torch code reads as `optimizer.state`: read from the records when asked."""
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        return self._optimizer.state_of(parameter)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter([p for p in self._optimizer.parameters() if self._optimizer.steps_of(p)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def items(self) -> ItemsView[nn.Parameter, dict[str, torch.Tensor]]:
+        return ItemsView(self)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The optimizer that `attach` returns: the user's own parameter groups, updated by the engine.
+
+    `state_dict()` is in torch's format, with fp32 moments; parameters in bfloat16 have one key
+    more, `residue` (int16), the bits of the fp32 master that the weight lacks.
+    """
+
+    def __init__(
+        self,
+        original: torch.optim.Optimizer,
+        engine: Engine,
+        states: States,
+        places: Mapping[nn.Parameter, tuple[int, int]],
+    ):
+        """Take over `original`; `places` gives each parameter's unit and index."""
+        self.engine = engine
+        self._states = states
+        self._places = dict(places)
+        self._original = original
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        engine.finality.freeze = lambda unit: self._freeze(unit).get(unit, {})
+        self._decoupled = RULES[type(original)]
+        vars(original)["_offload_step"] = vars(original).get("step")
+        vars(original)["step"] = _refuse_original
+
+    @property
+    def state(self) -> Any:
+        """The optimizer states by parameter, read when asked."""
+        return _StateView(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Torch sets an empty dictionary when it builds the object; states live elsewhere."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError("an offloaded optimizer cannot be copied: use its state_dict()")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of all groups."""
+        for group in self.param_groups:
+            yield from group["params"]
+
+    def steps_of(self, parameter: nn.Parameter) -> int:
+        """Steps that a parameter has taken."""
+        return self._states.steps.get(self._places[parameter], 0)
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """`step` and the slots of a parameter's state; empty before its first step."""
+        steps = self.steps_of(parameter)
+        if not steps:
+            return {}
+        self.engine.settle()
+        self.engine.settle_edits(self._places[parameter][0])
+        return {
+            "step": torch.tensor(float(steps)),
+            **self._states.read(*self._places[parameter]),
+        }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that the model had when it was attached.
+
+        Raises:
+            ValueError: a parameter that is not part of the attached model.
+        """
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter not in self._places:
+                self.param_groups.pop()
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} was added to the optimizer but "
+                    "was not in the model when it was attached: attach the whole model again"
+                )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the groups' parameters, or make them zeros."""
+        self.engine.leave_backward()
+        self.engine.finality.require_step("zero_grad()")
+        for parameter in self.parameters():
+            unit, index = self._places[parameter]
+            if set_to_none:
+                self.engine.gradients.replace(unit, index, None)
+            else:
+                self.engine.gradients.zero(unit, index)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Freeze one step and return; the update runs after it, see `updates`.
+
+        Raises:
+            EngineError: a lane failed before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.leave_backward()
+        frozen = self._freeze()
+        self.engine.step(frozen)
+        for unit, turns in frozen.items():
+            for index, turn in turns.items():
+                self._states.steps[unit, index] = turn.step
+        self._original._opt_called = True  # type: ignore[attr-defined]
+        return loss
+
+    def _freeze(self, only: int | None = None) -> dict[int, dict[int, Turn]]:
+        """What a step taken now does to every parameter with a gradient, or to those of a unit."""
+        frozen: dict[int, dict[int, Turn]] = {}
+        for group in self.param_groups:
+            hyper = AdamHyper(
+                lr=float(group["lr"]),
+                beta1=float(group["betas"][0]),
+                beta2=float(group["betas"][1]),
+                eps=float(group["eps"]),
+                weight_decay=float(group["weight_decay"]),
+                decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
+                maximize=bool(group.get("maximize", False)),
+            )
+            for parameter in group["params"]:
+                unit, index = self._places[parameter]
+                if only is not None and unit != only:
+                    continue
+                if index in self.engine.gradients.kept(unit):
+                    steps = self._states.steps.get((unit, index), 0) + 1
+                    frozen.setdefault(unit, {})[index] = Turn(hyper, steps)
+        return frozen
+
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
+        return self.engine.updates.grad_norm()
+
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load states and groups in torch's format, from this optimizer or from torch's own.
+
+        Load the model's weights first: replacing a bfloat16 weight resets its residue.
+
+        Raises:
+            ValueError: the groups or shapes are of another model; nothing is changed.
+        """
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
+            raise ValueError(
+                f"the state has parameter groups of {[len(g['params']) for g in saved]} parameters,"
+                f" this optimizer of {[len(g['params']) for g in groups]}: it is of another model"
+            )
+        self.engine.settle()
+        found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
+        for group, old in zip(groups, saved):
+            for parameter, key in zip(group["params"], old["params"]):
+                found.append((parameter, state_dict["state"].get(key, {})))
+        for parameter, state in found:
+            self._check_state(parameter, state)
+        for parameter, state in found:
+            self.import_state(parameter, state)
+        for group, old in zip(groups, saved):
+            group.update({name: value for name, value in old.items() if name != "params"})
+
+    def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if name != "step" and tuple(value.shape) != tuple(parameter.shape):
+                raise ValueError(
+                    f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
+                )
+
+    def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Take over one parameter's state, or make it fresh where `state` is empty."""
+        place = self._places[parameter]
+        self.engine.settle_edits(place[0])  # Edits reset residues, so they come first.
+        self._states.write(*place, {k: v for k, v in state.items() if k != "step"})
+        self._states.steps[place] = int(state.get("step", 0))

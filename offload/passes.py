@@ -1,0 +1,176 @@
+"""Passes: one forward or one backward over the units, fetched ahead in the compiled order.
+
+[Note: Misses]
+A pass knows the order of units compiled from the profile and queues every fetch at once; slots
+bound how far ahead they run. When the user's modules are used in another order, what has not begun
+is cancelled, and the pass goes on from where the unit used now stands in the order (or with that
+unit alone): the result stays right, the miss is counted. What a pass really used is recorded, and
+the next pass of its kind follows it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from offload.executor import Executor
+from offload.layout import Place
+from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
+from offload.task import State, Task
+
+
+@dataclass(slots=True)
+class Entry:
+    """A unit's turn in a pass: what brings its weights, and the user's compute."""
+
+    unit: int
+    position: int
+    fetches: list[Task]
+    task: Task
+
+
+@dataclass(slots=True)
+class _Pass:
+    verb: Verb
+    order: tuple[int, ...]
+    queue: deque[Entry] = field(default_factory=deque)
+    position: int = 0
+    """Position in `order` after the last unit used."""
+    used: list[int] = field(default_factory=list)
+
+
+class Passes:
+    """The pass that is open, what the weight slots hold, and the orders seen."""
+
+    def __init__(self, executor: Executor, forward: Sequence[int], backward: Sequence[int]):
+        """Start with the orders of a profile."""
+        self._executor = executor
+        self._plan = executor.plan
+        self.orders = {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(backward)}
+        self.number = 0
+        """Passes opened so far; the pass under way, or the last one."""
+        self.misses = 0
+        self._held: dict[Place, int] = {}
+        """Unit that each slot will hold when all that is queued has run."""
+        self._content: dict[Place, int] = {}
+        """Unit whose fetch into each slot was the last to end."""
+        self._open: _Pass | None = None
+
+    @property
+    def verb(self) -> Verb | None:
+        """Direction of the open pass."""
+        return self._open.verb if self._open is not None else None
+
+    @property
+    def position(self) -> int:
+        """Where in its order the open pass is."""
+        return self._open.position if self._open is not None else 0
+
+    def open(self, verb: Verb) -> None:
+        """Begin a pass: queue the fetches of all its units."""
+        assert self._open is None
+        self.number += 1
+        self._open = _Pass(verb, self.orders[verb])
+        self._queue(self._open, 0)
+
+    def close(self, *, finished: bool) -> None:
+        """End the pass; the order of a `finished` one is that of the next."""
+        ended, self._open = self._open, None
+        if ended is None:
+            return
+        self._drop(ended)
+        if finished and ended.used:
+            self.orders[ended.verb] = tuple(ended.used)
+
+    def take(self, unit: int) -> Entry:
+        """The turn of `unit`, used now by the user's modules."""
+        now = self._open
+        assert now is not None
+        now.used.append(unit)
+        if now.queue and now.queue[0].unit == unit:
+            entry = now.queue.popleft()
+            now.position = entry.position + 1
+            return entry
+        slot = self._plan.weight_slot[unit]
+        coming = {self._plan.weight_slot[entry.unit] for entry in now.queue}
+        at_hand = slot not in coming and self._held.get(slot) == unit if slot else coming == {None}
+        if not at_hand:
+            self._resume(now, unit)
+            entry = now.queue.popleft()
+            now.position = entry.position + 1
+            return entry
+        return self._entry(now, unit, now.position)
+
+    def again(self, unit: int) -> Entry:
+        """Another turn of `unit`, with a fetch: what its slot holds is not what it must be."""
+        now = self._open
+        assert now is not None
+        self.misses += 1
+        self.pause()
+        self.invalidate(unit)
+        return self._entry(now, unit, now.position - 1)
+
+    def pause(self) -> None:
+        """Take back all that is queued and has not begun; the next use goes on from there."""
+        if self._open is not None:
+            self._drop(self._open)
+
+    def give_up(self, entry: Entry) -> None:
+        """The turn is not wanted: its slot is in use by a unit that is used together with it."""
+        self.misses += 1
+        self.pause()
+        self._executor.lanes.cancel([*entry.fetches, entry.task])
+        self.invalidate(entry.unit)
+
+    def holds(self, unit: int) -> bool:
+        """Whether the unit's slot holds its weights now."""
+        slot = self._plan.weight_slot[unit]
+        return slot is None or self._content.get(slot) == unit
+
+    def invalidate(self, unit: int) -> None:
+        """What a slot holds of `unit`, or will hold, is no longer its weights."""
+        slot = self._plan.weight_slot[unit]
+        for known in (self._held, self._content):
+            if slot is not None and known.get(slot) == unit:
+                del known[slot]
+
+    def _resume(self, now: _Pass, unit: int) -> None:
+        """Go on from the next turn of `unit` in the order; without one, with it alone first."""
+        self.misses += 1
+        self._drop(now)
+        ahead = [*range(now.position, len(now.order)), *range(now.position)]
+        found = next((at for at in ahead if now.order[at] == unit), None)
+        if found is not None:
+            self._queue(now, found)
+        else:
+            now.queue.append(self._entry(now, unit, now.position - 1))
+            self._queue(now, now.position)
+
+    def _queue(self, now: _Pass, start: int) -> None:
+        for position in range(start, len(now.order)):
+            now.queue.append(self._entry(now, now.order[position], position))
+
+    def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
+        """Queue the fetch of a unit, unless its slot will hold it, and its compute."""
+        slot = self._plan.weight_slot[unit]
+        fetches = []
+        if slot is not None and self._held.get(slot) != unit:
+            *ops, last = fetch(self._plan, unit, position)
+            fetches = [self._executor.issue(op, self.number) for op in ops]
+            arrived = partial(self._content.__setitem__, slot, unit)
+            fetches.append(self._executor.issue(last, self.number, then=arrived))
+            self._held[slot] = unit
+        op = compute(self._plan, unit, now.verb, position)
+        weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
+        op = replace(op, reads=(weights,), writes=())
+        return Entry(unit, position, fetches, self._executor.reserve(op, self.number))
+
+    def _drop(self, now: _Pass) -> None:
+        """Take back what was queued and has not begun."""
+        for entry in now.queue:
+            self._executor.lanes.cancel([*entry.fetches, entry.task])
+            if any(task.state is State.CANCELLED for task in entry.fetches):
+                self.invalidate(entry.unit)
+        now.queue.clear()

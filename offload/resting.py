@@ -1,0 +1,245 @@
+"""Parameters at rest: of the true shape, dtype and device, with their values elsewhere.
+
+[Note: The trap]
+A parameter at rest is of class `RestingParameter` over a one-element storage full of NaN. Every
+torch function that gets one comes to `__torch_function__`. Questions that the stand-in answers
+truly (shape, dtype, identity) go through. Anything else is lent the true values for the length of
+the call: the parameter's data is a private copy while the function runs, under the saving guard,
+so that autograd sees the parameter itself and what it saves is a handle. `.grad` and `.data` go to
+the engine. The class is swapped in place: the object, its hooks and its graph stay.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+class Home(Protocol):
+    """What a parameter at rest asks of its engine; the parameter's own index is inside."""
+
+    def lend(
+        self,
+        function: Callable[..., Any],
+        resting: list[RestingParameter],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call `function` while all of `resting` show their true values."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient kept for the parameter."""
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient kept for the parameter."""
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Replace the parameter's values."""
+
+    def set_requires_grad(self, parameter: RestingParameter, wanted: bool) -> None:
+        """Freeze or unfreeze the parameter."""
+
+
+class RestingParameter(nn.Parameter):
+    """A parameter whose values are elsewhere, see [Note: The trap]."""
+
+    _offload_home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer, or lend the true values for the call."""
+        kwargs = kwargs or {}
+        if func in _TRUE_AT_REST:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], RestingParameter):
+            return handler(*args, **kwargs)
+        resting = list(dict.fromkeys(_find((args, kwargs))))
+        return resting[0]._offload_home.lend(func, resting, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter with the true values, attached to nothing."""
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copied
+
+    def set_(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refused; torch does not send this one to the trap.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "an offloaded parameter cannot be given other storage: copy_() values into it, or "
+            "detach() first"
+        )
+
+    def __copy__(self) -> nn.Parameter:
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as a plain parameter with the true values."""
+        hooks: OrderedDict[Any, Any] = OrderedDict()
+        return (torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks))
+
+
+def _find(tree: Any) -> Iterable[RestingParameter]:
+    """All resting parameters in nested tuples, lists and dictionaries."""
+    if isinstance(tree, RestingParameter):
+        yield tree
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in tree:
+            yield from _find(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _find(item)
+
+
+def _requires_grad_(parameter: RestingParameter, requires_grad: bool = True) -> Any:
+    parameter._offload_home.set_requires_grad(parameter, requires_grad)
+    return parameter
+
+
+def _as_contiguous(question: Any) -> Any:
+    """The answer to `question` for a contiguous tensor of the parameter's shape."""
+
+    def answer(parameter: RestingParameter, *args: Any, **kwargs: Any) -> Any:
+        alike = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return question(alike, *args, **kwargs)
+
+    return answer
+
+
+def _converted(convert: Any) -> Any:
+    """A conversion that changes nothing returns the parameter, as torch has it."""
+
+    def answer(parameter: RestingParameter, *args: Any, **kwargs: Any) -> Any:
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if kwargs.get("memory_format") is None and convert(probe, *args, **kwargs) is probe:
+            return parameter
+        resting = [parameter]
+        return parameter._offload_home.lend(convert, resting, (parameter, *args), kwargs)
+
+    return answer
+
+
+_T: Any = torch.Tensor
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: lambda parameter, *_: parameter._offload_home.gradient(),
+    _T.grad.__set__: lambda parameter, value: parameter._offload_home.set_gradient(value),
+    _T.grad.__delete__: lambda parameter: parameter._offload_home.set_gradient(None),
+    _T.data.__set__: lambda parameter, value: parameter._offload_home.set_data(value),
+    _T.requires_grad.__set__: lambda p, wanted: p._offload_home.set_requires_grad(p, wanted),
+    _T.requires_grad_: _requires_grad_,
+    **{
+        question: _as_contiguous(question)
+        for question in (_T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order)
+    },
+    **{
+        convert: _converted(convert)
+        for convert in (_T.to, _T.cpu, _T.cuda, _T.float, _T.bfloat16, _T.contiguous)
+    },
+}
+"""Functions that the engine answers itself, by what they are given as first argument."""
+
+_GETTERS = (
+    "shape",
+    "ndim",
+    "dtype",
+    "device",
+    "layout",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "is_cuda",
+    "is_cpu",
+    "is_xpu",
+    "is_meta",
+    "is_sparse",
+    "is_sparse_csr",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "is_mps",
+    "is_xla",
+    "is_vulkan",
+    "is_maia",
+    "is_ipu",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "output_nr",
+    "_version",
+    "retains_grad",
+    "name",
+    "names",
+    "itemsize",
+    "nbytes",
+    "grad_dtype",
+)
+
+_METHODS = (
+    "size",
+    "dim",
+    "ndimension",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "is_signed",
+    "is_inference",
+    "is_same_size",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "retain_grad",
+    "get_device",
+    "__hash__",
+    "__len__",
+    "has_names",
+    "_is_view",
+)
+
+_FUNCTIONS = (
+    "is_floating_point",
+    "is_complex",
+    "is_tensor",
+    "numel",
+    "is_same_size",
+    "is_inference",
+    "is_nonzero_static",
+    "get_device",
+    "is_storage",
+    "_has_compatible_shallow_copy_type",
+)
+
+
+def _true_at_rest() -> frozenset[Any]:
+    """Functions whose answer at rest is the true one. Names that this torch lacks are left out."""
+    found: list[Any] = [torch.autograd.grad, torch.autograd.backward, _T._backward_hooks.__set__]
+    for name in _GETTERS:
+        if hasattr(torch.Tensor, name):
+            found.append(getattr(torch.Tensor, name).__get__)
+    for name in _METHODS:
+        if hasattr(torch.Tensor, name):
+            found.append(getattr(torch.Tensor, name))
+    for name in _FUNCTIONS:
+        if hasattr(torch, name):
+            found.append(getattr(torch, name))
+    return frozenset(found)
+
+
+_TRUE_AT_REST = _true_at_rest()

@@ -1,0 +1,113 @@
+"""One op in one step: its life, its urgency, and who waits for it.
+
+[Note: Tasks]
+A task is one op in one step. It starts when the tasks it waits for are done. Its life:
+
+    WAITING --all waits done--> READY --lane or user takes it--> RUNNING --> DONE
+       |                          |
+       +--------cancel------------+--> CANCELLED   (whoever waits for it goes on)
+
+Tasks without a function are the user's own compute: the caller says when they begin and end.
+A task is as urgent as the most urgent that waits for it: who queues behind a task of less urgency
+(for its slot, say) lends it its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from offload.program import Lane, Op
+
+
+class State(Enum):
+    """Where a task is in its life, see [Note: Tasks]."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+_LEGAL = {
+    (State.WAITING, State.READY),
+    (State.READY, State.RUNNING),
+    (State.RUNNING, State.DONE),
+    (State.WAITING, State.CANCELLED),
+    (State.READY, State.CANCELLED),
+}
+
+Key = tuple[int, int]
+"""Urgency: (number of the pass, position in it); smaller goes first."""
+
+
+class Fence(Protocol):
+    """Work that the device has still to finish (an event)."""
+
+    def synchronize(self) -> None:
+        """Block until it has."""
+
+    def wait(self) -> None:
+        """Let the current stream wait until it has."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+
+
+class Task:
+    """One op in one step."""
+
+    __slots__ = (
+        "fences",
+        "followers",
+        "history",
+        "key",
+        "missing",
+        "op",
+        "ready_at",
+        "run",
+        "serial",
+        "state",
+        "waits",
+    )
+
+    def __init__(self, op: Op, run: Callable[[], None] | None, key: Key, serial: int):
+        self.op = op
+        self.run = run
+        self.key = key
+        self.serial = serial
+        self.missing = 0
+        self.followers: list[Task] = []
+        self.waits: list[Task] = []
+        """Those it still waits for, or waited for."""
+        self.state = State.WAITING
+        self.ready_at = 0.0
+        self.history: tuple[tuple[Lane, float], ...] = ()
+        self.fences: list[Fence] = []
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is too late to cancel it."""
+        return self.state in (State.RUNNING, State.DONE)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether it was taken back."""
+        return self.state is State.CANCELLED
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody needs to wait for it any more."""
+        return self.state in (State.DONE, State.CANCELLED)
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is over on the device too."""
+        return self.over and all(fence.query() for fence in self.fences)
+
+    def go(self, state: State) -> None:
+        """Move to `state`."""
+        assert (self.state, state) in _LEGAL, (self.state, state, self.op)
+        self.state = state

@@ -1,0 +1,174 @@
+"""Touches: what happens when a parameter at rest is read, edited, or asked for its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload.binding import Handle, SavingGuard
+from offload.engine import Engine, in_backward, version_of
+from offload.resting import RestingParameter
+
+
+class ParameterHome:
+    """The home of one parameter, as the trap sees it (`resting.Home`)."""
+
+    def __init__(self, engine: Engine, unit: int, index: int):
+        """Of parameter `index` of `unit`."""
+        self.engine = engine
+        self.unit = unit
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        return (_no_home, ())
+
+    def lend(
+        self,
+        function: Callable[..., Any],
+        resting: list[RestingParameter],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call `function` while all of `resting` show their true values."""
+
+        def call() -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+
+        homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
+        nested: Callable[[], Any] = partial(self._guarded, homes, call)
+        for home in homes:
+            nested = partial(home.shown, nested)
+        return nested()
+
+    def _guarded(self, homes: Sequence[ParameterHome], call: Callable[[], Any]) -> Any:
+        """Call, with what autograd saves of the lent parameters kept as handles."""
+        if not torch.is_grad_enabled():
+            return call()
+        guard = SavingGuard(_Lent(homes))
+        try:
+            return call()
+        finally:
+            guard.close()
+
+    def shown(self, call: Callable[[], Any]) -> Any:
+        """Call while the parameter shows its private copy.
+
+        Raises:
+            RuntimeError: the call gave it other storage, shape or dtype.
+        """
+        engine = self.engine
+        engine.check()
+        engine.leave_backward()
+        bound = engine.units[self.unit]
+        if bound.buffer is not None:
+            return call()  # In use already: it shows its weights.
+        copy = engine.exposures.tensor(self.unit, self.index)
+        bound.lend(self.index, copy)
+        try:
+            return call()
+        finally:
+            kept = _same_place(bound.parameters[self.index], copy)
+            bound.unlend(self.index)
+            if not kept:
+                raise RuntimeError(
+                    f"{bound.spec.parameters[self.index].name} is offloaded and cannot be given "
+                    "other storage, shape or dtype: detach() first"
+                )
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient kept for the parameter; None inside backward."""
+        if in_backward():
+            return None
+        self.engine.check()
+        self.engine.leave_backward()
+        self.engine.finality.require_step("p.grad")
+        return self.engine.gradients.show(self.unit, self.index)
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient kept for the parameter."""
+        self.engine.check()
+        self.engine.leave_backward()
+        self.engine.finality.require_step("p.grad = ...")
+        with torch.no_grad():
+            self.engine.gradients.replace(self.unit, self.index, gradient)
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Replace the parameter's values.
+
+        Raises:
+            ValueError: of another shape, dtype or device.
+        """
+        bound = self.engine.units[self.unit]
+        if data is bound.parameters[self.index]:
+            return  # What model.to() does when there is nothing to convert.
+        one = bound.spec.parameters[self.index]
+        found = (tuple(data.shape), data.dtype, data.device.type)
+        wanted = (one.shape, getattr(torch, one.dtype), self.engine.executor.device.type)
+        if found != wanted:
+            raise ValueError(
+                f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "
+                f"as {wanted}: only its values can be replaced; detach() before converting a model"
+            )
+
+        def call() -> None:
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                bound.parameters[self.index].detach().copy_(data)
+
+        self.shown(call)
+
+    def set_requires_grad(self, parameter: RestingParameter, wanted: bool) -> None:
+        """Freeze or unfreeze the parameter.
+
+        Raises:
+            RuntimeError: it was frozen at attach and has no place for a gradient.
+        """
+        one = self.engine.units[self.unit].spec.parameters[self.index]
+        if wanted and not one.trainable:
+            raise RuntimeError(
+                f"{one.name} was frozen when the model was attached, so no gradient or state has "
+                "a place: detach(), unfreeze, and attach again"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.requires_grad = wanted
+
+
+class _Lent:
+    """Handles for what autograd saves of parameters that are lent (`binding.Resolver`)."""
+
+    def __init__(self, homes: Sequence[ParameterHome]):
+        self._homes = homes
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """The handle of a tensor that lies in a lent copy, else None."""
+        for home in self._homes:
+            copy = home.engine.units[home.unit].parameters[home.index]
+            offset = tensor.data_ptr() - copy.data_ptr()
+            if tensor.numel() and 0 <= offset < copy.nbytes:
+                return Handle(
+                    home.engine,
+                    home.unit,
+                    home.index,
+                    offset,
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    tuple(tensor.stride()),
+                    version_of(copy),
+                )
+        return None
+
+
+def _same_place(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            parameter.data_ptr() == copy.data_ptr()
+            and parameter.shape == copy.shape
+            and parameter.dtype == copy.dtype
+        )
+
+
+def _no_home() -> None:
+    """What a home is after pickling."""

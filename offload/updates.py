@@ -1,0 +1,164 @@
+"""The optimizer's step: what it freezes, and the ops that run after it has returned.
+
+[Note: Frozen step]
+`step()` takes down, for every parameter that has a gradient, the hyper-parameters of its group and
+the number of its step, and hands them to the update ops. Schedulers, `zero_grad` and the next
+backward may go on at once: they change the live objects, never what was frozen, and the gradient's
+home is written again only after the update that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from cpu_adam import AdamHyper, sum_of_squares, update, views
+from cpu_adam.formats import format_for
+from offload.executor import Executor
+from offload.program import Op, Use, Verb, norm, square, update_order
+from offload.program import update as update_ops
+from offload.task import Task
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one parameter's update in one step was frozen to."""
+
+    hyper: AdamHyper
+    step: int
+    """Number of the parameter's step, from 1."""
+
+
+Frozen = Mapping[int, Mapping[int, Turn]]
+"""By unit and parameter, those that take part in a step."""
+
+
+@dataclass(slots=True)
+class _Clip:
+    """The norm of one step's gradient, while it is found."""
+
+    max_norm: float
+    partials: dict[int, float] = field(default_factory=dict)
+    norm: float = 0.0
+    factor: float = 1.0
+
+    def combine(self) -> None:
+        """The norm from the sums of squares in their order, and the factor that clips it."""
+        total = 0.0
+        for ordinal in sorted(self.partials):
+            total += self.partials[ordinal]
+        self.norm = math.sqrt(total) if total == total else math.nan
+        ratio = self.max_norm / (self.norm + CLIP_EPS)
+        self.factor = ratio if not ratio >= 1.0 else 1.0
+
+
+class Updates:
+    """Issues the ops of each step."""
+
+    def __init__(self, executor: Executor, max_grad_norm: float | None):
+        """Clip to `max_grad_norm` where given."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._max_grad_norm = max_grad_norm
+        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
+            self._chunks.setdefault(unit, []).append((ordinal, chunk, deadline))
+        self._pending: list[Task] = []
+        self._clip: _Clip | None = None
+        self._normed: Task | None = None
+
+    def settle(self) -> None:
+        """Block until every update issued is done."""
+        self._executor.lanes.wait(self._pending)
+        self._pending = []
+
+    def grad_norm(self) -> float | None:
+        """The norm of the gradient of the last step, before clipping; None without clipping."""
+        if self._clip is None or self._normed is None:
+            return None
+        self._executor.lanes.wait([self._normed])
+        return self._clip.norm
+
+    def issue(self, frozen: Frozen, pass_number: int) -> None:
+        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`."""
+        due = []
+        for unit in (unit for unit in self._chunks if unit in frozen):
+            for ordinal, chunk, deadline in self._chunks[unit]:
+                spans = self._plan.profile.units[unit].chunks[chunk].spans
+                if any(span.parameter in frozen[unit] for span in spans):
+                    due.append((ordinal, unit, chunk, deadline))
+        clip = None
+        if self._max_grad_norm is not None:
+            self._clip = clip = _Clip(self._max_grad_norm)
+            partials = []
+            for ordinal, unit, chunk, _ in due:
+                *moves, op = square(self._plan, unit, chunk, ordinal)
+                for moving in moves:
+                    self._executor.issue(moving, pass_number)
+                squarer = self._squarer(op, ordinal, frozen[unit], clip)
+                self._executor.issue(op, pass_number, squarer)
+                partials.append(op.writes[0])
+            self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        for ordinal, unit, chunk, deadline in due:
+            for op in update_ops(self._plan, unit, chunk, ordinal, deadline):
+                run = None
+                if op.verb is Verb.UPDATE:
+                    run = self._updater(op, frozen[unit], clip)
+                self._pending.append(self._executor.issue(op, pass_number, run))
+
+    def _squarer(
+        self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
+    ) -> Callable[[], None]:
+        def run() -> None:
+            gradient = self._typed(op.reads[0])
+            spans = self._plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
+            total = 0.0
+            for span in spans:
+                if span.parameter in turns:
+                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                    total += float(sum_of_squares(part))
+            clip.partials[ordinal] = total
+
+        return run
+
+    def _updater(self, op: Op, turns: Mapping[int, Turn], clip: _Clip | None) -> Callable[[], None]:
+        _, unit, chunk = op.value
+        spec = self._plan.profile.units[unit]
+        piece = spec.chunks[chunk]
+        fmt = format_for(spec.segments[piece.segment].dtype, self._plan.states)
+        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
+
+        def run() -> None:
+            weight, gradient = self._typed(uses["weight"]), self._typed(uses["gradient"])
+            record = views(self._executor.memory.at(uses["state"]), fmt, piece.elements)
+            for span in piece.spans:
+                turn = turns.get(span.parameter)
+                if turn is None:
+                    continue
+                here = slice(span.chunk_start, span.chunk_start + span.elements)
+                update(
+                    weight[here],
+                    gradient[here],
+                    {name: slot[here] for name, slot in record.items()},
+                    turn.hyper,
+                    step=turn.step,
+                    gradient_scale=1.0 if clip is None else clip.factor,
+                    format=fmt,
+                )
+
+        return run
+
+    def _typed(self, use: Use) -> torch.Tensor:
+        """A chunk of weights or gradients as a flat tensor of its dtype."""
+        kind, unit, chunk = use.value
+        spec = self._plan.profile.units[unit]
+        segment = spec.segments[spec.chunks[chunk].segment]
+        name = segment.dtype if kind == "weight" else segment.gradient_dtype
+        dtype: torch.dtype = getattr(torch, name)
+        return self._executor.memory.at(use).view(dtype)

@@ -1,0 +1,148 @@
+"""A paced device: compute is a sleep of known length; copies, updates and I/O are real but paced.
+
+Times here are those of a slow machine that is imitated, so the bounds hold on any faster one.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.machine import Machine
+from offload.program import Lane, Verb
+from offload.simulate import Timeline, seconds_of, simulate
+
+ELEMENTS = 1 << 18
+UNITS = 24
+STEPS_SKIPPED, STEPS = 2, 2
+
+SLOW = Machine(
+    device_bytes=1 << 32,
+    cpu_bytes=1 << 33,
+    nvme_bytes=1 << 33,
+    device_is_cpu=True,
+    h2d_bytes_per_s=400e6,
+    d2h_bytes_per_s=400e6,
+    disk_read_bytes_per_s=300e6,
+    disk_write_bytes_per_s=250e6,
+    cpu_bytes_per_s=300e6,
+    compute_bytes_per_s=700e6,
+    op_seconds=5e-4,
+)
+"""Every lane below half of what this kind of machine does at its worst."""
+
+
+computed = 0.0
+"""Seconds slept so far."""
+
+
+def _compute(seconds: float) -> None:
+    global computed
+    start = time.perf_counter()
+    time.sleep(seconds)
+    computed += time.perf_counter() - start
+
+
+class _Slept(torch.autograd.Function):
+    """Uses the weight a little, and sleeps as long as the real computation would take."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.seconds = seconds
+        _compute(seconds)
+        return x + weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (weight,) = ctx.saved_tensors
+        _compute(2 * ctx.seconds)
+        return gradient + 0 * weight[0], torch.ones_like(weight), None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(ELEMENTS, dtype=torch.bfloat16))
+        self.seconds = seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Slept.apply(x, self.weight, self.seconds)
+
+
+def lane_seconds(placement: tuple[str, str, str], drive: Path) -> float:
+    """Seconds that the disk lane works in a step, by the simulator, compute being free."""
+    return predicted(placement, drive, 0.0).busy(Lane.DISK) / 4
+
+
+def attached(
+    placement: tuple[str, str, str], drive: Path, seconds: float, **options: Any
+) -> tuple[nn.Module, Any]:
+    model = nn.Sequential(*(Sleeper(seconds) for _ in range(UNITS)))
+    params, gradients, states = placement
+    config = offload.Config(
+        params=params,  # type: ignore[arg-type]
+        gradients=gradients,  # type: ignore[arg-type]
+        optimizer=states,  # type: ignore[arg-type]
+        nvme_path=(str(drive),),
+        device_memory="512MiB",
+        cpu_memory="512MiB",
+        micro_batches=1,
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    return offload.attach(model, optimizer, config, machine=SLOW, **options)
+
+
+def predicted(placement: tuple[str, str, str], drive: Path, seconds: float) -> Timeline:
+    _, optimizer = attached(placement, drive, 0.0)
+    with optimizer.engine as engine:
+        return simulate(
+            engine.program,
+            SLOW,
+            lambda unit, verb: seconds * (1 if verb is Verb.FORWARD else 2),
+            updates_in_backward=True,
+        )
+
+
+def measured(placement: tuple[str, str, str], drive: Path, seconds: float) -> tuple[float, float]:
+    """(seconds of a step, of them exposed) once the pipeline has filled."""
+    pace = partial(seconds_of, machine=SLOW)
+    model, optimizer = attached(placement, drive, seconds, pace=pace)
+    x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    with optimizer.engine:
+        ends = []
+        for _ in range(STEPS_SKIPPED + STEPS):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ends.append((time.perf_counter(), computed))
+        (start, slept), (stop, slept_too) = ends[STEPS_SKIPPED - 1], ends[-1]
+    return (stop - start) / STEPS, (stop - start - (slept_too - slept)) / STEPS
+
+
+NVME = ("nvme", "nvme", "nvme")
+
+
+@pytest.mark.parametrize("placement", [NVME, ("cpu", "cpu", "cpu")], ids="-".join)
+def test_under_longer_compute_the_other_lanes_hide(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    longest = max(
+        predicted(placement, tmp_path, 0.0).busy(lane) / 4 for lane in (Lane.DISK, Lane.CPU)
+    )
+    step, exposed = measured(placement, tmp_path, 2.0 * longest / (3 * UNITS))
+    assert exposed < 0.10 * step, (exposed, step)
+
+
+@pytest.mark.parametrize("ratio", [2.0, 1.0, 0.5], ids=["longer", "equal", "shorter"])
+def test_the_simulator_predicts_the_step(ratio: float, tmp_path: Path) -> None:
+    seconds = ratio * lane_seconds(NVME, tmp_path) / (3 * UNITS)
+    step, _ = measured(NVME, tmp_path, seconds)
+    assert predicted(NVME, tmp_path, seconds).step_seconds == pytest.approx(step, rel=0.15)
