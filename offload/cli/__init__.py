@@ -1,0 +1,155 @@
+"""The command line. Each command is one module with `command(arguments)`, named in `COMMANDS`."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from types import FrameType
+from typing import Any
+
+COMMANDS = {
+    "train": "train a small GPT on real text, its state in any tier",
+}
+"""What each command does, for the help; the module of the same name holds it."""
+
+EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_SIGNAL = 128
+"""Plus the signal's number, as shells have it."""
+
+
+class BadInput(Exception):
+    """The user asked for what cannot be; the message says what, and what to try."""
+
+
+class Stopped(BaseException):
+    """The user ended the run, by Ctrl-C or SIGTERM."""
+
+    def __init__(self, number: int, where: str = "") -> None:
+        super().__init__(number)
+        self.number = number
+        self.where = where
+        """How far the run had come, for the message."""
+
+
+class Signals:
+    """While entered, SIGINT and SIGTERM raise `Stopped`, but never in the middle of a held step.
+
+    There the first is kept until the step is over, so that what is stopped is a whole step; a
+    second one does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.where = "before the first step"
+        """How far the run has come, for the message."""
+        self._held = False
+        self._kept: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """A stretch of work that is not broken off in its middle."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._kept is not None:
+            raise Stopped(self._kept, self.where)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        if self._held and self._kept is None:
+            self._kept = number
+            # Not print: the signal may have come in the middle of one.
+            os.write(2, b"\noffload: stopping after this step; once more to stop at once\n")
+            return
+        raise Stopped(number, self.where)
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Turns errors of the kinds that users cause into `BadInput`: for checks and set-up."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise BadInput(str(error)) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit status: 0, 1 failed, 2 bad input, 128 + signal."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"offload {metadata.version('offload-engine')}")
+        return 0
+    try:
+        if name not in COMMANDS:
+            raise BadInput(_unknown(name))
+        importlib.import_module(f"offload.cli.{name}").command(arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone. Point stdout elsewhere, or the interpreter's last
+        # flush would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_SIGNAL + signal.SIGPIPE
+    except (Stopped, KeyboardInterrupt) as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        where = f" {stop.where}" if isinstance(stop, Stopped) and stop.where else ""
+        by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        print(f"offload: stopped by {by}{where}", file=sys.stderr)
+        return EXIT_SIGNAL + number
+    except Exception as error:
+        return _failed(error)
+    return 0
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """` (did you mean ...?)` where one of `known` is like `name`, else nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _help() -> str:
+    lines = ["usage: offload COMMAND [OPTIONS]", "", "Train models larger than the GPU.", ""]
+    lines += [f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items()]
+    return "\n".join([*lines, "", "offload COMMAND --help says more; offload --version."])
+
+
+def _unknown(name: str) -> str:
+    known = tuple(COMMANDS)
+    return f"there is no command {name!r}{nearest(name, known)}. Commands: {', '.join(known)}"
+
+
+def _failed(error: Exception) -> int:
+    bad = isinstance(error, BadInput)
+    if os.environ.get("OFFLOAD_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    else:
+        kind = "" if bad else f"{type(error).__name__}: "
+        print(f"offload: error: {kind}{error}", file=sys.stderr)
+        cause = None if bad else error.__cause__
+        while cause is not None:
+            print(f"  caused by {type(cause).__name__}: {cause}", file=sys.stderr)
+            cause = cause.__cause__
+        if not bad:
+            print("  (OFFLOAD_TRACEBACK=1 shows where)", file=sys.stderr)
+    return EXIT_BAD_INPUT if bad else EXIT_FAILED

@@ -1,0 +1,134 @@
+"""What `offload train` shows people: tables of memory and lanes, and progress while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import (
+    Progress as Bar,
+)
+from rich.table import Table
+
+from offload.config import TIERS, format_bytes
+from offload.lanes import LaneUse
+from offload.layout import Row, TierUse
+
+SMOOTHING = 0.9
+"""Share that the smoothed loss keeps of its old value at each step."""
+
+PLAIN_INTERVAL_S = 10.0
+"""Least time between two lines of progress where there is no terminal."""
+
+
+def homes(rows: Iterable[Row], uses: Sequence[TierUse]) -> Table:
+    """What lives where in bytes, kinds down and tiers across, with the budget of each tier."""
+    table = Table(title="What lives where", title_justify="left")
+    table.add_column("")
+    for tier in TIERS:
+        table.add_column(tier, justify="right")
+    found: dict[str, dict[str, int]] = {}
+    for row in rows:
+        tiers = found.setdefault(row.kind, dict.fromkeys(TIERS, 0))
+        tiers[row.tier] += row.bytes
+    for kind, tiers in found.items():
+        table.add_row(f"{kind}s", *(_amount(tiers[tier]) for tier in TIERS))
+    use = {use.tier: use for use in uses}
+    table.add_row("slots and headers", *(_amount(use[tier].staging_bytes) for tier in TIERS))
+    table.add_section()
+    table.add_row("in all", *(_amount(taken(use[tier])) for tier in TIERS))
+    table.add_row("budget", *(_amount(use[tier].budget_bytes) for tier in TIERS))
+    return table
+
+
+def lanes(uses: Mapping[str, LaneUse]) -> Table:
+    """How long each lane was busy, and how long training waited for it."""
+    table = Table(title="Lanes", title_justify="left")
+    table.add_column("lane")
+    for name in ("busy", "exposed", "operations", "moved"):
+        table.add_column(name, justify="right")
+    for name, use in uses.items():
+        table.add_row(
+            name,
+            f"{use.busy_s:.2f} s",
+            f"{use.exposed_s:.2f} s",
+            str(use.operations),
+            _amount(use.bytes),
+        )
+    return table
+
+
+def peaks(uses: Iterable[TierUse]) -> Table:
+    """The most that was taken of each tier, against its budget."""
+    table = Table(title="Peak memory", title_justify="left")
+    table.add_column("tier")
+    for name in ("taken", "budget", "share"):
+        table.add_column(name, justify="right")
+    for use in uses:
+        share = f"{taken(use) / use.budget_bytes:.0%}" if use.budget_bytes else "-"
+        table.add_row(use.tier, _amount(taken(use)), _amount(use.budget_bytes), share)
+    return table
+
+
+def taken(use: TierUse) -> int:
+    """All bytes that the engine holds of a tier: fixed before the first step, so also the peak."""
+    return use.resident_bytes + use.staging_bytes
+
+
+def _amount(count: int) -> str:
+    return format_bytes(count) if count else "-"
+
+
+class Progress:
+    """Loss, speed and time left: a bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._smoothed = 0.0
+        self._weight = 0.0
+        self._started = self._spoken = time.monotonic()
+        self._bar = Bar(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+            expand=True,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=steps, loss=float("nan"), speed=0.0)
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
+        """Shows that `step` (from 1) is done."""
+        self._smoothed = SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
+        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+        smooth = self._smoothed / self._weight
+        self._bar.update(self._task, completed=step, loss=smooth, speed=tokens_per_s)
+        now = time.monotonic()
+        due = step in (1, self._steps) or now - self._spoken >= PLAIN_INTERVAL_S
+        if due and not self._console.is_terminal:
+            self._spoken = now
+            left = (now - self._started) / step * (self._steps - step)
+            self._console.print(
+                f"step {step}/{self._steps}  loss {smooth:.3f}  {tokens_per_s:,.0f} tokens/s  "
+                f"{left:.0f} s left",
+                highlight=False,
+                soft_wrap=True,
+            )

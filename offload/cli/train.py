@@ -1,0 +1,196 @@
+"""`offload train`: a small GPT on real text, its state in any tier."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import offload
+from offload.cli import Signals, bad_input, data, display, gpt
+from offload.cli.settings import Train, parse
+
+LR_FLOOR = 0.05
+"""Share of the peak learning rate that is left at the end."""
+
+BETAS = (0.9, 0.95)
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Trains as `arguments` say. Everything that can be refused is refused before the first step.
+
+    Raises:
+        BadInput: the arguments, the data, a path or a budget; nothing has been trained.
+        Stopped: by Ctrl-C or SIGTERM.
+    """
+    settings = parse(arguments)
+    with bad_input():
+        corpus = data.load(settings.data, settings.seq_len)
+    # Results go to standard output, progress and remarks to standard error.
+    console, remarks = Console(stderr=settings.json), Console(stderr=True)
+    for notice in corpus.notices:
+        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+    with Signals() as signals:
+        with bad_input():
+            model, optimizer = build(settings)
+        with optimizer.engine as engine:
+            for notice in engine.notices:
+                remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+            console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
+            console.print(display.homes(engine.plan.rows(), engine.plan.tiers()))
+            with display.Progress(remarks, settings.steps) as progress:
+                for record in steps(settings, model, optimizer, corpus, signals):
+                    progress.update(record["step"], record["loss"], record["tokens_per_s"])
+                    if settings.json:
+                        _emit(record)
+            loss, count = evaluate(settings, model, corpus)
+            engine.settle()
+            report = engine.report()
+            if settings.json:
+                _emit(_summary(settings, loss, count, report))
+            console.print(display.lanes(report.lanes))
+            console.print(display.peaks(report.tiers))
+            console.print(
+                f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
+                f"mean over {count} bytes",
+                highlight=False,
+                soft_wrap=True,
+            )
+
+
+def build(settings: Train) -> tuple[nn.Module, Any]:
+    """The model and its optimizer, attached; the weights depend on the seed alone.
+
+    The model is built without memory, and gets it unit by unit, in the tier where each belongs.
+    """
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.SIZES[settings.size], settings.recompute)
+    model.to(getattr(torch, settings.dtype))
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    scales = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": scales, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS)
+    torch.manual_seed(settings.seed)
+    return offload.attach(model, optimizer, settings.placing, initialize=gpt.init)
+
+
+def rate(settings: Train, step: int) -> float:
+    """The learning rate of `step` (from 0) as a share of its peak."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    return 1 - (1 - LR_FLOOR) * min(1.0, done)
+
+
+def steps(
+    settings: Train, model: nn.Module, optimizer: Any, corpus: data.Corpus, signals: Signals
+) -> Iterator[dict[str, Any]]:
+    """Trains; yields a record after each step.
+
+    Raises:
+        ArithmeticError: the loss is no longer a finite number.
+        Stopped: between two steps.
+    """
+    scheduler = LambdaLR(optimizer, lambda step: rate(settings, step))
+    tokens = settings.batch * settings.seq_len * settings.micro_batches
+    started = time.perf_counter()
+    for step in range(1, settings.steps + 1):
+        record: dict[str, Any] = {"kind": "step", "step": step}
+        with signals.hold():
+            record["lr"] = scheduler.get_last_lr()[0]
+            record["loss"] = train_step(settings, model, optimizer, corpus, step)
+            if settings.placing.max_grad_norm is not None:
+                record["grad_norm"] = optimizer.grad_norm()
+            scheduler.step()
+            signals.where = f"after step {step} of {settings.steps}"
+        if not math.isfinite(record["loss"]):
+            raise ArithmeticError(
+                f"the loss is {record['loss']} at step {step}: training has diverged. Try a lower "
+                f"--lr than {settings.lr:g}, or --max-grad-norm 1"
+            )
+        now = time.perf_counter()
+        record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
+        started = now
+        yield record
+
+
+def train_step(
+    settings: Train, model: nn.Module, optimizer: Any, corpus: data.Corpus, step: int
+) -> float:
+    """One optimizer step, `step` counted from 1; the mean loss of its micro-batches."""
+    total = 0.0
+    for part in range(settings.micro_batches):
+        index = (step - 1) * settings.micro_batches + part
+        batch = corpus.batch(settings.seed, index, settings.batch, settings.seq_len)
+        loss = next_byte_loss(model, *batch) / settings.micro_batches
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def evaluate(settings: Train, model: nn.Module, corpus: data.Corpus) -> tuple[float, int]:
+    """Mean loss on held-out text in nats per byte, and the number of bytes it was measured on."""
+    total, count = 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for inputs, targets in corpus.held_out_batches(
+            settings.eval_windows, settings.batch, settings.seq_len
+        ):
+            total += next_byte_loss(model, inputs, targets).item() * targets.numel()
+            count += targets.numel()
+    model.train()
+    return total / count, count
+
+
+def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of the next byte, computed in float32."""
+    device = next(model.parameters()).device
+    logits = model(inputs.to(device)).float()
+    return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+
+
+def _heading(settings: Train, model: nn.Module, corpus: data.Corpus) -> str:
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{parameters:,} parameters ({settings.dtype}), {settings.steps} steps of "
+        f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes, on {corpus.name}: "
+        f"{len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
+    )
+
+
+def _emit(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(record) + "\n")
+    sys.stdout.flush()
+
+
+def _summary(settings: Train, loss: float, count: int, report: Any) -> dict[str, Any]:
+    tiers = {
+        use.tier: {"peak_bytes": display.taken(use), "budget_bytes": use.budget_bytes}
+        for use in report.tiers
+    }
+    return {
+        "kind": "summary",
+        "steps": settings.steps,
+        "held_out_loss": loss,
+        "held_out_bytes": count,
+        "misses": report.misses,
+        "compute_s": report.compute_s,
+        "wall_s": report.wall_s,
+        "lanes": {name: asdict(use) for name, use in report.lanes.items()},
+        "tiers": tiers,
+    }

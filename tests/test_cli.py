@@ -1,0 +1,336 @@
+"""The command line: its surface, where settings come from, what is refused, how it stops."""
+
+import itertools
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import offload
+from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, main, settings, train
+from offload.config import FIELDS
+
+needs_engine = pytest.mark.skipif(not hasattr(offload, "attach"), reason="needs the engine")
+
+# fmt: off
+FLAGS = [
+    "--size", "--data", "--steps", "--batch", "--seq-len", "--lr", "--warmup",
+    "--weight-decay", "--dtype", "--recompute", "--no-recompute", "--seed", "--eval-windows",
+    "--config", "--json", "--no-json", "--params", "--gradients", "--optimizer", "--nvme-path",
+    "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
+    "--max-grad-norm", "--micro-batches", "--exposed-memory",
+]
+# fmt: on
+
+SHORT = ["train", "--steps", "3", "--batch", "2", "--seq-len", "32", "--eval-windows", "4"]
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments):
+    """The exit status of the command line, in this process."""
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return stop.code
+
+
+def start(*arguments, **options):
+    """The command line as a process of its own."""
+    command = [sys.executable, "-W", "error", "-c"]
+    command += ["import sys; from offload.cli import main; sys.exit(main())", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def config_file(tmp_path, **content):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def test_the_surface_grows_on_purpose_only(capsys):
+    assert run("train", "--help") == 0
+    shown = re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)
+    assert [flag for flag in dict.fromkeys(shown) if flag != "--help"] == FLAGS
+
+
+def test_every_setting_of_the_engine_is_a_flag_and_a_key():
+    assert {settings.flag(name) for name in FIELDS} <= set(FLAGS)
+    assert set(FIELDS) <= set(settings.keys())
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
+def test_alone_it_says_what_there_is(arguments, capsys):
+    assert run(*arguments) == 0
+    assert "train a small GPT" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert re.fullmatch(r"offload \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
+    path = config_file(
+        tmp_path,
+        steps=7,
+        lr=1e-4,
+        recompute=True,
+        json=False,
+        cpu_memory="2GiB",
+        nvme_space=4096,
+        nvme_path=["/a"],
+        max_grad_norm=None,
+        dtype="float32",
+    )
+    found = settings.parse(["--steps=9", "--config", path, "--no-recompute", "--seq_len", "64"])
+    assert (found.steps, found.lr, found.batch) == (9, 1e-4, settings.Train().batch)
+    assert (found.recompute, found.json, found.dtype) == (False, False, "float32")
+    assert found.seq_len == 64
+    assert found.placing.cpu_memory == 2 * 2**30
+    assert (found.placing.nvme_path, found.placing.nvme_space) == (("/a",), 4096)
+    assert found.placing.max_grad_norm is None
+    assert settings.parse([f"--config={path}", "--nvme-path", "/b"]).placing.nvme_path == ("/b",)
+
+
+def test_nvme_without_a_path_means_the_working_directory():
+    assert settings.parse(["--optimizer", "nvme"]).placing.nvme_path == (".",)
+    assert settings.parse(["--optimizer", "cpu"]).placing.nvme_path == ()
+
+
+REFUSED_FLAGS = {
+    "trian": "did you mean train?",
+    "train --step 3": "--steps",
+    "train --nvme-pth /tmp": "--nvme-path",
+    "train --params disk": "Expected one of",
+    "train --size 11m": "Expected one of",
+    "train --steps many": "--steps",
+    "train --steps 0": "--steps 0: expected 1 or more",
+    "train --seq-len=-4": "--seq-len -4: expected 1 or more",
+    "train --lr 0": "--lr 0.0: expected a positive number",
+    "train --lr nan": "--lr nan: expected a positive number",
+    "train --warmup=-1": "--warmup -1: expected 0 or more",
+    "train --cpu-memory 8apples": "'8apples' is not a size",
+    "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
+    "train --nvme-path a b": "--nvme-path ['a', 'b']: striping",
+    "train --config /nowhere.json": "/nowhere.json",
+    "train --data /nowhere": "--data /nowhere: there is no such file or folder",
+    "train --data /dev/null": "neither a regular file nor a folder",
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), REFUSED_FLAGS.items())
+def test_what_cannot_be_is_refused_in_one_message(line, expected, capsys):
+    assert run(*line.split()) == EXIT_BAD_INPUT
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert "Traceback" not in shown.err
+    assert not shown.out
+
+
+REFUSED_FILES = {
+    '{"step": 3}': "unknown key 'step' (did you mean steps?)",
+    '{"cpu_memroy": "1GiB"}': "did you mean cpu_memory?",
+    '{"config": "other.json"}': "unknown key 'config'",
+    '{"placing": {}}': "unknown key 'placing'",
+    '{"steps": "many"}': "--steps",
+    '{"steps": 2.5}': "--steps",
+    '{"steps": {"a": 1}}': "key 'steps' holds",
+    "[1]": "expected one JSON object, found list",
+    "{steps: 3}": "is not JSON",
+    "": "is not JSON",
+}
+
+
+@pytest.mark.parametrize(("content", "expected"), REFUSED_FILES.items())
+def test_a_bad_file_is_refused_in_one_message(tmp_path, content, expected, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    assert run("train", "--config", str(path)) == EXIT_BAD_INPUT
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert not shown.out
+
+
+def test_empty_data_is_refused(tmp_path, capsys):
+    (tmp_path / "empty").touch()
+    assert run("train", "--data", str(tmp_path / "empty")) == EXIT_BAD_INPUT
+    assert "not enough data" in capsys.readouterr().err
+
+
+def test_a_failure_is_one_message_with_its_causes(monkeypatch, capsys):
+    def fail(arguments):
+        raise RuntimeError("the disk lane failed") from OSError(5, "Input/output error", "/a")
+
+    monkeypatch.setattr(train, "command", fail)
+    assert run("train") == 1
+    shown = capsys.readouterr().err
+    assert "offload: error: RuntimeError: the disk lane failed" in shown
+    assert "caused by OSError: [Errno 5] Input/output error: '/a'" in shown
+    assert "Traceback" not in shown
+    monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
+    assert run("train") == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_a_signal_ends_the_run_quietly(monkeypatch, capsys, number, name):
+    def wait(arguments):
+        with Signals() as signals:
+            signals.where = "after step 2 of 3"
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(train, "command", wait)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run("train") == 128 + number
+    assert capsys.readouterr().err == f"offload: stopped by {name} after step 2 of 3\n"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_held_step_is_finished_first_but_a_second_signal_does_not_wait():
+    done = []
+    with Signals() as signals, pytest.raises(Stopped), signals.hold():
+        signal.raise_signal(signal.SIGINT)
+        done.append("finished")
+    with Signals() as signals, pytest.raises(Stopped), signals.hold():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        done.append("not reached")
+    assert done == ["finished"]
+
+
+def test_the_learning_rate_rises_then_falls():
+    found = settings.Train(steps=100, warmup=10)
+    rates = [train.rate(found, step) for step in range(101)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert max(rates) == rates[9] == rates[10] == 1
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
+    assert rates[100] == pytest.approx(train.LR_FLOOR)
+    assert train.rate(settings.Train(steps=5, warmup=0), 0) == 1
+
+
+@needs_engine
+def test_json_is_one_object_per_step_and_nothing_else(capsys):
+    assert run(*SHORT, "--json", "--max-grad-norm", "1", "--micro-batches", "2") == 0
+    shown = capsys.readouterr()
+    *steps, summary = [json.loads(line) for line in shown.out.splitlines()]
+    assert [record["step"] for record in steps] == [1, 2, 3]
+    for record in steps:
+        assert record["kind"] == "step"
+        assert 0 < record["loss"] < 10
+        assert record["tokens_per_s"] == pytest.approx(2 * 2 * 32 / record["step_s"])
+        assert record["lr"] > 0
+        assert record["grad_norm"] > 0
+    assert summary["kind"] == "summary"
+    assert summary["held_out_bytes"] == 4 * 32
+    assert math.isfinite(summary["held_out_loss"])
+    assert set(summary["tiers"]) == {"device", "cpu", "nvme"}
+    assert summary["lanes"]["compute"]["busy_s"] > 0
+    for tier in summary["tiers"].values():
+        assert tier["peak_bytes"] <= tier["budget_bytes"]
+    assert "What lives where" in shown.err
+    assert "step 3/3" in shown.err
+
+
+@needs_engine
+def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
+    assert run(*SHORT, "--optimizer", "nvme", "--nvme-path", str(tmp_path)) == 0
+    shown = capsys.readouterr()
+    for expected in ("What lives where", "Lanes", "Peak memory", "held-out loss", "budget"):
+        assert expected in shown.out
+    assert "tokens/s" in shown.err
+    assert not list(tmp_path.iterdir())
+
+
+@needs_engine
+def test_the_same_seed_gives_the_same_losses_in_another_tier(capsys, tmp_path):
+    losses = []
+    for tier in ("device", "nvme"):
+        placed = ["--params", tier, "--gradients", tier, "--optimizer", tier]
+        assert run(*SHORT, "--json", *placed, "--nvme-path", str(tmp_path)) == 0
+        records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        losses.append([record.get("loss", record.get("held_out_loss")) for record in records])
+    assert losses[0] == losses[1]
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--device-memory", "1MiB", "--cpu-memory", "1MiB", "--params", "cpu"), "memory"),
+        (("--optimizer", "nvme", "--nvme-path", "/nowhere/at/all"), "/nowhere/at/all"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_training(arguments, expected, capsys):
+    assert run(*SHORT, *arguments) == EXIT_BAD_INPUT
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert "Traceback" not in shown.err
+    assert not shown.out
+
+
+@needs_engine
+def test_a_loss_that_is_no_number_ends_the_run(monkeypatch, capsys):
+    step = train.train_step
+    monkeypatch.setattr(train, "train_step", lambda *settings: step(*settings) * math.nan)
+    assert run(*SHORT, "--json") == 1
+    shown = capsys.readouterr()
+    assert "training has diverged" in shown.err
+    assert not shown.out
+
+
+@needs_engine
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path, number):
+    arguments = [*SHORT, "--json", "--steps", "10000", "--optimizer", "nvme"]
+    process = start(*arguments, "--nvme-path", str(tmp_path))
+    assert json.loads(process.stdout.readline())["step"] == 1
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    assert re.search(r"offload: stopped by \S+ after step \d+ of 10000", errors)
+    assert not list(tmp_path.iterdir())
+
+
+@needs_engine
+def test_a_reader_that_leaves_is_no_error():
+    process = start(*SHORT, "--json", "--steps", "10000")
+    process.stdout.readline()
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert process.returncode == 128 + signal.SIGPIPE
+    assert "Error" not in process.stderr.read()
+    process.stderr.close()
+
+
+@needs_engine
+@pytest.mark.slow
+def test_without_a_flag_it_learns(capsys):
+    assert run("train", "--json") == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert summary["held_out_loss"] < 2.4
+    assert summary["held_out_bytes"] >= 10_000
+
+
+def test_nothing_is_built_where_the_data_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "build", lambda _: pytest.fail("built"))
+    (tmp_path / "few").write_bytes(b"few")
+    assert run("train", "--data", str(tmp_path / "few")) == EXIT_BAD_INPUT
+    assert data.HELD_OUT_SHARE < 0.5

@@ -1,0 +1,170 @@
+"""The house rules that a machine can check: sizes, layers, and what must not be in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PACKAGES = ("offload", "aio", "cpu_adam", "tests", "examples", "benchmarks")
+
+LINE_COLUMNS_MAX = 100
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 400
+TEST_FILE_LINES_MAX = 500
+
+PURE = (
+    "config",
+    "machine",
+    "profile",
+    "records",
+    "scoreboard",
+    "layout",
+    "plan",
+    "program",
+    "verify",
+    "simulate",
+)
+"""Decide, compile, prove, predict: no torch, no threads, no files."""
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("config", "profile", "records", "scoreboard"),
+    ("machine",),
+    ("layout",),
+    ("plan",),
+    ("program",),
+    ("verify", "simulate"),
+    ("task",),
+    ("arena", "store", "lanes"),
+    ("executor",),
+    ("states", "exposure", "passes", "updates", "resting"),
+    ("gradients", "binding", "finality"),
+    ("engine",),
+    ("touch", "hooks", "optimizer"),
+    ("attach",),
+    ("__init__",),
+    ("cli",),
+)
+"""Files of `offload`, the lowest first: each imports from its own layer and those below."""
+
+FORBIDDEN_IMPORTS = {
+    "aio": ("offload", "cpu_adam", "torch"),
+    "cpu_adam": ("offload", "aio"),
+}
+
+FORBIDDEN_TEXT = {
+    "an open end": re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX)\b"),
+    "a path of somebody's home": re.compile(r"/(ho" + r"me|Us" + r"ers|ro" + r"ot)/\w"),
+}
+
+
+def sources() -> list[Path]:
+    """Every Python file of the project."""
+    found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Dotted names of the modules that a file imports anywhere, types included."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield node.module
+            # `from offload import records` names a file too.
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def layer_of(name: str) -> int | None:
+    for number, layer in enumerate(LAYERS):
+        if name in layer:
+            return number
+    return None
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", sources(), ids=named)
+def test_lines_and_files_are_short(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    long = [n for n, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
+    assert not long, f"{named(path)}: lines over {LINE_COLUMNS_MAX} columns: {long}"
+    most = TEST_FILE_LINES_MAX if path.parts[len(ROOT.parts)] == "tests" else FILE_LINES_MAX
+    assert len(lines) <= most, f"{named(path)} has {len(lines)} lines, more than {most}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=named)
+def test_functions_fit_a_screen(path: Path) -> None:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            assert node.end_lineno is not None
+            length = node.end_lineno - node.lineno + 1
+            assert length <= FUNCTION_LINES_MAX, f"{named(path)}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", sources(), ids=named)
+def test_nothing_that_must_not_be_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for what, pattern in FORBIDDEN_TEXT.items():
+        assert not pattern.search(text), f"{named(path)} has {what}"
+    for node in ast.walk(tree_of(path)):
+        bare = isinstance(node, ast.ExceptHandler) and node.type is None
+        assert not bare, f"{named(path)}: bare except"
+
+
+@pytest.mark.parametrize("package", list(FORBIDDEN_IMPORTS))
+def test_what_stands_on_the_ground(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & set(FORBIDDEN_IMPORTS[package]), named(path)
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_the_pure_core_is_pure(name: str) -> None:
+    path = ROOT / "offload" / f"{name}.py"
+    for module in imports(path):
+        first, *rest = module.split(".")
+        assert first not in ("torch", "threading", "aio"), f"{name} imports {module}"
+        assert first != "cpu_adam" or rest[:1] == ["formats"], f"{name} imports {module}"
+        assert first != "offload" or not rest or rest[0] in PURE, f"{name} imports {module}"
+    assert "torch" not in {module.split(".")[0] for module in imports(ROOT / "cpu_adam/formats.py")}
+
+
+def test_nothing_imports_upward() -> None:
+    for path in sorted((ROOT / "offload").rglob("*.py")):
+        name = path.relative_to(ROOT / "offload").parts[0].removesuffix(".py")
+        own = layer_of(name)
+        assert own is not None, f"offload/{name} is in no layer: add it to LAYERS"
+        for module in imports(path):
+            first, *rest = module.split(".")
+            below = layer_of(rest[0]) if first == "offload" and rest else None
+            assert below is None or below <= own, f"offload/{name} imports {module}, above it"
+
+
+def test_layers_name_files_that_exist() -> None:
+    for layer in LAYERS:
+        for name in layer:
+            path = ROOT / "offload" / name
+            assert path.is_dir() or path.with_suffix(".py").is_file(), name
+
+
+def test_examples_use_the_public_face_only() -> None:
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        names = {module for module in imports(path) if module.split(".")[0] == "offload"}
+        private = {name for name in names if name.split(".")[1:2] and layer_of(name.split(".")[1])}
+        assert not private, f"{named(path)} imports {sorted(private)}"
