@@ -90,6 +90,7 @@ def detach(
         ValueError: the model is not attached.
     """
     engine = engine_of(model)
+    engine.finality.require_step("detach()")
     engine.settle()
     original = optimizer._original if optimizer is not None else None
     if optimizer is not None and original is not None:

@@ -144,7 +144,8 @@ class Engine:
         self.enter_backward()
         self.finality.require_open(unit, self.plan.profile.units[unit].name)
         self.gradients.collect(unit, index, gradient)
-        if self.finality.in_last_backward and self.gradients.all_came(unit):
+        held = unit in self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
+        if self.finality.in_last_backward and not held and self.gradients.all_came(unit):
             self.gradients.send(unit)
             if not self.finality.begun:
                 self.updates.settle()

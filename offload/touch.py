@@ -66,6 +66,7 @@ class ParameterHome:
         bound = engine.units[self.unit]
         if bound.buffer is not None:
             return call()  # In use already: it shows its weights.
+        engine.finality.require_step("a touch of a parameter")
         copy = engine.exposures.tensor(self.unit, self.index)
         bound.lend(self.index, copy)
         try:
