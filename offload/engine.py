@@ -377,19 +377,6 @@ def version_of(parameter: torch.Tensor) -> int:
         return int(parameter._version)
 
 
-def _same_place(parameter: torch.Tensor, copy: torch.Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            parameter.data_ptr() == copy.data_ptr()
-            and parameter.shape == copy.shape
-            and parameter.dtype == copy.dtype
-        )
-
-
-def _no_home() -> None:
-    """What a home is after pickling."""
-
-
 def _shut(executor: Executor, pid: int) -> None:
     """Close an executor, in the process that made it only."""
     if os.getpid() == pid:

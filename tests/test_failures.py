@@ -1,0 +1,198 @@
+"""A lane or a drive that fails in a running engine: told at once, closed cleanly."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import aio
+import offload
+from offload.lanes import EngineError
+from offload.program import Lane, Op, Verb
+from offload.store import Store
+from tests.faults import nothing_leaks
+from tests.training import Net, Run, batch, loss_of
+
+ATTACH = sys.modules["offload.attach"]
+"""The module; the package's attribute of that name is the function."""
+
+
+class Broken(Exception):
+    """What a lane meets."""
+
+
+class Breaker:
+    """A `pace` that fails in a certain lane and verb, once it is armed."""
+
+    def __init__(self, lane: Lane, verb: Verb, seconds: float = 0.0):
+        self.lane, self.verb, self.seconds = lane, verb, seconds
+        self.armed = False
+        self.failed_at: float | None = None
+
+    def __call__(self, op: Op) -> float:
+        if self.armed and (op.lane, op.verb) == (self.lane, self.verb):
+            time.sleep(self.seconds)
+            self.failed_at = time.perf_counter()
+            raise Broken(f"{op.lane.value} is broken")
+        return 0.0
+
+
+@contextmanager
+def running(
+    placement: tuple[str, str, str], directory: Path, pace: Any = None, **config: Any
+) -> Iterator[Run]:
+    torch.manual_seed(1)
+    model = Net(layers=4).to(torch.bfloat16)
+    params, gradients, optimizer = placement
+    asked = offload.Config(
+        params=params,  # type: ignore[arg-type]
+        gradients=gradients,  # type: ignore[arg-type]
+        optimizer=optimizer,  # type: ignore[arg-type]
+        nvme_path=(str(directory),),
+        device_memory="64MiB",
+        cpu_memory="64MiB",
+        **config,
+    )
+    made = torch.optim.AdamW(model.parameters())
+    with nothing_leaks():
+        _, attached = offload.attach(model, made, asked, pace=pace)
+        run = Run(model, attached, torch.Generator().manual_seed(7))
+        try:
+            yield run
+        finally:
+            run.engine.close()
+            with pytest.raises(EngineError, match="closed"):
+                run.loss()
+            del run, attached, model, made
+
+
+FAILURES: dict[str, tuple[Lane, Verb, tuple[str, str, str], dict[str, Any]]] = {
+    "h2d": (Lane.H2D, Verb.MOVE, ("cpu", "cpu", "cpu"), {}),
+    "d2h": (Lane.D2H, Verb.MOVE, ("cpu", "cpu", "cpu"), {}),
+    "cpu, add": (Lane.CPU, Verb.ADD, ("cpu", "cpu", "cpu"), {}),
+    "cpu, update": (Lane.CPU, Verb.UPDATE, ("cpu", "cpu", "cpu"), {}),
+    "cpu, norm": (Lane.CPU, Verb.NORM, ("cpu", "cpu", "cpu"), {"max_grad_norm": 1.0}),
+    "compute, square": (Lane.COMPUTE, Verb.SQUARE, ("cpu", "device", "cpu"), {"max_grad_norm": 1}),
+    "compute, update": (Lane.COMPUTE, Verb.UPDATE, ("device", "device", "device"), {}),
+    "disk": (Lane.DISK, Verb.MOVE, ("nvme", "nvme", "nvme"), {}),
+}
+
+
+def two_micro_batches(run: Run) -> None:
+    for _ in range(2):
+        run.loss().backward()
+    run.step()
+    run.optimizer.grad_norm()  # type: ignore[attr-defined]
+    run.engine.settle()
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_each_lane_that_fails_surfaces_at_the_next_call(name: str, tmp_path: Path) -> None:
+    lane, verb, placement, config = FAILURES[name]
+    breaker = Breaker(lane, verb)
+    with running(placement, tmp_path, breaker, **config) as run:
+        two_micro_batches(run)
+        breaker.armed = True
+        with pytest.raises(offload.EngineError, match=f"{lane.value} is broken") as caught:
+            two_micro_batches(run)
+        assert isinstance(caught.value.__cause__, Broken)
+        parameter = next(iter(run.model.parameters()))
+        calls: list[Callable[[], Any]] = [
+            run.loss,
+            run.optimizer.step,
+            run.engine.settle,
+            run.optimizer.state_dict,
+            run.model.state_dict,
+            lambda: parameter.sum(),
+            lambda: parameter.grad,
+        ]
+        for call in calls:
+            with pytest.raises(offload.EngineError) as caught:
+                call()
+            assert isinstance(caught.value.__cause__, Broken)
+
+
+@pytest.mark.parametrize("name", ["h2d", "d2h", "cpu, update", "compute, update", "disk"])
+def test_a_wait_ends_when_the_lane_fails(name: str, tmp_path: Path) -> None:
+    lane, verb, placement, config = FAILURES[name]
+    breaker = Breaker(lane, verb, seconds=0.15)
+    with running(placement, tmp_path, breaker, **config) as run:
+        two_micro_batches(run)
+        breaker.armed = True
+        with pytest.raises(offload.EngineError):
+            two_micro_batches(run)
+        assert breaker.failed_at is not None
+        assert time.perf_counter() - breaker.failed_at < 0.1
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_a_drive_that_fails_at_any_call(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulated(errors: dict[int, int]) -> aio.SimulatedIO:
+        io = aio.SimulatedIO(0, errors=errors)
+        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, threads=1))
+        return io
+
+    def work() -> None:
+        with running(("nvme", "nvme", "nvme"), tmp_path) as run:
+            two_micro_batches(run)
+
+    whole = simulated({})
+    work()
+    calls = len(whole.calls)
+    assert calls > 80
+    for number in [*range(1, 8), *range(8, calls, 11)]:
+        io = simulated({number: code})
+        with pytest.raises((OSError, offload.EngineError)) as caught:
+            work()
+        error: Any = caught.value
+        if isinstance(error, offload.EngineError):
+            error = error.__cause__
+        assert isinstance(error, OSError), number
+        assert error.errno == code
+        assert str(tmp_path) in str(error), number
+        assert not io.inner.files, number  # type: ignore[attr-defined]
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    io = aio.SimulatedIO(3, flip_rate=0.02)
+    monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+    with (
+        pytest.raises((offload.EngineError, OSError), match="checksum mismatch"),
+        running(("nvme", "nvme", "nvme"), tmp_path) as run,
+    ):
+        for _ in range(20):
+            two_micro_batches(run)
+
+
+def test_a_drive_that_dawdles_and_stutters_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for io in (None, aio.SimulatedIO(5, short_rate=0.2, retry_rate=0.2, delay_s_max=0.002)):
+        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+        with running(("nvme", "nvme", "nvme"), tmp_path) as run:
+            for _ in range(2):
+                two_micro_batches(run)
+            found.append((run.losses, loss_of(run.model, batch(run.generator)).item()))
+    assert found[0] == found[1]
+
+
+def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path: Path) -> None:
+    breaker = Breaker(Lane.DISK, Verb.MOVE)
+    breaker.armed = True
+    with running(("nvme", "cpu", "cpu"), tmp_path, breaker) as run:
+        with pytest.raises(offload.EngineError):
+            run.loss()
+        with pytest.raises(offload.EngineError):
+            offload.detach(run.model, run.optimizer)  # type: ignore[arg-type]

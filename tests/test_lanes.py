@@ -1,0 +1,325 @@
+"""Lanes: what runs when, who is blamed for waiting, and what happens when a lane fails."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from offload.lanes import EngineError, Lanes
+from offload.program import Lane, Op, Value, Verb
+from offload.scoreboard import Scoreboard
+from offload.task import Key, State, Task
+
+ATTACH = sys.modules["offload.attach"]
+"""The module; the package's attribute of that name is the function."""
+
+LEGAL = {
+    ("WAITING", "READY"),
+    ("READY", "RUNNING"),
+    ("RUNNING", "DONE"),
+    ("WAITING", "CANCELLED"),
+    ("READY", "CANCELLED"),
+}
+
+
+def op(lane: Lane = Lane.CPU, size: int = 0) -> Op:
+    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), size, 0)
+
+
+@contextmanager
+def lanes(*which: Lane, **options: Any) -> Iterator[Lanes]:
+    made = Lanes(which or (Lane.CPU,), device=torch.device("cpu"), **options)
+    with nothing_leaks_but(made):
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+@contextmanager
+def nothing_leaks_but(made: Lanes) -> Iterator[None]:
+    yield
+    assert not any(thread.is_alive() for thread in made._threads)
+
+
+def blocked(work: Callable[[], Any]) -> tuple[threading.Thread, list[BaseException]]:
+    """`work` in a thread of its own, and what it raised."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, raised
+
+
+# -- tasks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.product(State, repeat=2)))
+def test_every_transition_of_a_task(one: State, other: State) -> None:
+    task = Task(op(), None, (0, 0), 1)
+    task.state = one
+    if (one.name, other.name) in LEGAL:
+        task.go(other)
+        assert task.state is other
+    else:
+        with pytest.raises(AssertionError):
+            task.go(other)
+        assert task.state is one
+
+
+def test_a_task_is_over_when_done_or_cancelled() -> None:
+    task = Task(op(), None, (0, 0), 1)
+    for state in State:
+        task.state = state
+        assert task.over == (state in (State.DONE, State.CANCELLED))
+
+
+def test_the_scoreboard_keeps_reads_behind_writes_and_writes_behind_both() -> None:
+    board: Scoreboard[str] = Scoreboard()
+    board.note("write", (), ("a",))
+    assert board.waits(("a",), ()) == ["write"]
+    assert board.waits(("b",), ("c",)) == []
+    board.note("read 1", ("a",), ())
+    board.note("read 2", ("a",), ("b",))
+    assert board.waits(("a",), ()) == ["write"]
+    assert set(board.waits((), ("a",))) == {"write", "read 1", "read 2"}
+    assert sorted(board.waits(("b",), ("a",))) == ["read 1", "read 2", "write"]
+    board.note("write 2", ("a",), ("a",))
+    assert board.waits((), ("a",)) == ["write 2"]
+    board.forget(lambda task: task == "write 2")
+    assert board.waits((), ("a",)) == []
+    assert board.waits((), ("b",)) == ["read 2"]
+
+
+# -- order ------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_task_goes_first_whatever_the_order_of_submission() -> None:
+    ran: list[Key] = []
+    with lanes() as made:
+        gate = threading.Event()
+        first = made.submit(op(), [], (9, 9), gate.wait)
+        while first.state is not State.RUNNING:
+            time.sleep(0.001)
+        keys = [(2, 1), (1, 5), (2, 0), (1, 5), (1, 2)]
+        tasks = [made.submit(op(), [], key, partial(ran.append, key)) for key in keys]
+        gate.set()
+        made.wait(tasks)
+    assert ran == sorted(keys)
+
+
+def test_equals_go_in_the_order_of_submission() -> None:
+    ran: list[int] = []
+    with lanes() as made:
+        gate = threading.Event()
+        made.submit(op(), [], (0, 0), gate.wait)
+        tasks = [made.submit(op(), [], (1, 1), partial(ran.append, i)) for i in range(20)]
+        gate.set()
+        made.wait(tasks)
+    assert ran == list(range(20))
+
+
+def test_a_task_starts_after_all_it_waits_for_on_other_lanes() -> None:
+    ran: list[str] = []
+    with lanes(Lane.CPU, Lane.DISK, Lane.H2D) as made:
+        slow = made.submit(op(Lane.DISK), [], (5, 0), lambda: (time.sleep(0.02), ran.append("d")))
+        mine = made.submit(op(Lane.COMPUTE), [slow], (0, 0))
+        last = made.submit(op(Lane.H2D), [slow, mine], (0, 0), lambda: ran.append("h"))
+        assert (mine.state, last.state) == (State.WAITING, State.WAITING)
+        made.begin(mine)
+        assert ran == ["d"]
+        assert last.state is State.WAITING
+        made.finish(mine)
+        made.wait([last])
+        assert ran == ["d", "h"]
+        assert made.use[Lane.DISK].operations == made.use[Lane.H2D].operations == 1
+        assert made.use[Lane.COMPUTE].operations == 0
+
+
+def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
+    ran: list[str] = []
+    with lanes() as made:
+        gate = threading.Event()
+        running = made.submit(op(), [], (0, 0), gate.wait)
+        while running.state is not State.RUNNING:
+            time.sleep(0.001)
+        ready = made.submit(op(), [], (1, 0), lambda: ran.append("ready"))
+        waiting = made.submit(op(), [ready], (1, 1), lambda: ran.append("waiting"))
+        after = made.submit(op(), [ready, waiting], (1, 2), lambda: ran.append("after"))
+        made.cancel([running, ready, waiting])
+        states = [task.state for task in (running, ready, waiting, after)]
+        assert states == [State.RUNNING, State.CANCELLED, State.CANCELLED, State.READY]
+        gate.set()
+        made.wait([running, ready, waiting, after])
+        made.cancel([running, after])  # nothing to take back any more
+        assert ran == ["after"]
+        assert made.use[Lane.CPU].operations == 2
+
+
+# -- bookkeeping ------------------------------------------------------------------------------
+
+
+def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
+    with lanes(Lane.DISK, Lane.H2D, Lane.CPU, pace=lambda op: op.bytes / 1000) as made:
+        read = made.submit(op(Lane.DISK, 100), [], (0, 0), _nothing)
+        copy = made.submit(op(Lane.H2D, 40), [read], (0, 0), _nothing)
+        made.submit(op(Lane.CPU, 50), [], (0, 0), _nothing)
+        mine = made.submit(op(Lane.COMPUTE), [copy], (0, 0))
+        since = time.perf_counter()
+        made.begin(mine)
+        waited = time.perf_counter() - since
+        made.finish(mine)
+        use = made.use
+    assert waited >= 0.14
+    assert use[Lane.DISK].busy_s == pytest.approx(0.1, abs=0.05)
+    assert use[Lane.H2D].busy_s == pytest.approx(0.04, abs=0.03)
+    assert use[Lane.DISK].exposed_s == pytest.approx(0.1, abs=0.05)
+    assert use[Lane.H2D].exposed_s == pytest.approx(0.04, abs=0.03)
+    assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
+    assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
+    assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
+
+
+def test_nothing_is_exposed_where_nothing_was_waited_for() -> None:
+    with lanes(pace=lambda op: 0.02) as made:
+        task = made.submit(op(), [], (0, 0), _nothing)
+        time.sleep(0.06)
+        made.wait([task])
+        assert made.use[Lane.CPU].exposed_s == 0.0
+        assert made.use[Lane.CPU].busy_s >= 0.02
+
+
+def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:
+    torch.set_num_threads(2)
+    seen: list[tuple[int, bool]] = []
+    try:
+        with lanes() as made:
+            task = made.submit(
+                op(),
+                [],
+                (0, 0),
+                lambda: seen.append((torch.get_num_threads(), torch.is_grad_enabled())),
+            )
+            made.wait([task])
+        assert seen == [(1, False)]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+# -- failures and the end ---------------------------------------------------------------------
+
+
+def test_a_failure_ends_waits_at_once_and_nothing_more_is_started() -> None:
+    ran: list[str] = []
+    error = ZeroDivisionError("on purpose")
+    failed_at: list[float] = []
+
+    def fail() -> None:
+        time.sleep(0.05)
+        failed_at.append(time.perf_counter())
+        raise error
+
+    with lanes(Lane.CPU, Lane.DISK) as made:
+        made.check()
+        failing = made.submit(op(Lane.DISK), [], (0, 0), fail)
+        after = made.submit(op(), [failing], (0, 1), lambda: ran.append("after"))
+        mine = made.submit(op(Lane.COMPUTE), [after], (0, 2))
+        with pytest.raises(EngineError, match="on purpose") as caught:
+            made.begin(mine)
+        assert time.perf_counter() - failed_at[0] < 0.1
+        assert caught.value.__cause__ is error
+        for call in (made.check, lambda: made.wait([]), lambda: made.wait([after])):
+            with pytest.raises(EngineError) as caught:
+                call()
+            assert caught.value.__cause__ is error
+        late = made.submit(op(), [], (0, 0), lambda: ran.append("late"))
+        time.sleep(0.05)
+        assert not late.over
+    assert ran == []
+
+
+def test_a_failure_wakes_without_the_help_of_a_timeout() -> None:
+    with lanes() as made:
+        timeouts: list[float | None] = []
+        wait = made._changed.wait
+
+        def patient(timeout: float | None = None) -> bool:
+            timeouts.append(timeout)
+            return wait(60)
+
+        made._changed.wait = patient  # type: ignore[method-assign]
+        gate = threading.Event()
+
+        def fail() -> None:
+            gate.wait()
+            raise ZeroDivisionError
+
+        task = made.submit(op(), [], (0, 0), fail)
+        thread, raised = blocked(lambda: made.wait([task]))
+        while not timeouts:
+            time.sleep(0.001)
+        gate.set()
+        thread.join(1)
+        assert not thread.is_alive()
+        assert isinstance(raised[0], EngineError)
+
+
+def test_the_first_failure_is_the_one_that_is_told() -> None:
+    with lanes(Lane.CPU, Lane.DISK) as made:
+        gates = [threading.Event(), threading.Event()]
+
+        def fail(number: int) -> None:
+            gates[number].wait()
+            raise ArithmeticError(f"failure {number}")
+
+        made.submit(op(Lane.CPU), [], (0, 0), partial(fail, 0))
+        made.submit(op(Lane.DISK), [], (0, 0), partial(fail, 1))
+        time.sleep(0.02)
+        gates[1].set()
+        end = time.monotonic() + 5
+        while made._failure is None and time.monotonic() < end:
+            time.sleep(0.001)
+        gates[0].set()
+        time.sleep(0.02)
+        with pytest.raises(EngineError, match="failure 1"):
+            made.check()
+
+
+def test_closing_wakes_those_who_wait_and_drops_what_has_not_begun() -> None:
+    ran: list[str] = []
+    gate = threading.Event()
+    with lanes() as made:
+        running = made.submit(op(), [], (0, 0), lambda: (gate.wait(), ran.append("running")))
+        queued = made.submit(op(), [], (1, 0), lambda: ran.append("queued"))
+        thread, raised = blocked(lambda: made.wait([queued]))
+        while running.state is not State.RUNNING:
+            time.sleep(0.001)
+        closing = threading.Thread(target=made.close)
+        closing.start()
+        thread.join(5)
+        assert isinstance(raised[0], EngineError)
+        assert "closed" in str(raised[0])
+        gate.set()
+        closing.join(5)
+        assert ran == ["running"]
+        made.close()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,322 @@
+"""The optimizer that attach returns: groups, gradients, states in torch's format, scalers."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
+from tests.training import (
+    RESIDENT,
+    Net,
+    assert_same,
+    attached,
+    batch,
+    loss_of,
+    plain,
+    result_of,
+    same_bits,
+)
+
+
+def test_add_param_group(tmp_path: Path) -> None:
+    results = []
+    for placement in (RESIDENT, MIXED):
+        model = small()
+        mine = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
+        _, optimizer = offload.attach(model, mine, config(placement, tmp_path))
+        with optimizer.engine:
+            before = model.head.weight.detach().clone()
+            torch_step(model, optimizer)
+            assert same_bits(model.head.weight.detach(), before)
+            optimizer.add_param_group({"params": [model.head.weight], "lr": 1e-1})
+            torch_step(model, optimizer)
+            assert not same_bits(model.head.weight.detach(), before)
+            groups = len(optimizer.param_groups)
+            with pytest.raises(ValueError, match=r"\(3,\).*not in the model"):
+                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+            assert len(optimizer.param_groups) == groups
+            results.append(torch_step(model, optimizer))
+    assert results[0] == results[1]
+
+
+def test_closure(tmp_path: Path) -> None:
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine, torch.no_grad():
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, tokens())
+            loss.backward()
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(3)]
+        assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_zero_grad(placement: tuple[str, str, str], tmp_path: Path) -> None:
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(placement, tmp_path))
+    with optimizer.engine:
+        loss_of(model, tokens()).backward()
+        optimizer.zero_grad(set_to_none=False)
+        assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+        loss_of(model, tokens()).backward()
+        once = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        loss_of(model, tokens()).backward()
+        assert all(same_bits(p.grad, g) for p, g in zip(model.parameters(), once))
+        model.zero_grad()
+        assert all(p.grad is None for p in model.parameters())
+        before = {name: v.clone() for name, v in model.state_dict().items()}
+        optimizer.step()  # without any gradient nothing moves
+        assert all(same_bits(v, before[name]) for name, v in model.state_dict().items())
+        assert not optimizer.state_dict()["state"]
+
+
+def test_the_state_is_that_of_torch(tmp_path: Path) -> None:
+    ours, theirs = small(), small()
+    _, optimizer = offload.attach(ours, adamw(ours), config(MIXED, tmp_path))
+    reference = adamw(theirs)
+    with optimizer.engine:
+        assert len(optimizer.state) == 0
+        assert optimizer.state_dict()["state"] == {}
+        for seed in range(3):
+            torch_step(ours, optimizer, seed)
+            torch_step(theirs, reference, seed)
+        found, wanted = optimizer.state_dict(), reference.state_dict()
+        assert found["state"].keys() == wanted["state"].keys()
+        for key, slots in wanted["state"].items():
+            assert found["state"][key].keys() == slots.keys()
+            for name, value in slots.items():
+                torch.testing.assert_close(found["state"][key][name], value, rtol=2e-3, atol=1e-7)
+        assert [g["params"] for g in found["param_groups"]] == [
+            g["params"] for g in wanted["param_groups"]
+        ]
+        assert found["param_groups"][0].keys() == wanted["param_groups"][0].keys()
+        parameter = ours.head.weight
+        assert optimizer.state[parameter]["step"].item() == 3
+        assert parameter in optimizer.state
+        assert len(dict(optimizer.state.items())) == len(list(ours.parameters()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_torchs_state_goes_in_and_ours_goes_out(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    theirs = small()
+    reference = adamw(theirs)
+    for seed in range(2):
+        torch_step(theirs, reference, seed)
+    ours = small()
+    _, optimizer = offload.attach(ours, adamw(ours), config(placement, tmp_path))
+    with optimizer.engine:
+        torch_step(ours, optimizer, 9)
+        ours.load_state_dict(theirs.state_dict())
+        optimizer.load_state_dict(reference.state_dict())
+        states = optimizer.state_dict()["state"]
+        for key, slots in reference.state_dict()["state"].items():
+            assert all(same_bits(states[key][name], value) for name, value in slots.items())
+        losses = [torch_step(ours, optimizer, seed) for seed in (2, 3)]
+        back = small()
+        plain_again = adamw(back)
+        back.load_state_dict(ours.state_dict())
+        plain_again.load_state_dict(optimizer.state_dict())
+        last = torch_step(ours, optimizer, 4), torch_step(ours, optimizer, 5)
+        assert losses == pytest.approx(
+            [torch_step(theirs, reference, seed) for seed in (2, 3)], rel=1e-4
+        )
+        assert last == pytest.approx(
+            (torch_step(back, plain_again, 4), torch_step(back, plain_again, 5)), rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_move_between_placements_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "nvme"), tmp_path, dtype=dtype) as run:
+        for number in range(2):
+            plain(run, number)
+        buffer = io.BytesIO()
+        torch.save((run.model.state_dict(), run.optimizer.state_dict()), buffer)
+        for number in range(2):
+            plain(run, number)
+        expected = result_of(run)
+    for placement in (RESIDENT, ("nvme", "nvme", "cpu")):
+        buffer.seek(0)
+        weights, states = torch.load(buffer, weights_only=True)
+        with attached(placement, tmp_path, dtype=dtype) as run:
+            plain(run, 0)
+            run.model.load_state_dict(weights)
+            run.optimizer.load_state_dict(states)
+            run.losses[:] = expected.losses[:2]
+            run.generator.manual_seed(7)
+            batch(run.generator), batch(run.generator)
+            for number in range(2):
+                plain(run, number)
+            assert_same(result_of(run), expected)
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        torch_step(model, optimizer)
+        before = optimizer.state_dict()
+        wrong = copy.deepcopy(before)
+        wrong["state"][3]["exp_avg"] = torch.zeros(5)
+        wrong["param_groups"][0]["lr"] = 9.0
+        fewer = copy.deepcopy(before)
+        fewer["param_groups"][0]["params"].pop()
+        for bad in (wrong, fewer):
+            with pytest.raises(ValueError, match="another model"):
+                optimizer.load_state_dict(bad)
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for key, slots in before["state"].items():
+            assert all(same_bits(after["state"][key][name], slots[name]) for name in slots)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_existing_states_and_gradients_are_imported(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    def started() -> tuple[Net, torch.optim.Optimizer]:
+        model = small()
+        optimizer = adamw(model)
+        torch_step(model, optimizer, 1)
+        optimizer.zero_grad()
+        loss_of(model, tokens(2)).backward()
+        return model, optimizer
+
+    theirs, reference = started()
+    ours, mine = started()
+    gradients = [p.grad.clone() for p in theirs.parameters()]  # type: ignore[union-attr]
+    _, optimizer = offload.attach(ours, mine, config(placement, tmp_path))
+    with optimizer.engine:
+        for parameter, gradient in zip(ours.parameters(), gradients):
+            assert parameter.grad is not None
+            assert same_bits(parameter.grad, gradient)
+        states = optimizer.state_dict()["state"]
+        for key, slots in reference.state_dict()["state"].items():
+            assert all(same_bits(states[key][name], value) for name, value in slots.items())
+        loss_of(ours, tokens(3)).backward()
+        loss_of(theirs, tokens(3)).backward()
+        for one, other in zip(ours.parameters(), theirs.parameters()):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert same_bits(one.grad, other.grad)
+        optimizer.step()
+        reference.step()
+        assert optimizer.state[ours.head.weight]["step"].item() == 2
+        assert torch_step(ours, optimizer, 4) == pytest.approx(
+            torch_step(theirs, reference, 4), rel=1e-4
+        )
+
+
+def test_groups_with_a_tensor_as_rate_and_maximize(tmp_path: Path) -> None:
+    def build(model: Net) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            [
+                {"params": list(model.blocks.parameters()), "lr": torch.tensor(2e-2)},
+                {"params": [model.embed.weight], "betas": (0.5, 0.9), "eps": 1e-6},
+                {"params": [*model.norm.parameters(), model.head.weight], "maximize": True},
+            ],
+            lr=1e-3,
+            weight_decay=0.2,
+        )
+
+    ours, theirs = small(), small()
+    _, optimizer = offload.attach(ours, build(ours), config(MIXED, tmp_path))
+    reference = build(theirs)
+    with optimizer.engine:
+        for seed in range(3):
+            for one in (optimizer, reference):
+                one.param_groups[0]["lr"].mul_(0.9)
+            torch_step(ours, optimizer, seed)
+            torch_step(theirs, reference, seed)
+        for one, other in zip(ours.parameters(), theirs.parameters()):
+            torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-3, atol=1e-4)
+
+
+def test_the_rate_is_frozen_by_step(tmp_path: Path) -> None:
+    """What changes after step() has returned does not reach the update, however late that runs."""
+    found = []
+    for pace in (None, lambda op: 0.005):
+        model = small()
+        _, optimizer = offload.attach(
+            model, adamw(model), config(("cpu", "cpu", "cpu"), tmp_path), pace=pace
+        )
+        with optimizer.engine:
+            loss_of(model, tokens()).backward()
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 100.0
+            optimizer.zero_grad()
+            found.append(loss_of(model, tokens()).item())
+    assert found[0] == found[1] < 5
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, ("cpu", "cpu", "nvme")], ids="-".join)
+def test_autocast_with_a_gradient_scaler(placement: tuple[str, str, str], tmp_path: Path) -> None:
+    def losses(model: nn.Module, optimizer: Any) -> list[float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        out = []
+        for seed in range(4):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = loss_of(model, tokens(seed))
+            scaler.scale(loss).backward()
+            if seed == 2:
+                first = next(iter(model.parameters()))
+                assert first.grad is not None
+                first.grad[0] = float("inf")
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            out.append(loss.item())
+        assert scaler.get_scale() == 2.0**10
+        return out
+
+    theirs = small()
+    wanted = losses(theirs, adamw(theirs))
+    ours = small()
+    _, optimizer = offload.attach(ours, adamw(ours), config(placement, tmp_path))
+    with optimizer.engine:
+        assert losses(ours, optimizer) == pytest.approx(wanted, rel=1e-3)
+        assert optimizer.state[ours.head.weight]["step"].item() == 3
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_grad_norm(placement: tuple[str, str, str], tmp_path: Path) -> None:
+    theirs = small(torch.bfloat16)
+    loss_of(theirs, tokens()).backward()
+    wanted = nn.utils.get_total_norm([p.grad.float() for p in theirs.parameters()])  # type: ignore
+    ours = small(torch.bfloat16)
+    asked = config(placement, tmp_path, max_grad_norm=1e-3)
+    _, optimizer = offload.attach(ours, adamw(ours), asked)
+    with optimizer.engine:
+        assert optimizer.grad_norm() is None
+        loss_of(ours, tokens()).backward()
+        optimizer.step()
+        assert optimizer.grad_norm() == pytest.approx(wanted.item(), rel=1e-5)
+        moment = optimizer.state[ours.head.weight]["exp_avg"]
+        clipped = theirs.head.weight.grad.float() * (1e-3 / (wanted + 1e-6)) * 0.1  # type: ignore
+        torch.testing.assert_close(moment, clipped, rtol=1e-4, atol=1e-12)
+
+
+def test_no_grad_norm_without_clipping(tmp_path: Path) -> None:
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        torch_step(model, optimizer)
+        assert optimizer.grad_norm() is None

@@ -1,0 +1,309 @@
+"""Parameters at rest under autograd, the memory of private copies, and `p.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offload
+from offload.resting import RestingParameter
+from tests.training import RESIDENT, Net, Run, attached, batch, loss_of, plain, same_bits
+
+EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")]
+
+
+def fp32(placement: tuple[str, str, str], directory: Path, **options: Any) -> Any:
+    return attached(placement, directory, dtype=torch.float32, **options)
+
+
+@pytest.fixture(params=EVERYWHERE[::2], ids="-".join)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    """A bf16 run of one step, everything at rest."""
+    with attached(request.param, tmp_path, build=lambda: Net(layers=3)) as made:
+        plain(made, 0)
+        yield made
+
+
+def block(run: Run) -> Any:
+    return run.model.blocks[2]  # type: ignore[index,union-attr]
+
+
+def values(run: Run) -> dict[str, torch.Tensor]:
+    """All weights, read past the trap."""
+    return {name: tensor.clone() for name, tensor in run.engine.stream_weights()}
+
+
+# -- autograd ---------------------------------------------------------------------------------
+
+
+def test_autograd_grad_with_parameters_as_inputs(tmp_path: Path) -> None:
+    found = []
+    for placement in EVERYWHERE:
+        with fp32(placement, tmp_path) as run:
+            inputs = [block(run).up.weight, run.model.head.weight]
+            grads = torch.autograd.grad(run.loss(), inputs)
+            assert all(p.grad is None for p in run.model.parameters())
+            run.loss().backward()
+            run.step()
+            plain(run, 1)
+            found.append([*grads, block(run).up.weight.detach().clone()])
+    for one in found:
+        assert all(same_bits(a, b) for a, b in zip(one, found[0]))
+    torch.manual_seed(1)
+    model = Net()
+    loss = loss_of(model, batch(torch.Generator().manual_seed(7)))
+    wanted = torch.autograd.grad(loss, [model.blocks[2].up.weight, model.head.weight])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], wanted))
+
+
+def test_backward_with_inputs(tmp_path: Path) -> None:
+    with fp32(("nvme", "cpu", "cpu"), tmp_path) as run:
+        weight = block(run).up.weight
+        run.loss().backward(inputs=[weight])
+        assert weight.grad is not None
+        assert sum(p.grad is not None for p in run.model.parameters()) == 1
+
+
+def test_hooks_on_parameters(run: Run) -> None:
+    weight = block(run).up.weight
+    seen: list[tuple[torch.Size, bool]] = []
+    handles = [
+        weight.register_hook(lambda g: seen.append((g.shape, bool(g.any()))) or g * 0),
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append((p.shape, False))),
+    ]
+    run.loss().backward()
+    assert seen == [((128, 32), True), ((128, 32), False)]
+    assert not weight.grad.any()
+    for handle in handles:
+        handle.remove()
+    run.step()
+    run.loss().backward()
+    assert len(seen) == 2
+    assert weight.grad.any()
+
+
+def test_a_step_between_forward_and_backward_is_an_error(run: Run) -> None:
+    loss = run.loss()
+    run.loss().backward()
+    run.optimizer.step()
+    with pytest.raises(RuntimeError, match=r"modified.*between a forward and its backward|inplace"):
+        loss.backward()
+    run.optimizer.zero_grad()
+    plain(run, 1)
+
+
+def test_an_edit_between_forward_and_backward_is_an_error(run: Run) -> None:
+    loss = run.loss()
+    with torch.no_grad():
+        block(run).up.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified"):
+        loss.backward()
+    run.optimizer.zero_grad()
+    plain(run, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_create_graph_is_refused(run: Run) -> None:
+    with pytest.raises(RuntimeError, match="create_graph"):
+        run.loss().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(run.loss(), [block(run).up.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        block(run).up.weight.pow(2).sum().backward(create_graph=True)
+    plain(run, 1)
+
+
+def test_functional_use_at_rest_has_the_gradient_of_torch(tmp_path: Path) -> None:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(1)
+    theirs: Any = Net().blocks[2]
+    (F.linear(x, theirs.up.weight, theirs.up.bias).pow(2).sum() + theirs.up.weight.sum()).backward()
+    with fp32(("nvme", "nvme", "nvme"), tmp_path) as run:
+        ours = block(run)
+        out = F.linear(x, ours.up.weight, ours.up.bias).pow(2).sum() + ours.up.weight.sum()
+        out.backward()
+        assert same_bits(ours.up.weight.grad, theirs.up.weight.grad)
+        assert same_bits(ours.up.bias.grad, theirs.up.bias.grad)
+        torch.func.functional_call(
+            run.model, dict(run.model.named_parameters()), (batch(run.generator),)
+        )
+
+
+# -- exposed memory ---------------------------------------------------------------------------
+
+
+def test_exposed_memory_is_bounded(tmp_path: Path) -> None:
+    limit = 20_000  # two of the large weights
+    with attached(("nvme", "cpu", "cpu"), tmp_path, exposed_memory=limit) as run:
+        plain(run, 0)
+        with pytest.raises(MemoryError, match=r"stream_weights\(\)") as caught:
+            run.model.state_dict()
+        assert "exposed_memory" in str(caught.value)
+        del caught
+        total = 0.0
+        for parameter in run.model.parameters():
+            total += parameter.detach().float().norm().item()
+            assert run.engine.exposures.bytes <= limit
+        assert total > 0
+        streamed = 0
+        for name, tensor in run.engine.stream_weights():
+            assert run.engine.exposures.bytes <= limit
+            streamed += tensor.numel()
+            assert name in dict(run.model.named_parameters())
+        assert streamed == sum(p.numel() for p in run.model.parameters())
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.fill_(0.5)
+        assert all(value.eq(0.5).all() for value in values(run).values())
+        plain(run, 1)
+        assert run.engine.exposures.bytes == 0
+
+
+def test_copies_go_when_nobody_holds_them(run: Run) -> None:
+    held = block(run).up.weight.detach()
+    block(run).down.weight.detach()
+    assert run.engine.exposures.bytes == 2 * held.nbytes
+    plain(run, 1)
+    assert run.engine.exposures.bytes == held.nbytes
+    del held
+    plain(run, 2)
+    assert run.engine.exposures.bytes == 0
+
+
+@pytest.mark.parametrize("hold", [lambda p: p.data, lambda p: p.detach(), lambda p: p.view(-1)[:]])
+def test_a_held_alias_shows_the_new_values(hold: Callable[[Any], Any], run: Run) -> None:
+    with torch.no_grad():
+        alias = hold(block(run).up.weight)
+    old = alias.clone()
+    for number in range(2):
+        plain(run, number)
+    now = values(run)["blocks.2.up.weight"].view(alias.shape)
+    assert same_bits(alias.detach(), now)
+    assert not same_bits(alias.detach(), old)
+    with torch.no_grad():
+        alias.zero_()
+    assert not values(run)["blocks.2.up.weight"].any()
+
+
+def test_a_held_alias_changes_no_bit(tmp_path: Path) -> None:
+    found = []
+    for hold in (False, True):
+        with attached(("nvme", "cpu", "nvme"), tmp_path) as run:
+            kept = [p.data for p in run.model.parameters()] if hold else []
+            for number in range(3):
+                plain(run, number)
+            found.append((run.losses, values(run)))
+            del kept
+    assert found[0][0] == found[1][0]
+    assert all(same_bits(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+# -- gradients --------------------------------------------------------------------------------
+
+
+def test_grad_is_none_inside_backward_and_there_after(run: Run) -> None:
+    weight = block(run).up.weight
+    seen: list[Any] = []
+    run.model.embed.weight.register_hook(lambda g: seen.append(weight.grad))  # type: ignore
+    run.loss().backward()
+    assert seen == [None]
+    assert weight.grad is not None
+    assert weight.grad.shape == weight.shape
+    assert weight.grad.is_contiguous()
+    assert weight.grad.device.type == "cpu"
+    assert weight.grad.dtype == torch.bfloat16
+
+
+def test_grad_is_one_view_and_edits_count(run: Run) -> None:
+    weight, bias = block(run).up.weight, block(run).up.bias
+    run.loss().backward()
+    gradient = weight.grad
+    assert weight.grad.data_ptr() == gradient.data_ptr()
+    gradient.fill_(0.5)
+    weight.grad[0].mul_(2)
+    assert weight.grad[0].eq(1).all()
+    bias.grad = None
+    before = values(run)
+    run.optimizer.step()
+    moment = run.optimizer.state[weight]["exp_avg"]
+    assert (moment[0] - moment[1]).gt(0.04).all()
+    assert same_bits(values(run)["blocks.2.up.bias"], before["blocks.2.up.bias"])
+    assert weight.grad is not None  # until zero_grad
+    assert weight.grad[0].eq(1).all()
+    run.optimizer.zero_grad()
+    assert weight.grad is None
+
+
+def test_grad_can_be_assigned_and_deleted(run: Run) -> None:
+    weight = block(run).up.weight
+    mine = torch.full((128, 32), 0.25, dtype=torch.bfloat16)
+    weight.grad = mine
+    assert torch.equal(weight.grad, mine)
+    weight.grad = weight.grad  # of itself
+    weight.grad += 0.25
+    assert weight.grad.eq(0.5).all()
+    run.loss().backward()
+    assert not weight.grad.eq(0.5).all()
+    del weight.grad
+    assert weight.grad is None
+    weight.grad = torch.zeros(128, 32, dtype=torch.bfloat16)
+    run.step()
+    assert run.optimizer.state[weight]["step"] == 2
+
+
+def test_accumulation_adds_to_an_edited_gradient(tmp_path: Path) -> None:
+    found = []
+    for placement in EVERYWHERE:
+        with attached(placement, tmp_path) as run:
+            run.loss().backward()
+            weight = block(run).up.weight
+            weight.grad.mul_(3)
+            run.loss().backward()
+            found.append(weight.grad.clone())
+    assert all(same_bits(one, found[0]) for one in found)
+
+
+def test_gradients_on_nvme_are_shown_up_to_a_limit(tmp_path: Path) -> None:
+    limit = 30_000
+    with attached(("cpu", "nvme", "cpu"), tmp_path, exposed_memory=limit) as run:
+        run.loss().backward()
+        first = next(iter(run.model.parameters()))
+        assert first.grad is not None
+        with pytest.raises(MemoryError, match="max_grad_norm") as caught:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+        assert "exposed_memory" in str(caught.value)
+        run.step()
+        plain(run, 1)
+
+
+def test_a_gradient_that_is_kept_is_the_users(run: Run) -> None:
+    """After zero_grad what was shown before is not part of the next step."""
+    run.loss().backward()
+    weight = block(run).up.weight
+    old = weight.grad
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    wanted = weight.grad.clone()
+    run.optimizer.zero_grad()
+    old.fill_(7)
+    assert weight.grad is None
+    run.generator.manual_seed(7)
+    run.loss().backward()
+    assert not weight.grad.eq(7).any()
+    assert wanted.shape == weight.grad.shape
+
+
+def test_the_model_keeps_saying_what_it_is(tmp_path: Path) -> None:
+    with attached(("nvme", "nvme", "nvme"), tmp_path) as run:
+        identity = [id(p) for p in run.model.parameters()]
+        plain(run, 0)
+        assert [id(p) for p in run.model.parameters()] == identity
+        assert isinstance(run.engine, offload.Engine)
+        assert all(type(p) is RestingParameter for p in run.model.parameters())
