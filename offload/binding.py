@@ -146,6 +146,7 @@ class BoundUnit:
         ]
         self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
         self._views: dict[int, list[torch.Tensor]] = {}
+        self._versions: list[int] = []
 
     def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
         """Let the parameters be views of `buffer`, the unit's flat weights."""
@@ -162,6 +163,16 @@ class BoundUnit:
                 parameter.data = view
                 parameter.__class__ = nn.Parameter
         self.buffer = buffer
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are now for unedited."""
+        self._versions = [version_of(parameter) for parameter in self.parameters]
+
+    def edited(self) -> str | None:
+        """Name of a parameter that was changed in place while in use; None when none was."""
+        pairs = zip(self.spec.parameters, self.parameters, self._versions)
+        return next((one.name for one, p, before in pairs if version_of(p) != before), None)
 
     def rest(self) -> None:
         """Let the parameters be at rest."""
@@ -187,6 +198,12 @@ class BoundUnit:
     def close(self) -> None:
         """Let go of all views."""
         self._views.clear()
+
+
+def version_of(parameter: torch.Tensor) -> int:
+    """Autograd's count of a parameter's in-place changes, at rest or in use."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return int(parameter._version)
 
 
 class Handle(NamedTuple):

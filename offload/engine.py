@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from offload.arena import Memory, host_tensor
-from offload.binding import BoundUnit, Handle
+from offload.binding import BoundUnit, Handle, version_of
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
@@ -174,11 +174,22 @@ class Engine:
         self._use(bound)
 
     def leave(self, unit: int) -> None:
-        """A module that uses `unit` has run."""
+        """A module that uses `unit` has run.
+
+        Raises:
+            RuntimeError: it changed a parameter in place.
+        """
         bound = self.units[unit]
         bound.depth = max(0, bound.depth - 1)
         bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
+        edited = bound.edited() if bound.buffer is not None else None
         self._release(bound)
+        if edited:
+            raise RuntimeError(
+                f"{edited} was changed in place while its own module ran: in use it is a view of "
+                "a buffer that is not written back, so the change would be lost. Change it before "
+                "or after the forward instead"
+            )
 
     def hold(self, unit: int) -> None:
         """The backward of `unit` is next, and that of the units before it is over."""
@@ -332,6 +343,7 @@ class Engine:
             for index in frozen[unit]:
                 with torch._C.DisableTorchFunctionSubclass():
                     torch.autograd.graph.increment_version(self.units[unit].parameters[index])
+            self.units[unit].note_versions()
         self.updates.issue(frozen, self.passes.number + 1)
 
     def settle(self) -> None:
@@ -369,12 +381,6 @@ class Engine:
 def in_backward() -> bool:
     """Whether autograd is running on this thread."""
     return bool(torch._C._current_graph_task_id() >= 0)
-
-
-def version_of(parameter: torch.Tensor) -> int:
-    """Autograd's count of a parameter's in-place changes, at rest or in use."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return int(parameter._version)
 
 
 def _shut(executor: Executor, pid: int) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from offload.binding import Handle, SavingGuard
-from offload.engine import Engine, in_backward, version_of
+from offload.binding import Handle, SavingGuard, version_of
+from offload.engine import Engine, in_backward
 from offload.resting import RestingParameter
 
 

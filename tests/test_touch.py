@@ -109,6 +109,18 @@ def test_an_edit_between_forward_and_backward_is_an_error(run: Run) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+def test_a_change_in_its_own_forward_is_refused(run: Run) -> None:
+    def clamp(module: nn.Module, args: Any) -> None:
+        with torch.no_grad():
+            module.up.weight.clamp_(-0.1, 0.1)  # type: ignore[operator,union-attr]
+
+    hook = block(run).register_forward_pre_hook(clamp)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.up\.weight was changed in place while"):
+        run.loss()
+    hook.remove()
+    plain(run, 1)
+
+
 def test_create_graph_is_refused(run: Run) -> None:
     with pytest.raises(RuntimeError, match="create_graph"):
         run.loss().backward(create_graph=True)
