@@ -29,7 +29,8 @@ from offload.touch import ParameterHome
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
 
-_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Engine, Hooks]] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Engine, Optimizer | None]]
+_attached = weakref.WeakKeyDictionary()
 """What is attached to which model."""
 
 
@@ -79,10 +80,10 @@ def attach(
     return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
 
 
-def detach(
-    model: nn.Module, optimizer: Optimizer | None = None
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
+
+    Returns the model and the optimizer that was given to `attach`.
 
     The model must fit the compute device whole.
 
@@ -90,25 +91,21 @@ def detach(
         ValueError: the model is not attached.
     """
     engine = engine_of(model)
-    engine.finality.require_step("detach()")
+    hooks, _, optimizer = _attached[model]
     engine.settle()
-    original = optimizer._original if optimizer is not None else None
-    if optimizer is not None and original is not None:
-        for parameter in list(optimizer.state):
-            original.state[parameter] = optimizer.state_of(parameter)
-        give_back(original)
-    with torch.no_grad():
-        for bound in engine.units:
-            for parameter in bound.parameters:
-                gradient = parameter.grad
-                values = parameter.detach().clone()
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.data = values
-                    parameter.__class__ = nn.Parameter
-                    parameter.grad = None if gradient is None else gradient.to(values.device)
-                del parameter._offload_home  # type: ignore[attr-defined]
-            bound.close()
-    _attached.pop(model)[1].remove()
+    places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
+    values = [engine.values_of(bound.index, index) for bound, index in places]
+    gradients = [engine.gradients.read(bound.index, index) for bound, index in places]
+    original = optimizer.give_up() if optimizer is not None else None
+    del _attached[model]
+    hooks.remove()
+    for (bound, index), value, gradient in zip(places, values, gradients):
+        parameter = bound.parameters[index]
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.data = value
+            parameter.__class__ = nn.Parameter
+            parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
+        del parameter._offload_home  # type: ignore[attr-defined]
     engine.close()
     return model, original
 
@@ -120,8 +117,8 @@ def engine_of(model: nn.Module) -> Engine:
         ValueError: there is none.
     """
     if model not in _attached:
-        raise ValueError("the model is not attached")
-    return _attached[model][0]
+        raise ValueError("the model is not attached: attach it first; detach it only once")
+    return _attached[model][1]
 
 
 def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]) -> None:
@@ -144,6 +141,12 @@ def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: li
             raise ValueError(
                 f"{name or 'the model'} has sparse gradients, and only dense ones can be "
                 f"offloaded: build the {type(module).__name__} with sparse=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the model'} changes its weight inside its own forward (max_norm="
+                f"{module.max_norm}), and an offloaded one can change between forwards only: build "
+                f"the {type(module).__name__} without max_norm and renormalise after step()"
             )
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for parameter in group["params"]:
@@ -246,17 +249,15 @@ class _Attaching:
         for index, group in enumerate(self.groups):
             for module in group.modules:
                 announcers.setdefault(module, []).append(index)
-        for name, buffer in self.model.named_buffers():
-            owner, _, last = name.rpartition(".")
-            self.model.get_submodule(owner)._buffers[last] = buffer.to(self.device)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        least = max(EXPOSED_BYTES_LEAST, host_free_bytes() // 10)
         exposed = self.config.bytes_of("exposed_memory")
-        if exposed is None:
-            exposed = max(EXPOSED_BYTES_LEAST, host_free_bytes() // 10)
         engine = Engine(
             self._bound,
             executor,
             memory,
-            exposed_bytes_max=exposed,
+            exposed_bytes_max=least if exposed is None else exposed,
             max_grad_norm=self.config.max_grad_norm,
             micro_batches=self.config.micro_batches,
         )
@@ -264,10 +265,11 @@ class _Attaching:
             home = ParameterHome(engine, unit_index, index)
             parameter._offload_home = home  # type: ignore[attr-defined]
         hooks = Hooks(engine, self.model, announcers, trains=self.optimizer is not None)
-        _attached[self.model] = (engine, hooks)
         optimizer = None
         if self.optimizer is not None:
             optimizer = Optimizer(self.optimizer, engine, States(executor), places)
+        _attached[self.model] = (hooks, engine, optimizer)
+        if self.optimizer is not None and optimizer is not None:
             for stateful in places:
                 if stateful in self.optimizer.state:
                     optimizer.import_state(stateful, self.optimizer.state[stateful])
@@ -329,7 +331,7 @@ class _Attaching:
     def _undo(self, executor: Executor) -> None:
         """Leave the model and the optimizer as they were before."""
         if self.model in _attached:
-            _attached.pop(self.model)[1].remove()
+            _attached.pop(self.model)[0].remove()
         for unit in self._bound:
             if type(unit.parameters[0]) is RestingParameter:
                 self._restore(unit, executor)

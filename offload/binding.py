@@ -171,8 +171,15 @@ class BoundUnit:
 
     def edited(self) -> str | None:
         """Name of a parameter that was changed in place while in use; None when none was."""
-        pairs = zip(self.spec.parameters, self.parameters, self._versions)
-        return next((one.name for one, p, before in pairs if version_of(p) != before), None)
+        assert self.buffer is not None
+        base = self.buffer.data_ptr()
+        for index, (one, before) in enumerate(zip(self.spec.parameters, self._versions)):
+            parameter = self.parameters[index]
+            if version_of(parameter) != before:
+                return one.name
+            if one.elements and parameter.data_ptr() != base + self._offsets[index]:
+                return one.name
+        return None
 
     def rest(self) -> None:
         """Let the parameters be at rest."""

@@ -142,6 +142,7 @@ class Engine:
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, begin the unit's update."""
         self.enter_backward()
+        self.finality.gradient_came()
         self.finality.require_open(unit, self.plan.profile.units[unit].name)
         self.gradients.collect(unit, index, gradient)
         held = unit in self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
@@ -207,7 +208,7 @@ class Engine:
             return
         if self.passes.verb is None:
             self.passes.open(Verb.BACKWARD if in_backward() else Verb.FORWARD)
-        edited = self.exposures.settle(bound.index)
+        self.settle_edits(bound.index)
         entry = self.passes.take(bound.index)
         slot = self.plan.weight_slot[bound.index]
         if slot is not None and any(
@@ -215,13 +216,11 @@ class Engine:
         ):
             self._use_apart(bound, entry)
             return
-        lanes = self.executor.lanes
-        lanes.begin(entry.task)
-        while edited or not self.passes.holds(bound.index):
-            lanes.finish(entry.task)
-            entry = self.passes.again(bound.index)
-            lanes.begin(entry.task)
-            edited = False
+        try:
+            self.executor.lanes.begin(entry.task)
+        except BaseException:
+            self.passes.give_up(entry)
+            raise
         buffer = self._memory.weights(bound.index)
         bound.task = entry.task
         bound.serve(buffer, keep_views=True)
@@ -253,7 +252,7 @@ class Engine:
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in the weights of a unit in use, else None."""
-        if tensor.device.type != self.executor.device.type:
+        if tensor.layout is not torch.strided or tensor.device.type != self.executor.device.type:
             return None
         address = tensor.data_ptr()
         for bound in self._in_use:
@@ -262,6 +261,10 @@ class Engine:
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return self._handle(bound, offset, tensor)
         return None
+
+    def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or a copy where it lies in the weights of a unit in use."""
+        return tensor if self.handle_of(tensor) is None else tensor.clone()
 
     def _handle(self, bound: BoundUnit, offset: int, tensor: torch.Tensor) -> Handle:
         index = bound.parameter_at(offset)
@@ -314,11 +317,17 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
+        self.settle()
         for bound in self.units:
             for index, one in enumerate(bound.spec.parameters):
-                with torch.no_grad():
-                    yield one.name, bound.parameters[index].detach().clone()
-            self._settle_exposures()
+                yield one.name, self.values_of(bound.index, index)
+
+    def values_of(self, unit: int, index: int) -> torch.Tensor:
+        """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
+        self.check()
+        self.leave_backward()
+        self.settle_edits(unit)
+        return self.exposures.read(unit, index)
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -328,11 +337,11 @@ class Engine:
         self.end_pass(finished=False)
         self._settle_exposures()
         self.gradients.settle_shown()
+        self.gradients.let_go()
         if not self.finality.begun:
             self.updates.settle()
         self._begin_updates(self.finality.rest_of(frozen))
         self.steps += 1
-        self.executor.step = self.steps
         for unit in self.exposures.exposed_units():
             self.exposures.renew(unit)
 
@@ -344,6 +353,7 @@ class Engine:
                 with torch._C.DisableTorchFunctionSubclass():
                     torch.autograd.graph.increment_version(self.units[unit].parameters[index])
             self.units[unit].note_versions()
+        self.executor.step = self.steps + 1
         self.updates.issue(frozen, self.passes.number + 1)
 
     def settle(self) -> None:
@@ -354,6 +364,7 @@ class Engine:
         """
         self.check()
         self.leave_backward()
+        self.finality.require_step("a look at the whole state")
         self.updates.settle()
 
     # -- reports and the end ---------------------------------------------------------------------

@@ -7,13 +7,13 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from offload.arena import Memory, host_tensor
 from offload.lanes import Lanes
-from offload.layout import Kind, Place, Plan
+from offload.layout import Kind, Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells
 from offload.scoreboard import Scoreboard
 from offload.store import Store
@@ -55,22 +55,11 @@ class Executor:
         op: Op,
         pass_number: int,
         run: Callable[[], None] | None = None,
-        *,
-        then: Callable[[], None] | None = None,
     ) -> Task:
-        """Queue `op` on its lane; a move knows what to do, any other op does `run`.
-
-        Then `then` is called, on the lane.
-        """
+        """Queue `op` on its lane; a move knows what to do, any other op does `run`."""
         work = self._mover(op) if op.verb is Verb.MOVE else run
         assert work is not None
-
-        def both() -> None:
-            work()
-            assert then is not None
-            then()
-
-        return self._submit(op, pass_number, work if then is None else both)
+        return self._submit(op, pass_number, work)
 
     def reserve(self, op: Op, pass_number: int) -> Task:
         """A task for the user's own compute, begun and finished by the caller."""
@@ -90,7 +79,7 @@ class Executor:
     def _mover(self, op: Op) -> Callable[[], None]:
         (source, value), (target, _) = op.reads[0], op.writes[0]
         unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
-        part = None if chunk == WHOLE else chunk
+        part, step = None if chunk == WHOLE else chunk, self.step
 
         def read() -> None:
             assert self.store is not None
@@ -99,7 +88,7 @@ class Executor:
         def write() -> None:
             assert self.store is not None
             here = self.memory.at(Use(source, value))
-            self.store.write(value.kind, unit, here, self.step, part)
+            self.store.write(value.kind, unit, here, step, part)
 
         def copy() -> None:
             here = self.memory.at(Use(source, value))
@@ -117,10 +106,6 @@ class Executor:
         touched = tuple(cells(self.plan, [use]))
         reads, writes = ((), touched) if to_write else (touched, ())
         self.lanes.wait(self._board.waits(reads, writes))
-
-    def wait_places(self, places: Iterable[Place]) -> None:
-        """Block until no task uses these slots."""
-        self.lanes.wait(self._board.waits((), tuple(places)))
 
     def peek(self, value: Value) -> torch.Tensor:
         """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""
@@ -140,6 +125,7 @@ class Executor:
             here = self.memory.at(Use(home, value))
             if here.data_ptr() != content.data_ptr():
                 here.copy_(content)
+            self._drain()
             return
         assert self.store is not None
         if content.device.type != "cpu":
@@ -147,6 +133,11 @@ class Executor:
         unit = self.plan.profile.units[value.unit].name
         part = None if value.chunk == WHOLE else value.chunk
         self.store.write(value.kind, unit, content, self.step, part)
+
+    def _drain(self) -> None:
+        """What this thread has written on the device is there for the lanes' own streams."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def clear(self, value: Value) -> None:
         """Put zeros home."""

@@ -106,6 +106,12 @@ class Exposures:
             del self._copies[unit]
         return edited
 
+    def read(self, unit: int, parameter: int) -> torch.Tensor:
+        """The values of a parameter after any update, in memory of their own, not counted."""
+        self._executor.quiesce("weight", unit, to_write=False)
+        with torch.no_grad():
+            return self._read(unit, parameter)
+
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""
         return tuple(self._copies)
@@ -136,7 +142,8 @@ class Exposures:
         """The values of a parameter at home, in memory of its own on the compute device."""
         one = self._plan.profile.units[unit].parameters[parameter]
         dtype: torch.dtype = getattr(torch, one.dtype)
-        out = torch.empty(one.shape, dtype=dtype, device=self._executor.device)
+        with torch.inference_mode(False):
+            out = torch.empty(one.shape, dtype=dtype, device=self._executor.device)
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
             home = self._executor.peek(Value("weight", unit, piece))

@@ -26,15 +26,21 @@ class Finality:
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
         self._backwards = 0
+        self._produced = False
 
     @property
     def in_last_backward(self) -> bool:
         """Whether the backward under way is known to be the last before a step."""
         return self._micro_batches is not None and self._backwards == self._micro_batches - 1
 
+    def gradient_came(self) -> None:
+        """The backward under way has produced a gradient of a parameter."""
+        self._produced = True
+
     def backward_ended(self) -> None:
-        """An outermost backward has ended."""
-        self._backwards += 1
+        """An outermost backward has ended; without a parameter's gradient it does not count."""
+        self._backwards += self._produced
+        self._produced = False
 
     def begin(self, unit: int) -> Mapping[int, Turn]:
         """Freeze the update of a unit whose gradient is final."""
@@ -73,11 +79,12 @@ class Finality:
         Raises:
             RuntimeError: the step is not the one that was begun.
         """
-        begun, self.begun, self._backwards = self.begun, {}, 0
+        begun = self.begun
         if any(frozen.get(unit, {}) != turns for unit, turns in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
-                "and step(), but updates had begun with the earlier values: change them after "
-                "step(), or leave Config.micro_batches out"
+                "and step(), but updates had begun with the earlier values. Put them back and call "
+                "step() again; change them after step(), or leave Config.micro_batches out"
             )
+        self.begun, self._backwards = {}, 0
         return {unit: turns for unit, turns in frozen.items() if unit not in begun}

@@ -9,6 +9,7 @@ theirs; a parameter that comes twice, or another unit that needs the slot, sends
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -42,8 +43,14 @@ class _Unit:
     """The same for the backward before it."""
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     """What `p.grad` has returned."""
+    apart: set[int] = field(default_factory=set)
+    """Those of the shown that have memory of their own, see `Gradients.let_go`."""
     copied: torch.Tensor | None = None
     """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
+
+
+_OWN_REFERENCES = 2
+"""References to a shown gradient when nobody else holds it: ours, and the one that asks."""
 
 
 class Gradients:
@@ -144,10 +151,15 @@ class Gradients:
         op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
         op = replace(op, reads=(), writes=(self._collecting(unit),))
         task = self._executor.reserve(op, self._passes.number)
-        self._executor.lanes.begin(task)
+        try:
+            self._executor.lanes.begin(task)
+        except BaseException:
+            self._executor.lanes.cancel([task])
+            raise
         now = self._units[unit]
         now.task, now.copied = task, None
         now.shown.clear()
+        now.apart.clear()
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
@@ -188,8 +200,18 @@ class Gradients:
             return None
         self._executor.quiesce("gradient", unit)
         if parameter not in now.shown:
-            now.shown[parameter] = self._shaped(self._window(unit), unit, parameter)
+            with torch.inference_mode(False):
+                now.shown[parameter] = self._shaped(self._window(unit), unit, parameter)
         return now.shown[parameter]
+
+    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient in memory of its own, whatever the limit; None where there is none."""
+        if parameter not in self._units[unit].kept:
+            return None
+        self._executor.quiesce("gradient", unit)
+        self.settle_shown()
+        flat = self._executor.peek(Value("gradient", unit))
+        return self._shaped(flat, unit, parameter).clone()
 
     def _window(self, unit: int) -> torch.Tensor:
         """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
@@ -222,7 +244,9 @@ class Gradients:
         now = self._units[unit]
         if gradient is None:
             now.kept.discard(parameter)
+            self._let_go(unit, parameter)
             now.shown.pop(parameter, None)
+            now.apart.discard(parameter)
             if not now.kept:
                 now.copied = None
             return
@@ -233,6 +257,7 @@ class Gradients:
                 f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
             )
         self._executor.quiesce("gradient", unit)
+        now.apart.discard(parameter)
         window = self._shaped(self._window(unit), unit, parameter)
         if window.data_ptr() != gradient.data_ptr():
             window.copy_(gradient)
@@ -245,6 +270,30 @@ class Gradients:
             if now.copied is not None:
                 self._executor.quiesce("gradient", unit)
                 self._executor.poke(Value("gradient", unit), now.copied)
+            for parameter in now.apart:
+                self._executor.quiesce("gradient", unit)
+                here = self._shaped(self._window(unit), unit, parameter)
+                here.copy_(now.shown[parameter])
+
+    def let_go(self) -> None:
+        """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
+
+        What is done to those counts for the next backward, as it does with torch's own.
+        """
+        for unit, now in enumerate(self._units):
+            for parameter in list(now.shown):
+                self._let_go(unit, parameter)
+
+    def _let_go(self, unit: int, parameter: int) -> None:
+        now = self._units[unit]
+        if now.copied is not None or parameter not in now.shown or parameter in now.apart:
+            return
+        if sys.getrefcount(now.shown[parameter]) > _OWN_REFERENCES:
+            with torch.no_grad():
+                now.shown[parameter].data = now.shown[parameter].clone()
+            now.apart.add(parameter)
+        else:
+            del now.shown[parameter]
 
     def zero(self, unit: int, parameter: int) -> None:
         """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""

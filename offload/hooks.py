@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.binding import SavingGuard
 from offload.engine import Engine, in_backward
@@ -31,7 +31,7 @@ class Hooks:
         self._engine = engine
         self._trains = trains
         self._guards: list[tuple[nn.Module, SavingGuard]] = []
-        self._roots = 0
+        self._in_forward = False
         self._handles: list[Any] = []
         keep = self._handles.append
         keep(model.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
@@ -65,15 +65,15 @@ class Hooks:
         self._engine.check()
         if in_backward():
             return
-        self._roots += 1
-        if self._roots == 1:
-            self._engine.open_forward()
+        # A forward that Ctrl-C ended has skipped its post-hooks.
+        while self._guards:
+            self._guards.pop()[1].close()
+        self._in_forward = True
+        self._engine.open_forward()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if in_backward() or self._roots == 0:
-            return
-        self._roots -= 1
-        if self._roots == 0:
+        if self._in_forward and not in_backward():
+            self._in_forward = False
             self._engine.end_pass(finished=output is not None)
 
     def _before_forward(self, used: tuple[int, ...], module: nn.Module, args: Any) -> None:
@@ -84,9 +84,11 @@ class Hooks:
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
-    ) -> None:
+    ) -> Any:
         if not self._guards or self._guards[-1][0] is not module:
-            return  # Its pre-hook was not reached: another hook raised before.
+            return None  # Its pre-hook was not reached: another hook raised before.
+        # An output that is a view of a weight must outlive the slot.
+        output = tree_map_only(torch.Tensor, self._engine.outliving, output)
         self._guards.pop()[1].close()
         if torch.is_grad_enabled():
             leaves: list[Any] = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
@@ -97,6 +99,7 @@ class Hooks:
                             leaf.register_hook(partial(self._before_backward, unit))
         for unit in used:
             self._engine.leave(unit)
+        return output
 
     def _before_backward(self, unit: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of `unit`: its backward is next."""
@@ -108,12 +111,12 @@ class Hooks:
 class _Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(self, function: Callable[..., None]):
+    def __init__(self, function: Callable[..., Any]):
         """Call `function` wherever the hook is called."""
         self._function: Any = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
 
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
     def __deepcopy__(self, memo: object) -> Any:
         return _inert

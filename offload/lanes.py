@@ -112,6 +112,7 @@ class Lanes:
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     task.go(State.CANCELLED)
+                    self._hand_on_waits(task)
                     self._release(task)
 
     # -- the user's thread --------------------------------------------------------------------
@@ -183,7 +184,15 @@ class Lanes:
             self.use[task.history[-1][0]].exposed_s += until - since
 
     def close(self) -> None:
-        """Stop all lanes after what they are running; what has not begun is dropped."""
+        """Stop all lanes after what they are running; what has not begun is dropped.
+
+        Called by the garbage collector in a lane itself it lets another thread do that: the lane
+        may hold the lock, and cannot wait for its own end.
+        """
+        if threading.current_thread() in self._threads:
+            self._closing = True
+            threading.Thread(target=self.close, name="offload-close", daemon=True).start()
+            return
         with self._lock:
             self._closing = True
             for queue in self._queues.values():
@@ -271,6 +280,15 @@ class Lanes:
         task.followers = []
         task.waits = []
         self._changed.notify_all()
+
+    def _hand_on_waits(self, task: Task) -> None:
+        """Whoever waited for `task` to be in order waits for what it was waiting for."""
+        for other in task.waits:
+            for follower in task.followers if not other.over else ():
+                if other not in follower.waits:
+                    other.followers.append(follower)
+                    follower.waits.append(other)
+                    follower.missing += 1
 
     def _hurry(self, task: Task, key: Key) -> None:
         """Let `task` and all that it waits for be at least as urgent as `key`."""

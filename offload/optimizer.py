@@ -125,9 +125,9 @@ class Optimizer(torch.optim.Optimizer):
         raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters of all groups."""
+        """All parameters of all groups but the empty ones, which live nowhere."""
         for group in self.param_groups:
-            yield from group["params"]
+            yield from (parameter for parameter in group["params"] if parameter in self._places)
 
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""
@@ -204,13 +204,22 @@ class Optimizer(torch.optim.Optimizer):
                 maximize=bool(group.get("maximize", False)),
             )
             for parameter in group["params"]:
-                unit, index = self._places[parameter]
+                unit, index = self._places.get(parameter, (-1, -1))
+                if unit < 0:
+                    continue  # Empty: it lives nowhere and never changes.
                 if only is not None and unit != only:
                     continue
                 if index in self.engine.gradients.kept(unit):
                     steps = self._states.steps.get((unit, index), 0) + 1
                     frozen.setdefault(unit, {})[index] = Turn(hyper, steps)
         return frozen
+
+    def give_up(self) -> torch.optim.Optimizer:
+        """Hand all states to the optimizer that was attached, which steps by itself again."""
+        for parameter in list(self.state):
+            self._original.state[parameter] = self.state_of(parameter)
+        give_back(self._original)
+        return self._original
 
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
@@ -239,7 +248,8 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, state in found:
             self._check_state(parameter, state)
         for parameter, state in found:
-            self.import_state(parameter, state)
+            if parameter in self._places:
+                self.import_state(parameter, state)
         for group, old in zip(groups, saved):
             group.update({name: value for name, value in old.items() if name != "params"})
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from offload.executor import Executor
 from offload.layout import Place
 from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
-from offload.task import State, Task
+from offload.task import Task
 
 
 @dataclass(slots=True)
@@ -54,8 +53,6 @@ class Passes:
         self.misses = 0
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
-        self._content: dict[Place, int] = {}
-        """Unit whose fetch into each slot was the last to end."""
         self._open: _Pass | None = None
 
     @property
@@ -89,28 +86,22 @@ class Passes:
         now = self._open
         assert now is not None
         now.used.append(unit)
-        if now.queue and now.queue[0].unit == unit:
-            entry = now.queue.popleft()
-            now.position = entry.position + 1
-            return entry
+        next_in_order = now.queue and now.queue[0].unit == unit
+        if not next_in_order and self._at_hand(now, unit):
+            return self._entry(now, unit, now.position)
+        if not next_in_order:
+            self._resume(now, unit)
+        entry = now.queue.popleft()
+        now.position = entry.position + 1
+        return entry
+
+    def _at_hand(self, now: _Pass, unit: int) -> bool:
+        """Whether the weights are where they are used, and nothing queued takes their place."""
         slot = self._plan.weight_slot[unit]
         coming = {self._plan.weight_slot[entry.unit] for entry in now.queue}
-        at_hand = slot not in coming and self._held.get(slot) == unit if slot else coming == {None}
-        if not at_hand:
-            self._resume(now, unit)
-            entry = now.queue.popleft()
-            now.position = entry.position + 1
-            return entry
-        return self._entry(now, unit, now.position)
-
-    def again(self, unit: int) -> Entry:
-        """Another turn of `unit`, with a fetch: what its slot holds is not what it must be."""
-        now = self._open
-        assert now is not None
-        self.misses += 1
-        self.pause()
-        self.invalidate(unit)
-        return self._entry(now, unit, now.position - 1)
+        if slot is None:
+            return coming <= {None}
+        return slot not in coming and self._held.get(slot) == unit
 
     def pause(self) -> None:
         """Take back all that is queued and has not begun; the next use goes on from there."""
@@ -118,23 +109,17 @@ class Passes:
             self._drop(self._open)
 
     def give_up(self, entry: Entry) -> None:
-        """The turn is not wanted: its slot is in use by a unit that is used together with it."""
+        """A turn that was taken does not begin; what is queued behind it is taken back too."""
         self.misses += 1
         self.pause()
         self._executor.lanes.cancel([*entry.fetches, entry.task])
         self.invalidate(entry.unit)
 
-    def holds(self, unit: int) -> bool:
-        """Whether the unit's slot holds its weights now."""
-        slot = self._plan.weight_slot[unit]
-        return slot is None or self._content.get(slot) == unit
-
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
         slot = self._plan.weight_slot[unit]
-        for known in (self._held, self._content):
-            if slot is not None and known.get(slot) == unit:
-                del known[slot]
+        if slot is not None and self._held.get(slot) == unit:
+            del self._held[slot]
 
     def _resume(self, now: _Pass, unit: int) -> None:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
@@ -157,10 +142,8 @@ class Passes:
         slot = self._plan.weight_slot[unit]
         fetches = []
         if slot is not None and self._held.get(slot) != unit:
-            *ops, last = fetch(self._plan, unit, position)
+            ops = fetch(self._plan, unit, position)
             fetches = [self._executor.issue(op, self.number) for op in ops]
-            arrived = partial(self._content.__setitem__, slot, unit)
-            fetches.append(self._executor.issue(last, self.number, then=arrived))
             self._held[slot] = unit
         op = compute(self._plan, unit, now.verb, position)
         weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
@@ -169,8 +152,9 @@ class Passes:
 
     def _drop(self, now: _Pass) -> None:
         """Take back what was queued and has not begun."""
+        tasks = [task for entry in now.queue for task in (*entry.fetches, entry.task)]
+        self._executor.lanes.cancel(tasks)
         for entry in now.queue:
-            self._executor.lanes.cancel([*entry.fetches, entry.task])
-            if any(task.state is State.CANCELLED for task in entry.fetches):
+            if any(task.cancelled for task in entry.fetches):
                 self.invalidate(entry.unit)
         now.queue.clear()

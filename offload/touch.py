@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -34,50 +34,42 @@ class ParameterHome:
     ) -> Any:
         """Call `function` while all of `resting` show their true values."""
 
-        def call() -> Any:
+        homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
+        with ExitStack() as stack:
+            for home in homes:
+                stack.enter_context(home.shown())
+            if torch.is_grad_enabled():
+                # What autograd saves of the lent parameters is kept as handles.
+                stack.callback(SavingGuard(_Lent(homes)).close)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
 
-        homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
-        nested: Callable[[], Any] = partial(self._guarded, homes, call)
-        for home in homes:
-            nested = partial(home.shown, nested)
-        return nested()
-
-    def _guarded(self, homes: Sequence[ParameterHome], call: Callable[[], Any]) -> Any:
-        """Call, with what autograd saves of the lent parameters kept as handles."""
-        if not torch.is_grad_enabled():
-            return call()
-        guard = SavingGuard(_Lent(homes))
-        try:
-            return call()
-        finally:
-            guard.close()
-
-    def shown(self, call: Callable[[], Any]) -> Any:
-        """Call while the parameter shows its private copy.
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """The parameter shows its private copy, or its weights where it is in use already.
 
         Raises:
-            RuntimeError: the call gave it other storage, shape or dtype.
+            RuntimeError: it was given other storage, shape or dtype.
         """
         engine = self.engine
         engine.check()
         engine.leave_backward()
         bound = engine.units[self.unit]
         if bound.buffer is not None:
-            return call()  # In use already: it shows its weights.
+            yield
+            return
         engine.finality.require_step("a touch of a parameter")
         copy = engine.exposures.tensor(self.unit, self.index)
         bound.lend(self.index, copy)
         try:
-            return call()
+            yield
         finally:
             kept = _same_place(bound.parameters[self.index], copy)
             bound.unlend(self.index)
             if not kept:
                 raise RuntimeError(
-                    f"{bound.spec.parameters[self.index].name} is offloaded and cannot be given "
-                    "other storage, shape or dtype: detach() first"
+                    f"{bound.spec.parameters[self.index].name} was given other storage, shape or "
+                    "dtype, but it is offloaded and only its values can change: detach() first"
                 )
 
     def gradient(self) -> torch.Tensor | None:
@@ -115,11 +107,8 @@ class ParameterHome:
                 f"as {wanted}: only its values can be replaced; detach() before converting a model"
             )
 
-        def call() -> None:
-            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-                bound.parameters[self.index].detach().copy_(data)
-
-        self.shown(call)
+        with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            bound.parameters[self.index].detach().copy_(data)
 
     def set_requires_grad(self, parameter: RestingParameter, wanted: bool) -> None:
         """Freeze or unfreeze the parameter.
@@ -147,6 +136,8 @@ class _Lent:
         """The handle of a tensor that lies in a lent copy, else None."""
         for home in self._homes:
             copy = home.engine.units[home.unit].parameters[home.index]
+            if tensor.layout is not torch.strided:
+                return None
             offset = tensor.data_ptr() - copy.data_ptr()
             if tensor.numel() and 0 <= offset < copy.nbytes:
                 return Handle(

@@ -180,6 +180,77 @@ def _raise(*_: Any) -> None:
     raise ZeroDivisionError("on purpose")
 
 
+def gradients_held(run: Run, number: int) -> None:
+    """Zeroed over a step by whoever holds them: the step goes by what it froze."""
+    run.loss().backward()
+    held = [p.grad for p in run.model.parameters()]
+    run.optimizer.step()
+    for gradient in held:
+        assert gradient is not None
+        gradient.zero_()
+    run.loss().backward()
+    again = [p.grad for p in run.model.parameters()]
+    run.extra += [gradient.float().abs().sum().item() for gradient in again if gradient is not None]
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    kept = [gradient.clone() for gradient in again if gradient is not None]
+    run.loss().backward()
+    assert all(torch.equal(a, b) for a, b in zip(kept, again))  # type: ignore[arg-type]
+    run.step()
+
+
+def touched_in_inference(run: Run, number: int) -> None:
+    with torch.inference_mode():
+        run.extra += [p.float().norm().item() for p in run.model.parameters()]
+    penalty = sum(p.float().pow(2).sum() for p in run.model.parameters())
+    (run.loss() + 1e-2 * penalty).backward()
+    run.step()
+
+
+def interrupted(run: Run, number: int) -> None:
+    """Ctrl-C, which skips torch's hooks, in a forward and while a unit is waited for."""
+    handle = run.model.blocks[3].register_forward_pre_hook(_interrupt)  # type: ignore
+    with pytest.raises(KeyboardInterrupt):
+        run.loss()
+    handle.remove()
+    lanes: Any = run.engine.executor.lanes
+    begin, calls = lanes.begin, []
+    lanes.begin = lambda task: _interrupt() if calls else (calls.append(task), begin(task))
+    with pytest.raises(KeyboardInterrupt):
+        run.loss()
+    lanes.begin = begin
+    run.loss().backward()
+    run.step()
+
+
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+class Positions(nn.Module):
+    """Returns a view of its weight, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 32))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.weight[:count]
+
+
+class Positioned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.more = Positions(), Positions()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions, more = self.positions(tokens.shape[1]), self.more(tokens.shape[1])
+        x = self.embed(tokens) + positions
+        for block in self.blocks:
+            x = block(x) * more
+        return self.head(self.norm(x + positions))
+
+
 def frozen(checkpointed: bool = False) -> Net:
     net = Net(checkpointed=checkpointed)
     for parameter in (*net.blocks[1].parameters(), net.blocks[2].up.weight, net.embed.weight):
@@ -229,6 +300,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "unannounced forward": (unannounced, {}),
     "edits at rest": (edits_at_rest, {}),
     "gradients touched": (gradients_touched, {}),
+    "gradients held": (gradients_held, {}),
+    "touched in inference mode": (touched_in_inference, fp32()),
+    "interrupted": (interrupted, {}),
+    "outputs that are views": (accumulation, {"build": Positioned}),
     "out of order": (out_of_order, {"steps": 4}),
     "skipped step": (skipped_step, {}),
     "failed forward": (failed_forward, {}),

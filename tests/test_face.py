@@ -53,7 +53,7 @@ def test_detach_gives_everything_back(placement: tuple[str, str, str], tmp_path:
         weights = {name: v.clone() for name, v in model.state_dict().items()}
         gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
         states = optimizer.state_dict()["state"]
-        back, original = offload.detach(model, optimizer)
+        back, original = offload.detach(model)
         assert back is model
         assert original is mine
         del optimizer
@@ -83,7 +83,7 @@ def test_training_goes_on_with_plain_torch_after_detach(tmp_path: Path) -> None:
         _, optimizer = offload.attach(model, mine, config(placement, tmp_path))
         for seed in range(2):
             torch_step(model, optimizer, seed)
-        offload.detach(model, optimizer)
+        offload.detach(model)
         losses.append([torch_step(model, mine, seed) for seed in range(2, 5)])
     model = small()
     mine = adamw(model)
@@ -100,7 +100,7 @@ def test_attach_again_after_detach_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with attached(RESIDENT, tmp_path) as run:
         for number in range(2):
             plain(run, number)
-        _, original = offload.detach(run.model, run.optimizer)  # type: ignore[arg-type]
+        _, original = offload.detach(run.model)
         assert original is not None
         _, again = offload.attach(run.model, original, config(MIXED, tmp_path))
         on = Run(run.model, again, run.generator, run.losses)
@@ -114,7 +114,7 @@ def test_tied_parameters_stay_tied_after_detach(tmp_path: Path) -> None:
     model = small(tied=True)
     _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
     torch_step(model, optimizer)
-    offload.detach(model, optimizer)
+    offload.detach(model)
     assert model.head.weight is model.embed.weight
 
 
@@ -400,7 +400,7 @@ def test_a_scheduler_goes_on_after_detach(tmp_path: Path) -> None:
     _, optimizer = offload.attach(model, mine, config(MIXED, tmp_path))
     torch_step(model, optimizer)
     scheduler.step()
-    offload.detach(model, optimizer)
+    offload.detach(model)
     torch_step(model, mine)
     scheduler.step()
     assert mine.param_groups[0]["lr"] == pytest.approx(1e-2 / 4)

@@ -195,4 +195,4 @@ def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path:
         with pytest.raises(offload.EngineError):
             run.loss()
         with pytest.raises(offload.EngineError):
-            offload.detach(run.model, run.optimizer)  # type: ignore[arg-type]
+            offload.detach(run.model)

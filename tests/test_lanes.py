@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import threading
@@ -323,3 +324,28 @@ def test_closing_wakes_those_who_wait_and_drops_what_has_not_begun() -> None:
 
 def _nothing() -> None:
     pass
+
+
+def test_who_waits_for_a_cancelled_task_waits_for_what_it_waited_for() -> None:
+    order: list[str] = []
+    gate = threading.Event()
+    op = Op(Lane.H2D, Verb.MOVE, Value("weight", 0), (), (), 0, 0)
+    lanes = Lanes([Lane.H2D, Lane.DISK], device=torch.device("cpu"))
+
+    def first() -> None:
+        gate.wait()
+        order.append("first")
+
+    try:
+        begun = lanes.submit(op, [], (0, 0), first)
+        between = lanes.submit(op, [begun], (0, 0), lambda: order.append("cancelled"))
+        disk = dataclasses.replace(op, lane=Lane.DISK)
+        last = lanes.submit(disk, [between], (0, 0), lambda: order.append("last"))
+        lanes.cancel([between])
+        assert not last.over
+        gate.set()
+        lanes.wait([last])
+    finally:
+        gate.set()
+        lanes.close()
+    assert order == ["first", "last"]

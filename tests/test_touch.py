@@ -121,6 +121,30 @@ def test_a_change_in_its_own_forward_is_refused(run: Run) -> None:
     plain(run, 1)
 
 
+def test_a_function_of_very_many_parameters(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(2, 2) for _ in range(700)))
+
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+        vector = nn.utils.parameters_to_vector(run.model.parameters())
+        assert vector.numel() == 700 * 6
+
+
+def test_sparse_tensors_may_be_saved(tmp_path: Path) -> None:
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.edges = torch.eye(4).to_sparse()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.edges, self.linear(x))
+
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=Graph, dtype=torch.float32) as run:
+        run.model(torch.randn(4, 4)).sum().backward()
+        run.step()
+
+
 def test_create_graph_is_refused(run: Run) -> None:
     with pytest.raises(RuntimeError, match="create_graph"):
         run.loss().backward(create_graph=True)
