@@ -14,7 +14,7 @@ help:
 	@echo "make clean      remove the virtual environment and caches"
 
 train: $(READY)
-	$(BIN)/offload train $(ARGS)
+	@$(BIN)/offload train $(ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(ARGS)
@@ -29,8 +29,9 @@ check: $(READY)
 	$(BIN)/python -m pytest tests/test_tidy.py
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
 	@touch $(READY)
 
 clean:

@@ -26,3 +26,7 @@ __all__ = [
     "detach",
     "engine_of",
 ]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

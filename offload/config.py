@@ -25,7 +25,7 @@ def parse_bytes(text: str | int | float) -> int:
     """Bytes from a number or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"`.
 
     Raises:
-        ValueError: the text is not a size, or is negative.
+        ValueError: the text is not a size, is negative, or a number of bytes that is not whole.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         number, unit = text, ""
@@ -37,6 +37,8 @@ def parse_bytes(text: str | int | float) -> int:
                 "(kB, MB, GB, TB, KiB, MiB, GiB, TiB), for example 8GiB"
             )
         number, unit = float(match[1]), match[2]
+    if unit == "" and number % 1:
+        raise ValueError(f"{text!r} is not a size in bytes: it is no whole number; add a unit")
     if not 0 <= number * _UNITS[unit] < 2**62:
         raise ValueError(f"{text!r} is not a size in bytes: it must be positive and finite")
     return int(number * _UNITS[unit])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,8 +98,43 @@ def nvme_free_bytes(paths: tuple[str, ...]) -> int:
     """Free bytes for an ordinary user on the file system of the first path, 0 without one."""
     if not paths:
         return 0
-    stat = os.statvfs(paths[0])
+    stat = _usable(paths[0])
     return stat.f_bavail * stat.f_frsize
+
+
+def _usable(path: str) -> os.statvfs_result:
+    """The file system of a directory where files can be made, or an OSError that says why not."""
+    try:
+        stat = os.statvfs(path)
+        if not os.path.isdir(path):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        if stat.f_blocks == 0:
+            raise OSError(errno.ENODEV, "its file system holds no bytes")
+        if not os.access(path, os.W_OK | os.X_OK):
+            code = errno.EROFS if stat.f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(code, os.strerror(code))
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, ("the drive failed", "give another directory"))
+        raise OSError(
+            error.errno or errno.EIO,
+            f"nvme_path (--nvme-path) cannot be used: {error.strerror or error}; "
+            f"likely {advice[0]}; {advice[1]}",
+            path,
+        ) from None
+    return stat
+
+
+_ADVICE = {
+    errno.ENOENT: ("it is misspelt or not mounted", "create or mount it first"),
+    errno.ENOTDIR: ("it is a file, or a part of it is", "give a directory"),
+    errno.ENODEV: (
+        "it is a view into the kernel (/proc, /sys) and not a disk",
+        "give a directory on a local drive",
+    ),
+    errno.EACCES: ("this user may not write there", "give a directory of your own"),
+    errno.EROFS: ("the file system is mounted read-only", "give a directory on another drive"),
+}
+"""By errno, the likely cause and one thing to try."""
 
 
 def ranks_on_host() -> int:
@@ -117,7 +153,7 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
         device_free_bytes: free memory of the compute device, or None where that is the CPU.
 
     Raises:
-        OSError: a path does not exist.
+        OSError: the first path is no directory on a disk where this user can write.
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks

@@ -220,7 +220,7 @@ def test_a_budget_too_small_is_refused_with_a_table(name: str, tmp_path: Path) -
         with pytest.raises(offload.BudgetError) as caught:
             offload.attach(model, optimizer, config(tmp_path, tier, **{field: given}))
         lines = str(caught.value).splitlines()
-        assert re.search(r"needed\s+given\s+flag", lines[1])
+        assert re.search(r"needed\s+given\s+budget", lines[1])
         (marked,) = (line for line in lines if "too small" in line)
         assert flag in marked
         assert "20.00 KiB" in marked

@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 import offload
 from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, main, settings, train
@@ -123,7 +124,14 @@ REFUSED_FLAGS = {
     "train --cpu-memory 8apples": "'8apples' is not a size",
     "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
     "train --nvme-path a b": "--nvme-path ['a', 'b']: striping",
-    "train --config /nowhere.json": "/nowhere.json",
+    "train --nvme-path": "--nvme-path: expected the path of a directory",
+    "train --nvme-path /nowhere": "/nowhere: nvme_path (--nvme-path) cannot be used",
+    "train --nvme-path /dev/null": "likely it is a file",
+    "train --nvme-path /proc": "not a disk",
+    "train --cpu-memory 1.5": "no whole number",
+    "train --config": "--config",
+    "train --config /nowhere.json": "--config /nowhere.json cannot be read: No such file",
+    "train --config /": "likely the file's name is missing",
     "train --data /nowhere": "--data /nowhere: there is no such file or folder",
     "train --data /dev/null": "neither a regular file nor a folder",
 }
@@ -134,7 +142,8 @@ def test_what_cannot_be_is_refused_in_one_message(line, expected, capsys):
     assert run(*line.split()) == EXIT_BAD_INPUT
     shown = capsys.readouterr()
     assert expected in shown.err
-    assert "Traceback" not in shown.err
+    assert shown.err.startswith("offload: error: ")
+    assert shown.err.count("\n") == 1
     assert not shown.out
 
 
@@ -143,8 +152,12 @@ REFUSED_FILES = {
     '{"cpu_memroy": "1GiB"}': "did you mean cpu_memory?",
     '{"config": "other.json"}': "unknown key 'config'",
     '{"placing": {}}': "unknown key 'placing'",
-    '{"steps": "many"}': "--steps",
-    '{"steps": 2.5}': "--steps",
+    '{"steps": "many"}': "run.json: key 'steps': ",
+    '{"steps": 2.5}': "run.json: key 'steps': ",
+    '{"batch": 2, "params": "disk"}': "run.json: key 'params': invalid choice 'disk'",
+    '{"nvme_path": ["/a", "/b"]}': "run.json: key 'nvme_path': --nvme-path ['/a', '/b']: striping",
+    '{"nvme_path": []}': "run.json: key 'nvme_path': ",
+    '{"lr": 0}': "run.json: key 'lr': --lr 0.0: expected a positive number",
     '{"steps": {"a": 1}}': "key 'steps' holds",
     "[1]": "expected one JSON object, found list",
     "{steps: 3}": "is not JSON",
@@ -159,6 +172,8 @@ def test_a_bad_file_is_refused_in_one_message(tmp_path, content, expected, capsy
     assert run("train", "--config", str(path)) == EXIT_BAD_INPUT
     shown = capsys.readouterr()
     assert expected in shown.err
+    assert shown.err.startswith("offload: error: --config ")
+    assert shown.err.count("\n") == 1
     assert not shown.out
 
 
@@ -213,12 +228,15 @@ def test_a_held_step_is_finished_first_but_a_second_signal_does_not_wait():
 
 def test_the_learning_rate_rises_then_falls():
     found = settings.Train(steps=100, warmup=10)
-    rates = [train.rate(found, step) for step in range(101)]
+    rates = [train.rate(found, step) for step in range(100)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
-    assert max(rates) == rates[9] == rates[10] == 1
-    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(train.LR_FLOOR)
-    assert train.rate(settings.Train(steps=5, warmup=0), 0) == 1
+    assert max(rates) == rates[9] == 1
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
+    assert rates[99] == train.rate(found, 100) == pytest.approx(train.LR_FLOOR)
+    for warmup in (0, 1):
+        short = [train.rate(settings.Train(steps=5, warmup=warmup), step) for step in range(5)]
+        assert (short[0], short[4]) == (1, pytest.approx(train.LR_FLOOR))
+        assert short.count(1) == 1
 
 
 @needs_engine
@@ -238,6 +256,7 @@ def test_json_is_one_object_per_step_and_nothing_else(capsys):
     assert math.isfinite(summary["held_out_loss"])
     assert set(summary["tiers"]) == {"device", "cpu", "nvme"}
     assert summary["lanes"]["compute"]["busy_s"] > 0
+    assert summary["peak_rss_bytes"] > 10 << 20
     for tier in summary["tiers"].values():
         assert tier["peak_bytes"] <= tier["budget_bytes"]
     assert "What lives where" in shown.err
@@ -250,8 +269,20 @@ def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     shown = capsys.readouterr()
     for expected in ("What lives where", "Lanes", "Peak memory", "held-out loss", "budget"):
         assert expected in shown.out
+    assert "activations and Python included" in shown.out
+    assert "exposed: training had to wait for it" in shown.out
+    assert ("device (CPU)" in shown.out) == (not torch.cuda.is_available())
+    assert "everything fits on the device" not in shown.out
     assert "tokens/s" in shown.err
     assert not list(tmp_path.iterdir())
+
+
+@needs_engine
+def test_where_nothing_moves_a_hint_says_how_it_would(capsys):
+    assert run(*SHORT, "--device-memory", "1GiB", "--steps", "1") == 0
+    shown = capsys.readouterr().out
+    assert "everything fits on the device: try --params cpu" in shown
+    assert not re.search("disk_read|disk_write", shown)
 
 
 @needs_engine

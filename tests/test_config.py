@@ -18,7 +18,7 @@ from offload.config import FIELDS, Config, format_bytes, parse_bytes
         (0, 0),
         (4096, 4096),
         (2**61 + 1, 2**61 + 1),
-        (1.5, 1),
+        (4096.0, 4096),
         ("0", 0),
         ("512", 512),
         ("512b", 512),
@@ -40,7 +40,7 @@ def test_sizes(text: str | int | float, count: int) -> None:
     "text",
     [
         *("", "b", "8X", "eight", "8ib", "-1", "1e9", "8GiBB", "9999999999TiB", "1,5GiB"),
-        *(-1, 2**62, float("nan"), float("inf"), True, None),
+        *(-1, 2**62, float("nan"), float("inf"), 1.5, "1.5", True, None),
     ],
 )
 def test_what_is_no_size(text: object) -> None:

@@ -134,5 +134,22 @@ def test_free_space_of_a_drive(tmp_path: Path) -> None:
     found = nvme_free_bytes((str(tmp_path),))
     assert 0 <= found <= stat.f_blocks * stat.f_frsize
     assert nvme_free_bytes(()) == 0
-    with pytest.raises(OSError, match="missing"):
-        nvme_free_bytes((str(tmp_path / "missing"),))
+
+
+def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "closed").mkdir(mode=0o500)
+    wrong = [
+        (tmp_path / "missing", FileNotFoundError, "create or mount it first"),
+        (tmp_path / "file", NotADirectoryError, "give a directory"),
+        (tmp_path / "file" / "below", NotADirectoryError, "give a directory"),
+        (Path("/proc"), OSError, "on a local drive"),
+    ]
+    if os.geteuid():
+        wrong.append((tmp_path / "closed", PermissionError, "of your own"))
+    for path, kind, attempt in wrong:
+        with pytest.raises(kind, match=attempt) as caught:
+            nvme_free_bytes((str(path),))
+        assert str(path) in str(caught.value)
+        assert "nvme_path (--nvme-path) cannot be used" in str(caught.value)
+        assert "; likely " in str(caught.value)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from offload.config import TIERS, Config, Tier
 from offload.layout import PLACED, Placement, Plan, lay_out, route, site
 from offload.machine import Machine
-from offload.plan import BudgetError, budgets_of, plan
+from offload.plan import BudgetError, _Search, budgets_of, plan
 from offload.profile import BLOCK_BYTES, Profile, profile_of
 from offload.program import compile_program
 from offload.verify import verify
@@ -241,11 +241,46 @@ def test_the_refusal_is_a_table_with_what_to_change() -> None:
     with pytest.raises(BudgetError) as caught:
         plan(blocks(4, 100_000), config, HUGE)
     text = str(caught.value).splitlines()
-    assert text[1].split() == ["tier", "needed", "given", "flag"]
+    assert text[1].split() == ["tier", "needed", "given", "budget"]
     assert [line.split()[0] for line in text[2:5]] == list(TIERS)
-    assert text[3].endswith("--cpu-memory  <-- too small")
+    assert "device_memory (--device-memory)  <-- too small" in text[2]
+    assert text[3].endswith("cpu_memory (--cpu-memory)  <-- too small")
     assert "16.00 KiB" in text[3]
+    assert text[4].split()[1] == "-"
+    assert "any one of the marked" in text[5]
     assert "--nvme-path" in text[-1]
+
+
+def test_the_refusal_tells_what_no_budget_alone_can_mend() -> None:
+    config = Config(device_memory="1MiB", cpu_memory="1MiB", params="device", optimizer="cpu")
+    with pytest.raises(BudgetError, match="all of the marked budgets") as caught:
+        plan(blocks(4, 1_000_000), config, HUGE)
+    assert str(caught.value).count("<-- too small") == 2
+
+
+def test_the_refusal_tells_of_a_drive_without_room() -> None:
+    config = Config(params="nvme", gradients="nvme", optimizer="nvme", nvme_path=("/full",))
+    with pytest.raises(BudgetError, match=r"nothing is free on nvme_path /full \(--nvme-path\)"):
+        plan(blocks(4, 1000), config, Machine(device_bytes=1 << 30, cpu_bytes=1 << 30))
+
+
+@given(profiles(), configs())
+@settings(max_examples=150, deadline=None)
+def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
+    if attempt(profile, config) is not None:
+        return
+    search, budgets = _Search(profile, config), budgets_of(config, HUGE)
+    names = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
+    for tier in TIERS:
+        needed = search.least(tier, budgets)
+        if needed is None:
+            most = replace(config, **{names[tier]: 1 << 60})  # type: ignore[arg-type]
+            assert attempt(profile, most) is None
+            continue
+        enough = replace(config, **{names[tier]: needed})  # type: ignore[arg-type]
+        assert attempt(profile, enough) is not None
+        less = replace(config, **{names[tier]: needed - 1})  # type: ignore[arg-type]
+        assert attempt(profile, less) is None
 
 
 def test_budgets_that_the_machine_does_not_have() -> None:
@@ -273,6 +308,18 @@ def test_planning_seventy_billion_parameters(large: Profile, cpu_memory: str) ->
     start = time.process_time()
     attempt(large, config)
     assert time.process_time() - start < 6.0  # About one on a quiet machine.
+
+
+@pytest.mark.parametrize("cpu_memory", ["1GiB", "500GiB"])
+@pytest.mark.parametrize("device_memory", ["1GiB", "16GiB"])
+def test_refusing_seventy_billion_parameters(
+    large: Profile, device_memory: str, cpu_memory: str
+) -> None:
+    for more in ({}, {"nvme_path": ("/nvme",), "nvme_space": "100GiB"}):
+        config = Config(device_memory=device_memory, cpu_memory=cpu_memory, **more)
+        start = time.process_time()
+        assert attempt(large, config) is None
+        assert time.process_time() - start < 8.0  # About one on a quiet machine.
 
 
 def test_compiling_seven_billion_parameters() -> None:

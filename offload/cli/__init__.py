@@ -87,7 +87,10 @@ def bad_input() -> Iterator[None]:
     """Turns errors of the kinds that users cause into `BadInput`: for checks and set-up."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        told = error.filename is not None and error.strerror is not None
+        raise BadInput(f"{error.filename}: {error.strerror}" if told else str(error)) from error
+    except ValueError as error:
         raise BadInput(str(error)) from error
 
 

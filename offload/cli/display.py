@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from offload.config import TIERS, format_bytes
+from offload.config import TIERS, Tier, format_bytes
 from offload.lanes import LaneUse
 from offload.layout import Row, TierUse
 
@@ -28,12 +30,23 @@ PLAIN_INTERVAL_S = 10.0
 """Least time between two lines of progress where there is no terminal."""
 
 
-def homes(rows: Iterable[Row], uses: Sequence[TierUse]) -> Table:
+LANES_CAPTION = (
+    "busy: working; exposed: training had to wait for it; compute: updates of states on the "
+    "device; h2d/d2h: copies to and from the device"
+)
+
+HINT = (
+    "everything fits on the device: try --params cpu --gradients cpu --optimizer nvme to see it "
+    "move"
+)
+
+
+def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:
     """What lives where in bytes, kinds down and tiers across, with the budget of each tier."""
     table = Table(title="What lives where", title_justify="left")
     table.add_column("")
     for tier in TIERS:
-        table.add_column(tier, justify="right")
+        table.add_column(_title(tier, device_is_cpu), justify="right")
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         tiers = found.setdefault(row.kind, dict.fromkeys(TIERS, 0))
@@ -55,6 +68,8 @@ def lanes(uses: Mapping[str, LaneUse]) -> Table:
     for name in ("busy", "exposed", "operations", "moved"):
         table.add_column(name, justify="right")
     for name, use in uses.items():
+        if not use.operations:
+            continue
         table.add_row(
             name,
             f"{use.busy_s:.2f} s",
@@ -65,7 +80,7 @@ def lanes(uses: Mapping[str, LaneUse]) -> Table:
     return table
 
 
-def peaks(uses: Iterable[TierUse]) -> Table:
+def peaks(uses: Iterable[TierUse], *, device_is_cpu: bool) -> Table:
     """The most that was taken of each tier, against its budget."""
     table = Table(title="Peak memory", title_justify="left")
     table.add_column("tier")
@@ -73,13 +88,29 @@ def peaks(uses: Iterable[TierUse]) -> Table:
         table.add_column(name, justify="right")
     for use in uses:
         share = f"{taken(use) / use.budget_bytes:.0%}" if use.budget_bytes else "-"
-        table.add_row(use.tier, _amount(taken(use)), _amount(use.budget_bytes), share)
+        title = _title(use.tier, device_is_cpu)
+        table.add_row(title, _amount(taken(use)), _amount(use.budget_bytes), share)
     return table
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that this process has had in use so far, whoever took it."""
+    try:
+        with open("/proc/self/status", encoding="utf-8") as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+        return int(fields["VmHWM"].split()[0]) << 10
+    except (OSError, KeyError):
+        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return found if sys.platform == "darwin" else found << 10
 
 
 def taken(use: TierUse) -> int:
     """All bytes that the engine holds of a tier: fixed before the first step, so also the peak."""
     return use.resident_bytes + use.staging_bytes
+
+
+def _title(tier: Tier, device_is_cpu: bool) -> str:
+    return "device (CPU)" if tier == "device" and device_is_cpu else tier
 
 
 def _amount(count: int) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import os
 import re
@@ -14,17 +17,20 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from offload import config
-from offload.cli import BadInput, bad_input, nearest
+from offload.cli import BadInput, nearest
 from offload.config import Config
 
 NoText = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
+
+WIDE_COLUMNS = 100_000
+"""A terminal in which no message is wrapped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placing(Config):
     """The engine's own settings; every field of `offload.Config` is a flag."""
 
-    nvme_path: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = ()
+    nvme_path: Annotated[tuple[str, ...], NoText] = ()
     """Directory for the nvme tier, on a local drive. Default: the working directory, where nvme
     is asked for by name."""
 
@@ -89,7 +95,7 @@ class Train:
     """JSON file of settings, keys named like the flags (seq_len). Flags win over the file."""
 
     json: bool = False
-    """One JSON object per step on standard output, and nothing else there."""
+    """One JSON object per step and one summary on standard output, nothing else there."""
 
     placing: Annotated[Placing, tyro.conf.arg(name="")] = Placing()
 
@@ -117,21 +123,60 @@ def flag(name: str) -> str:
 def parse(arguments: Sequence[str]) -> Train:
     """The settings that `arguments` and the file named by their `--config` ask for.
 
-    A flag that cannot be parsed ends the program with a message and status 2.
-
     Raises:
-        BadInput: settings contradict each other, or the file cannot be read or has a key that is
-            no setting.
+        BadInput: a flag or a key is no setting or has a value that it cannot have, settings
+            contradict each other, or the file cannot be read.
+        SystemExit: help was asked for, and shown.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config")
+    finder.add_argument("--config", nargs="?")
     path = finder.parse_known_args(list(arguments))[0].config
     # The file's settings come first as flags of their own: of two equal flags the last one counts.
-    flags = _flags_in(path) if path else []
-    with bad_input():
-        return tyro.cli(
-            Train, prog="offload train", args=[*flags, *arguments], registry=_registry()
-        )
+    found = _flags_in(path) if path else {}
+    given = [*itertools.chain(*found.values()), *arguments]
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return _parse(given)
+    except (SystemExit, ValueError) as stop:
+        if isinstance(stop, SystemExit) and not stop.code:
+            raise
+    for key, flags in found.items():
+        if told := _complaint(flags):
+            raise BadInput(f"--config {path}: key {key!r}: {told}")
+    raise BadInput(_complaint(given))
+
+
+def _parse(flags: list[str]) -> Train:
+    return tyro.cli(Train, prog="offload train", args=flags, registry=_registry())
+
+
+def _complaint(flags: list[str]) -> str:
+    """What tyro has against some flags, in one line and without the box; empty for nothing."""
+    told, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(WIDE_COLUMNS)
+    try:
+        with contextlib.redirect_stderr(told):
+            _parse(flags)
+            return ""
+    except ValueError as error:
+        return str(error)
+    except SystemExit as stop:
+        if not stop.code:
+            return ""
+    finally:
+        del os.environ["COLUMNS"]
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
+    text = re.sub(r"\x1b\[[0-9;]*m", "", told.getvalue())
+    rows = [line.strip("│| ") for line in text.splitlines()]
+    # The title is in the frame, or where the terminal has ASCII only, above a line of its own.
+    rows = rows[2:] if len(rows) > 1 and not rows[1].strip("-") else rows[1:]
+    first = itertools.takewhile(lambda row: row.strip("─╰╯-"), rows)
+    line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
+    if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
+        name, known = unknown[1], [flag(key) for key in (*keys(), "config")]
+        return f"there is no option {name}{nearest(name, known)}: offload train --help has all"
+    return line or text
 
 
 def keys() -> tuple[str, ...]:
@@ -140,20 +185,38 @@ def keys() -> tuple[str, ...]:
     return tuple(name for name in own if name not in ("config", "placing")) + config.FIELDS
 
 
-def _flags_in(path: str) -> list[str]:
-    with bad_input(), open(path, encoding="utf-8") as file:
-        try:
+def _flags_in(path: str) -> dict[str, list[str]]:
+    """By key of the file, the flags that say the same."""
+    try:
+        with open(path, encoding="utf-8") as file:
             found = json.load(file)
-        except ValueError as error:
-            raise ValueError(f"--config {path} is not JSON: {error}") from None
+    except OSError as error:
+        cause, attempt = _CONFIG_ADVICE.get(type(error), ("the drive failed", "try another file"))
+        raise BadInput(
+            f"--config {path} cannot be read: {error.strerror}; likely {cause}; {attempt}"
+        ) from error
+    except ValueError as error:
+        raise BadInput(f"--config {path} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadInput(f"--config {path}: expected one JSON object, found {type(found).__name__}")
-    flags: list[str] = []
+    flags: dict[str, list[str]] = {}
     for key, value in found.items():
         if key not in keys():
             raise BadInput(f"--config {path}: unknown key {key!r}{nearest(key, keys())}")
-        flags += _flags_of(path, key, value)
+        flags[key] = _flags_of(path, key, value)
     return flags
+
+
+_CONFIG_ADVICE: dict[type[OSError], tuple[str, str]] = {
+    FileNotFoundError: (
+        "it is misspelt, or meant from another working directory",
+        "give the whole path of a JSON file",
+    ),
+    IsADirectoryError: ("the file's name is missing", "give the JSON file in that folder"),
+    NotADirectoryError: ("a part of the path is a file", "give the whole path of a JSON file"),
+    PermissionError: ("this user may not read it", "change its mode, or give a copy of your own"),
+}
+"""The likely cause and one thing to try."""
 
 
 def _flags_of(path: str, key: str, value: Any) -> list[str]:
@@ -187,6 +250,27 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             ),
             is_instance=lambda value: value is None or isinstance(value, (int, str)),
             str_from_instance=lambda value: ["auto" if value is None else str(value)],
+        )
+
+    @registry.primitive_rule
+    def _path(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        if info.type != tuple[str, ...]:
+            return None
+
+        def paths_of(texts: list[str]) -> tuple[str, ...]:
+            if not texts or not all(texts):
+                raise ValueError("expected the path of a directory, found none")
+            return tuple(texts)
+
+        # Several parse too, so that the config can say why they are refused.
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs="*",
+            metavar="PATH",
+            instance_from_str=paths_of,
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=list,
         )
 
     return registry

@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import offload
 from offload.cli import Signals, bad_input, data, display, gpt
 from offload.cli.settings import Train, parse
+from offload.config import format_bytes
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
@@ -47,7 +48,12 @@ def command(arguments: Sequence[str]) -> None:
             for notice in engine.notices:
                 remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
             console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
-            console.print(display.homes(engine.plan.rows(), engine.plan.tiers()))
+            device_is_cpu = next(model.parameters()).device.type == "cpu"
+            rows = list(engine.plan.rows())
+            tiers = engine.plan.tiers()
+            console.print(display.homes(rows, tiers, device_is_cpu=device_is_cpu))
+            if all(row.tier == "device" for row in rows):
+                console.print(display.HINT, highlight=False, soft_wrap=True)
             with display.Progress(remarks, settings.steps) as progress:
                 for record in steps(settings, model, optimizer, corpus, signals):
                     progress.update(record["step"], record["loss"], record["tokens_per_s"])
@@ -59,7 +65,14 @@ def command(arguments: Sequence[str]) -> None:
             if settings.json:
                 _emit(_summary(settings, loss, count, report))
             console.print(display.lanes(report.lanes))
-            console.print(display.peaks(report.tiers))
+            console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
+            console.print(display.peaks(report.tiers, device_is_cpu=device_is_cpu))
+            console.print(
+                f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
+                "activations and Python included",
+                highlight=False,
+                soft_wrap=True,
+            )
             console.print(
                 f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
                 f"mean over {count} bytes",
@@ -88,10 +101,14 @@ def build(settings: Train) -> tuple[nn.Module, Any]:
 
 
 def rate(settings: Train, step: int) -> float:
-    """The learning rate of `step` (from 0) as a share of its peak."""
-    if step < settings.warmup:
-        return (step + 1) / settings.warmup
-    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    """The learning rate of `step` (from 0) as a share of its peak.
+
+    Of the steps counted from 1, number `warmup` (or 1) has the peak and the last one the floor.
+    """
+    number, peak = step + 1, max(1, settings.warmup)
+    if number <= peak:
+        return number / peak
+    done = (number - peak) / max(1, settings.steps - peak)
     return 1 - (1 - LR_FLOOR) * min(1.0, done)
 
 
@@ -191,6 +208,7 @@ def _summary(settings: Train, loss: float, count: int, report: Any) -> dict[str,
         "misses": report.misses,
         "compute_s": report.compute_s,
         "wall_s": report.wall_s,
+        "peak_rss_bytes": display.peak_rss_bytes(),
         "lanes": {name: asdict(use) for name, use in report.lanes.items()},
         "tiers": tiers,
     }
