@@ -17,7 +17,7 @@ train: $(READY)
 	@$(BIN)/offload train $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

@@ -20,7 +20,7 @@ from offload.finality import Finality
 from offload.gradients import Gradients
 from offload.lanes import EngineError, LaneUse
 from offload.layout import Plan, TierUse
-from offload.passes import Entry, Passes
+from offload.passes import Entry, Passes, in_backward
 from offload.profile import profile_of
 from offload.program import Program, Value, Verb, compile_program
 from offload.updates import Frozen, Updates
@@ -161,6 +161,8 @@ class Engine:
             self._release(bound)
         self._graphs.clear()
         self.gradients.send_all()
+        if self.passes.verb is Verb.BACKWARD:
+            self.gradients.renew_shown()
         self.passes.close(finished=finished)
 
     def leave_backward(self) -> None:
@@ -206,8 +208,10 @@ class Engine:
         """Bring a unit's weights into its slot and let its parameters be views of it."""
         if bound.buffer is not None:
             return
-        if self.passes.verb is None:
-            self.passes.open(Verb.BACKWARD if in_backward() else Verb.FORWARD)
+        if in_backward():
+            self.enter_backward()  # A recompute may be the first that is seen of it.
+        elif self.passes.verb is None:
+            self.passes.open(Verb.FORWARD)
         self.settle_edits(bound.index)
         entry = self.passes.take(bound.index)
         slot = self.plan.weight_slot[bound.index]
@@ -218,12 +222,13 @@ class Engine:
             return
         try:
             self.executor.lanes.begin(entry.task)
+            bound.serve(self._memory.weights(bound.index), keep_views=True)
         except BaseException:
+            if entry.task.begun:
+                self.executor.lanes.finish(entry.task)
             self.passes.give_up(entry)
             raise
-        buffer = self._memory.weights(bound.index)
         bound.task = entry.task
-        bound.serve(buffer, keep_views=True)
         self._in_use.append(bound)
 
     def _use_apart(self, bound: BoundUnit, entry: Entry) -> None:
@@ -387,11 +392,6 @@ class Engine:
         """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
         if os.getpid() == self._pid:
             self._close()
-
-
-def in_backward() -> bool:
-    """Whether autograd is running on this thread."""
-    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 def _shut(executor: Executor, pid: int) -> None:

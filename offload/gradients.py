@@ -157,9 +157,13 @@ class Gradients:
             self._executor.lanes.cancel([task])
             raise
         now = self._units[unit]
-        now.task, now.copied = task, None
-        now.shown.clear()
-        now.apart.clear()
+        now.task = task
+        for parameter in list(now.shown):
+            if not self._held(unit, parameter):
+                del now.shown[parameter]
+                now.apart.discard(parameter)
+        if not now.shown:
+            now.copied = None
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
@@ -257,6 +261,9 @@ class Gradients:
                 f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
             )
         self._executor.quiesce("gradient", unit)
+        shown = now.shown.get(parameter)
+        if shown is not None and shown is not gradient and self._held(unit, parameter):
+            shown.data = shown.clone()  # The gradient that is replaced is its holder's.
         now.apart.discard(parameter)
         window = self._shaped(self._window(unit), unit, parameter)
         if window.data_ptr() != gradient.data_ptr():
@@ -275,6 +282,22 @@ class Gradients:
                 here = self._shaped(self._window(unit), unit, parameter)
                 here.copy_(now.shown[parameter])
 
+    def renew_shown(self) -> None:
+        """After a backward: gradients that are still held show what was added to them."""
+        for unit, now in enumerate(self._units):
+            if not now.shown:
+                continue
+            self._executor.quiesce("gradient", unit)
+            if now.copied is not None:
+                now.copied.copy_(self._executor.peek(Value("gradient", unit)))
+            for parameter in now.apart:
+                home = self._shaped(self._window(unit), unit, parameter)
+                now.shown[parameter].copy_(home)
+
+    def _held(self, unit: int, parameter: int) -> bool:
+        """Whether somebody else holds a gradient that was shown."""
+        return sys.getrefcount(self._units[unit].shown[parameter]) > _OWN_REFERENCES
+
     def let_go(self) -> None:
         """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
 
@@ -288,7 +311,7 @@ class Gradients:
         now = self._units[unit]
         if now.copied is not None or parameter not in now.shown or parameter in now.apart:
             return
-        if sys.getrefcount(now.shown[parameter]) > _OWN_REFERENCES:
+        if self._held(unit, parameter):
             with torch.no_grad():
                 now.shown[parameter].data = now.shown[parameter].clone()
             now.apart.add(parameter)

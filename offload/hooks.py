@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.binding import SavingGuard
-from offload.engine import Engine, in_backward
+from offload.engine import Engine
 from offload.gradients import take_gradient
+from offload.passes import in_backward
 
 
 class Hooks:

@@ -153,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if parameter not in self._places:
+            if parameter not in self._places and parameter.numel():
                 self.param_groups.pop()
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} was added to the optimizer but "

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from offload.executor import Executor
 from offload.layout import Place
 from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
@@ -38,6 +40,11 @@ class _Pass:
     position: int = 0
     """Position in `order` after the last unit used."""
     used: list[int] = field(default_factory=list)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running on this thread."""
+    return bool(torch._C._current_graph_task_id() >= 0)
 
 
 class Passes:

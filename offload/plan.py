@@ -145,7 +145,7 @@ class _Search:
         )
 
     def least(self, tier: Tier, budgets: dict[Tier, int]) -> int | None:
-        """The least budget of a tier that would do with the other budgets as they are, or None."""
+        """A budget of a tier, about the least, that would do, the others given; None if none."""
         candidates = self.candidates()
         if tier == "device":
             # The less lives on the device, the less of the other tiers is left for the rest.

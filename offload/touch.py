@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from offload.binding import Handle, SavingGuard, version_of
-from offload.engine import Engine, in_backward
+from offload.engine import Engine
+from offload.passes import in_backward
 from offload.resting import RestingParameter
 
 

@@ -199,6 +199,30 @@ def gradients_held(run: Run, number: int) -> None:
     run.step()
 
 
+def gradients_kept_apart(run: Run, number: int) -> None:
+    """Two lists of gradients, swapped, summed, and read after a further backward."""
+    parameters = list(run.model.parameters())
+    run.loss().backward()
+    one = [p.grad for p in parameters]
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    for p, gradient in zip(parameters, one):
+        assert p.grad is not None
+        assert gradient is not None
+        p.grad += gradient
+    a, b = parameters[2], parameters[8]  # Two norms, in two units.
+    assert a.shape == b.shape
+    a.grad, b.grad = b.grad, a.grad
+    held = [p.grad for p in parameters]
+    run.loss().backward()
+    for gradient in held:
+        assert gradient is not None
+        run.extra.append(gradient.float().sum().item())
+        gradient.mul_(0.25)
+    run.loss().backward()
+    run.step()
+
+
 def touched_in_inference(run: Run, number: int) -> None:
     with torch.inference_mode():
         run.extra += [p.float().norm().item() for p in run.model.parameters()]
@@ -301,6 +325,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "edits at rest": (edits_at_rest, {}),
     "gradients touched": (gradients_touched, {}),
     "gradients held": (gradients_held, {}),
+    "gradients kept apart": (gradients_kept_apart, {}),
+    "edited between reentrant": (
+        gradients_touched,
+        {"build": partial(Net, checkpointed=True, reentrant=True)},
+    ),
     "touched in inference mode": (touched_in_inference, fp32()),
     "interrupted": (interrupted, {}),
     "outputs that are views": (accumulation, {"build": Positioned}),

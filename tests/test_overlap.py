@@ -19,6 +19,8 @@ from offload.machine import Machine
 from offload.program import Lane, Verb
 from offload.simulate import Timeline, seconds_of, simulate
 
+pytestmark = pytest.mark.slow  # Of use only where nothing else runs.
+
 ELEMENTS = 1 << 18
 UNITS = 24
 STEPS_SKIPPED, STEPS = 2, 2
