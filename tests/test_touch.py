@@ -141,7 +141,10 @@ def test_sparse_tensors_may_be_saved(tmp_path: Path) -> None:
             return torch.sparse.mm(self.edges, self.linear(x))
 
     with attached(("cpu", "cpu", "cpu"), tmp_path, build=Graph, dtype=torch.float32) as run:
-        run.model(torch.randn(4, 4)).sum().backward()
+        x = torch.randn(4, 4)
+        run.model(x).sum().backward()
+        weight = run.model.linear.weight  # type: ignore[union-attr]
+        assert torch.equal(weight.grad, x.sum(0).expand(4, 4))  # type: ignore[arg-type, union-attr]
         run.step()
 
 
