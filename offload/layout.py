@@ -363,6 +363,7 @@ def site(placement: Placement) -> Tier:
     return "device" if placement.state == "device" else "cpu"
 
 
+@functools.cache
 def route(start: Tier, stop: Tier) -> tuple[Tier, ...]:
     """The tiers passed on the way, both ends included: nvme and device meet through cpu only."""
     line: tuple[Tier, ...] = ("nvme", "cpu", "device")

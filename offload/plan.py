@@ -10,7 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import NamedTuple
 
 from offload.config import TIERS, Choice, Config, Tier, format_bytes
 from offload.layout import (
@@ -49,41 +51,35 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
 def plan(profile: Profile, config: Config, machine: Machine) -> Plan:
     """Decide where everything lives.
 
-    [Note: More memory is never slower]
-    Of the auto kinds the first `on_device` of a fixed list live on the device, those up to
-    `on_cpu` on the cpu, the others on nvme. Before any lives on the device there are all weight
-    slots. What the device needs does not depend on `on_cpu`, and with the reserve for chunks what
-    the cpu needs falls as `on_device` grows. So the first that fits, the most on the device and
-    then the most on the cpu, is in no value slower than what fits smaller budgets.
-
     Raises:
         BudgetError: no arrangement that the config allows fits the budgets or the machine.
     """
     budgets, search = budgets_of(config, machine), _Search(profile, config)
-    count = search.count
-    floor, ceiling = 0 if config.nvme_path else count, count
-    for on_device, weight_slots in search.candidates():
-        if search.device(on_device, weight_slots) > budgets["device"]:
-            continue
-        lowest = max(on_device, floor)
-        for on_cpu in range(ceiling, lowest - 1, -1):
-            if search.nvme(on_cpu) > budgets["nvme"]:
-                break  # Fewer on the cpu are more on nvme.
-            if search.cpu(on_device, on_cpu) <= budgets["cpu"]:
-                found = search.made(on_device, on_cpu, weight_slots, budgets)
-                _check_machine(found, machine)
-                return found
-        if config.nvme_path:
-            ceiling = lowest - 1  # With fewer on the device, these need more of the cpu yet.
+    for arrangement in search.fitting(budgets):
+        found = search.made(arrangement, budgets)
+        _check_machine(found, machine)
+        return found
     raise BudgetError(_refusal(search, budgets, config, machine))
+
+
+class _Arrangement(NamedTuple):
+    """How many of the auto values live on the device, and how many there or on the cpu."""
+
+    on_device: int
+    on_cpu: int
+    weight_slots: int
 
 
 class _Search:
     """All arrangements that the config allows, and what each takes of each tier.
 
-    An arrangement is two numbers: how many of the auto values live on the device, and how many on
-    the device or the cpu. What it takes of a tier changes one way with each (see
-    [Note: More memory is never slower]), but for the rings, which are small.
+    [Note: More memory is never slower]
+    Of the values of the auto kinds the first `on_device` of a fixed list live on the device, those
+    up to `on_cpu` on the cpu, the others on nvme. Before any lives on the device there are all
+    weight slots. What the device takes does not depend on `on_cpu`. With an nvme path the cpu keeps
+    a reserve for chunks, so what it takes falls as `on_device` grows; without one, `on_cpu` is
+    always all of the list. Either way the first that fits, the most on the device and then the most
+    on the cpu, is in no value slower than what fits smaller budgets.
     """
 
     def __init__(self, profile: Profile, config: Config) -> None:
@@ -95,16 +91,49 @@ class _Search:
         self.reserve = self.auto if self.open else []
         self.sizes = Sizes(profile, config.states)
         self.count = len(self.auto) * len(profile.units)
-        sizes = (size for kind in self.auto for size in self.sizes.value[kind])
-        self._bytes_before = [0, *itertools.accumulate(sizes)]
-        self._nvme: dict[int, int] = {}
+        self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
+
+    def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
+        """What fits, the most on the device first; with so many there, the most on the cpu."""
+        most = self.count
+        for on_device, weight_slots in self.candidates():
+            if self.device(on_device, weight_slots) <= budgets["device"]:
+                numbers = self.numbers(on_device, most, budgets["nvme"])
+                fits = (n for n in reversed(numbers) if self.cpu(on_device, n) <= budgets["cpu"])
+                on_cpu = next(fits, None)
+                if on_cpu is not None:
+                    yield _Arrangement(on_device, on_cpu, weight_slots)
+                if self.open:  # With fewer on the device, what failed needs more of the cpu yet.
+                    most = numbers.start - 1 if on_cpu is None else on_cpu
 
     def candidates(self) -> list[tuple[int, int]]:
         """Numbers of values on the device and of weight slots, the most of the device first."""
         found = [(on_device, WEIGHT_SLOTS_MAX) for on_device in range(self.count, -1, -1)]
         return found + [(0, slots) for slots in range(WEIGHT_SLOTS_MAX - 1, 0, -1)]
 
+    def numbers(self, on_device: int, most: int, nvme_budget: float) -> range:
+        """The values of `on_cpu`, up to `most`, whose rest fits on nvme."""
+        numbers = range(on_device if self.open else self.count, most + 1)
+        return numbers[bisect_left(numbers, True, key=lambda n: self.nvme(n) <= nvme_budget) :]
+
+    def least(self, tier: Tier, budgets: Mapping[Tier, float]) -> int | None:
+        """The least budget of a tier that would do, the others given; None if none would."""
+        fitting = self.fitting({**budgets, tier: math.inf})
+        if tier == "device":
+            return min((self.device(n, slots) for n, _, slots in fitting), default=None)
+        # With an nvme path, the more is on the device the less is taken of every other tier.
+        best = list(itertools.islice(fitting, 1 if self.open else None))
+        if tier == "nvme":
+            return min((self.nvme(one.on_cpu) for one in best), default=None)
+        taken = (
+            self.cpu(one.on_device, on_cpu)
+            for one in best
+            for on_cpu in self.numbers(one.on_device, one.on_cpu, budgets["nvme"])
+        )
+        return min(taken, default=None)
+
     def placements(self, on_device: int, on_cpu: int) -> list[Placement]:
+        """The homes of every unit's values."""
         units, tiers = range(len(self.profile.units)), list[Sequence[Tier]]()
         for kind, choice in self.forced.items():
             first = self.auto.index(kind) * len(units) if choice == "auto" else 0
@@ -112,73 +141,35 @@ class _Search:
             tiers.append([TIERS[rank] if choice == "auto" else choice for rank in ranks])
         return [Placement(*homes) for homes in zip(*tiers)]
 
-    def memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
+    def made(self, arrangement: _Arrangement, budgets: Mapping[Tier, int]) -> Plan:
+        """The plan, down to the byte."""
+        return lay_out(
+            self.profile,
+            self.placements(arrangement.on_device, arrangement.on_cpu),
+            budgets=budgets,
+            clips=self.clips,
+            states=self.states,
+            weight_slots=arrangement.weight_slots,
+            reserve=self.reserve,
+        )
+
+    def _memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
         chosen = self.placements(on_device, on_cpu)
         return lay_out_memory(
             self.profile, chosen, self.sizes, self.clips, weight_slots, self.reserve
         ).used
 
-    def device(self, on_device: int, weight_slots: int) -> int:
+    def _device(self, on_device: int, weight_slots: int) -> int:
         """Bytes taken of the device, however many of the others live on the cpu."""
-        return self.memory(on_device, self.count, weight_slots)["device"]
+        return self._memory(on_device, self.count, weight_slots)["device"]
 
-    def cpu(self, on_device: int, on_cpu: int) -> int:
+    def _cpu(self, on_device: int, on_cpu: int) -> int:
         """Bytes taken of the cpu, however many weight slots the device has."""
-        return self.memory(on_device, on_cpu, 1)["cpu"]
+        return self._memory(on_device, on_cpu, 1)["cpu"]
 
-    def nvme(self, on_cpu: int) -> int:
+    def _nvme(self, on_cpu: int) -> int:
         """Bytes of the file; they grow as `on_cpu` falls."""
-        if on_cpu not in self._nvme:
-            chosen = self.placements(0, on_cpu)
-            self._nvme[on_cpu] = self.sizes.in_file(self.profile, chosen)
-        return self._nvme[on_cpu]
-
-    def made(self, on_device: int, on_cpu: int, slots: int, budgets: dict[Tier, int]) -> Plan:
-        return lay_out(
-            self.profile,
-            self.placements(on_device, on_cpu),
-            budgets=budgets,
-            clips=self.clips,
-            states=self.states,
-            weight_slots=slots,
-            reserve=self.reserve,
-        )
-
-    def least(self, tier: Tier, budgets: dict[Tier, int]) -> int | None:
-        """A budget of a tier, about the least, that would do, the others given; None if none."""
-        candidates = self.candidates()
-        if tier == "device":
-            # The less lives on the device, the less of the other tiers is left for the rest.
-            done = bisect_left(
-                candidates,
-                True,
-                key=lambda one: self._least_of("cpu", one[0], budgets) > budgets["cpu"],
-            )
-            return min((self.device(*one) for one in candidates[:done]), default=None)
-        for on_device, weight_slots in candidates:
-            if self.device(on_device, weight_slots) <= budgets["device"]:
-                found = self._least_of(tier, on_device, budgets)
-                return int(found) if math.isfinite(found) else None
-        return None
-
-    def _least_of(self, tier: Tier, on_device: int, budgets: dict[Tier, int]) -> float:
-        """The least of cpu or nvme with so many on the device, within the budget of the other."""
-        numbers = range(on_device if self.open else self.count, self.count + 1)
-        if tier == "nvme":
-            fitting = (n for n in reversed(numbers) if self._may_fit(on_device, n, budgets["cpu"]))
-            most = (n for n in fitting if self.cpu(on_device, n) <= budgets["cpu"])
-            return next((self.nvme(n) for n in most), math.inf)
-        first = bisect_left(numbers, True, key=lambda n: self.nvme(n) <= budgets["nvme"])
-        least = math.inf
-        for on_cpu in numbers[first:]:
-            if not self._may_fit(on_device, on_cpu, least):
-                break
-            least = min(least, self.cpu(on_device, on_cpu))
-        return least
-
-    def _may_fit(self, on_device: int, on_cpu: int, budget: float) -> bool:
-        """False where the homes on the cpu alone are more than a budget."""
-        return self._bytes_before[on_cpu] - self._bytes_before[on_device] <= budget
+        return self.sizes.in_file(self.profile, self.placements(0, on_cpu))
 
 
 def _check_machine(found: Plan, machine: Machine) -> None:
@@ -213,7 +204,7 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
     needed = {tier: search.least(tier, budgets) for tier in TIERS}
     alone = any(amount is not None for amount in needed.values())
     if not alone:
-        least = search.made(0, 0 if search.open else search.count, 1, budgets)
+        least = search.made(_Arrangement(0, 0 if search.open else search.count, 1), budgets)
         needed = {tier: least.arena_bytes(tier) for tier in TIERS}
     lines = [
         "the model does not fit the budgets, even with as little kept in memory as asked",

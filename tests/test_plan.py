@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -264,21 +265,65 @@ def test_the_refusal_tells_of_a_drive_without_room() -> None:
         plan(blocks(4, 1000), config, Machine(device_bytes=1 << 30, cpu_bytes=1 << 30))
 
 
+FIELDS = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
+
+
 @given(profiles(), configs())
 @settings(max_examples=150, deadline=None)
-def test_what_a_refusal_asks_for_is_enough(profile: Profile, config: Config) -> None:
+def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
     if attempt(profile, config) is not None:
         return
     search, budgets = _Search(profile, config), budgets_of(config, HUGE)
-    names = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
     for tier in TIERS:
         needed = search.least(tier, budgets)
-        if needed is None:
-            most = replace(config, **{names[tier]: 1 << 60})  # type: ignore[arg-type]
-            assert attempt(profile, most) is None
-            continue
-        enough = replace(config, **{names[tier]: needed})  # type: ignore[arg-type]
-        assert attempt(profile, enough) is not None
+        given = 1 << 60 if needed is None else needed - 1
+        less = replace(config, **{FIELDS[tier]: given})  # type: ignore[arg-type]
+        assert attempt(profile, less) is None
+        if needed is not None:
+            enough = replace(config, **{FIELDS[tier]: needed})  # type: ignore[arg-type]
+            assert attempt(profile, enough) is not None
+
+
+@given(profiles(most=4), configs(), st.data())
+@settings(max_examples=150, deadline=None)
+def test_the_search_finds_what_trying_everything_finds(
+    profile: Profile, config: Config, data: st.DataObject
+) -> None:
+    """Budgets at the very edge of what some arrangement takes, or one byte less."""
+    search = _Search(profile, config)
+    taken = {
+        (on_device, on_cpu, slots): {
+            "device": search.device(on_device, slots),
+            "cpu": search.cpu(on_device, on_cpu),
+            "nvme": search.nvme(on_cpu),
+        }
+        for on_device, slots in search.candidates()
+        for on_cpu in range(search.count, -1, -1)
+        if on_cpu >= on_device and (config.nvme_path or on_cpu == search.count)
+    }
+    budgets: dict[Tier, int] = {}
+    for tier in TIERS:
+        edges = st.sampled_from(sorted({one[tier] for one in taken.values()}))
+        budgets[tier] = data.draw(edges, label=tier) - data.draw(st.integers(0, 1))
+
+    def fitting(tiers: Sequence[Tier]) -> list[tuple[int, int, int]]:
+        return [key for key, one in taken.items() if all(one[t] <= budgets[t] for t in tiers)]
+
+    assert next(search.fitting(budgets), None) == next(iter(fitting(TIERS)), None)
+    for tier in TIERS:
+        others = fitting([t for t in TIERS if t != tier])
+        least = min((taken[key][tier] for key in others), default=None)
+        assert search.least(tier, budgets) == least
+
+
+def test_one_unit_of_one_element_needs_the_least_where_all_is_in_memory() -> None:
+    """The weight at home on the device would pass through more of the cpu than it takes there."""
+    profile = profile_of([unit("one", 1)])
+    config = Config(device_memory="1GiB", cpu_memory=0, optimizer="cpu", gradients="cpu")
+    search, budgets = _Search(profile, config), budgets_of(config, HUGE)
+    at_home = [search.cpu(on_device, 1) for on_device in (0, 1)]
+    assert at_home[0] < at_home[1]
+    assert search.least("cpu", budgets) == at_home[0]
 
 
 def test_budgets_that_the_machine_does_not_have() -> None:
