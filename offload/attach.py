@@ -11,13 +11,15 @@ from torch import nn
 
 from offload.arena import Memory, compute_device, device_free_bytes, host_tensor, typed
 from offload.binding import BoundUnit, Group, partition
+from offload.checks import check_arguments, check_model
 from offload.config import Config
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
+from offload.interrupt import whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, probe
-from offload.optimizer import Optimizer, check_optimizer, give_back
+from offload.optimizer import Optimizer, give_back
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
@@ -66,14 +68,11 @@ def attach(
         OSError: nvme_path cannot be used.
         MemoryError: the memory of the plan is not there.
     """
-    config = config or Config()
-    if optimizer is not None:
-        check_optimizer(optimizer)
-    if any(isinstance(p, RestingParameter) for p in model.parameters()):
-        raise ValueError("the model is attached already: detach it first")
+    config = Config() if config is None else config
+    check_arguments(model, optimizer, config)
     device = compute_device()
     groups = partition(model)
-    _check(model, optimizer, groups)
+    check_model(model, optimizer, groups)
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
     placed = plan(profile_of(specs), config, found)
@@ -91,11 +90,22 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         ValueError: the model is not attached.
     """
     engine = engine_of(model)
-    hooks, _, optimizer = _attached[model]
     engine.settle()
     places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
     values = [engine.values_of(bound.index, index) for bound, index in places]
     gradients = [engine.gradients.read(bound.index, index) for bound, index in places]
+    return model, _hand_back(model, places, values, gradients)
+
+
+@whole
+def _hand_back(
+    model: nn.Module,
+    places: Sequence[tuple[BoundUnit, int]],
+    values: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor | None],
+) -> torch.optim.Optimizer | None:
+    """Take the engine off a model whose values have been read."""
+    hooks, engine, optimizer = _attached[model]
     original = optimizer.give_up() if optimizer is not None else None
     del _attached[model]
     hooks.remove()
@@ -107,7 +117,7 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
             parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
         del parameter._offload_home  # type: ignore[attr-defined]
     engine.close()
-    return model, original
+    return original
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -119,43 +129,6 @@ def engine_of(model: nn.Module) -> Engine:
     if model not in _attached:
         raise ValueError("the model is not attached: attach it first; detach it only once")
     return _attached[model][1]
-
-
-def _check(model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        ValueError: see the message.
-    """
-    named = {p: name for group in groups for name, p in group.named.items()}
-    if not named:
-        raise ValueError("the model has no parameters: there is nothing to offload")
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(
-                f"buffer {name} is on the meta device and attach does not know its values: "
-                "compute it in forward, or build it on the real device"
-            )
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{name or 'the model'} has sparse gradients, and only dense ones can be "
-                f"offloaded: build the {type(module).__name__} with sparse=False"
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise ValueError(
-                f"{name or 'the model'} changes its weight inside its own forward (max_norm="
-                f"{module.max_norm}), and an offloaded one can change between forwards only: build "
-                f"the {type(module).__name__} without max_norm and renormalise after step()"
-            )
-    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
-        for parameter in group["params"]:
-            if parameter not in named and parameter.numel():
-                raise ValueError(
-                    f"the optimizer's group {number} holds a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
-                    "model.parameters()"
-                )
 
 
 def _spec(group: Group, config: Config, *, trains: bool) -> Unit:
@@ -242,6 +215,7 @@ class _Attaching:
             self._move(unit, executor, fresh, initialize)
         States(executor).clear()
 
+    @whole
     def _hook(self, executor: Executor, memory: Memory) -> tuple[nn.Module, Optimizer | None]:
         """Build the engine, hook the model, take over the optimizer and the gradients."""
         places = {p: (u.index, i) for u in self._bound for i, p in enumerate(u.parameters)}
@@ -301,6 +275,7 @@ class _Attaching:
         self._replaced = {new: old for old, new in renewed.items()}
         return fresh
 
+    @whole
     def _move(
         self,
         unit: BoundUnit,
@@ -328,6 +303,7 @@ class _Attaching:
             executor.poke(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.rest()
 
+    @whole
     def _undo(self, executor: Executor) -> None:
         """Leave the model and the optimizer as they were before."""
         if self.model in _attached:

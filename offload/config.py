@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import reprlib
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Literal
 
 Tier = Literal["device", "cpu", "nvme"]
@@ -20,6 +23,9 @@ Choice = Literal["auto", "device", "cpu", "nvme"]
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
+BYTES_MAX = 2**62
+"""Every size is smaller, so that sums of a few fit in 64 bits."""
+
 
 def parse_bytes(text: str | int | float) -> int:
     """Bytes from a number or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"`.
@@ -33,14 +39,16 @@ def parse_bytes(text: str | int | float) -> int:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", str(text).lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(
-                f"{text!r} is not a size in bytes: expected a number with an optional unit "
+                f"{_shown(text)} is not a size in bytes: expected a number with an optional unit "
                 "(kB, MB, GB, TB, KiB, MiB, GiB, TiB), for example 8GiB"
             )
         number, unit = float(match[1]), match[2]
+    if not 0 <= number < BYTES_MAX or number * _UNITS[unit] >= BYTES_MAX:
+        raise ValueError(
+            f"{_shown(text)} is not a size in bytes: it must be from 0 to below 4 EiB (2**62)"
+        )
     if unit == "" and number % 1:
         raise ValueError(f"{text!r} is not a size in bytes: it is no whole number; add a unit")
-    if not 0 <= number * _UNITS[unit] < 2**62:
-        raise ValueError(f"{text!r} is not a size in bytes: it must be positive and finite")
     return int(number * _UNITS[unit])
 
 
@@ -105,10 +113,9 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"Config.{name}={getattr(self, name)!r}: expected one of {', '.join(allowed)}"
-                )
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in allowed:
+                raise _refused(name, value, f"one of {', '.join(allowed)}")
         for name in ("device_memory", "cpu_memory", "nvme_space", "exposed_memory"):
             value = getattr(self, name)
             if value is not None:
@@ -116,21 +123,15 @@ class Config:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:
                     raise ValueError(f"Config.{name}: {error}") from None
-        given = self.nvme_path
-        paths = tuple(map(os.fspath, (given,) if isinstance(given, (str, os.PathLike)) else given))
+        paths = _paths(self.nvme_path)
         object.__setattr__(self, "nvme_path", paths)
         if len(paths) > 1:
             raise ValueError(
                 f"Config.nvme_path={list(paths)}: striping over several drives is not available "
                 "in this version; give one directory, on the fastest drive"
             )
-        norm = self.max_grad_norm
-        if norm is not None and not norm > 0:
-            raise ValueError(f"Config.max_grad_norm={norm!r}: expected a positive number or None")
-        if self.micro_batches is not None and self.micro_batches < 1:
-            raise ValueError(
-                f"Config.micro_batches={self.micro_batches!r}: expected a count from 1, or None"
-            )
+        object.__setattr__(self, "max_grad_norm", _norm(self.max_grad_norm))
+        object.__setattr__(self, "micro_batches", _count(self.micro_batches))
         if not paths and "nvme" in (self.params, self.gradients, self.optimizer):
             raise ValueError(
                 "Config asks for the nvme tier but nvme_path is empty: "
@@ -151,6 +152,49 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "states": ("exact",),
     "gradient_dtype": ("param", "fp32"),
 }
+
+
+def _shown(value: object) -> str:
+    """A value as a message shows it: short, and with its type where the text hides that."""
+    text, kind = reprlib.repr(value), type(value).__name__
+    plain = isinstance(value, (str, int, float, type(None))) or text.startswith(kind)
+    return text if plain else f"{text} ({kind})"
+
+
+def _refused(name: str, value: object, expected: str) -> ValueError:
+    return ValueError(f"Config.{name}={_shown(value)}: expected {expected}")
+
+
+def _paths(given: object) -> tuple[str, ...]:
+    """One path or several, as a tuple of texts."""
+    several = given if isinstance(given, (list, tuple)) else (given,)
+    paths = []
+    for one in several:
+        path = os.fspath(one) if isinstance(one, (str, os.PathLike)) else one
+        if not isinstance(path, str) or not path or "\0" in path:
+            expected = "the path of a directory, as text or pathlib.Path"
+            raise _refused("nvme_path", given, f"{expected}; () for no nvme tier")
+        paths.append(path)
+    return tuple(paths)
+
+
+def _norm(given: object) -> float | None:
+    if given is None:
+        return None
+    if isinstance(given, Real) and not isinstance(given, bool):
+        with contextlib.suppress(OverflowError):
+            if 0 < float(given) < float("inf"):
+                return float(given)
+    raise _refused("max_grad_norm", given, "a positive number, finite, or None")
+
+
+def _count(given: object) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, Integral) and not isinstance(given, bool) and 1 <= int(given) < 2**63:
+        return int(given)
+    raise _refused("micro_batches", given, "a whole number from 1, or None")
+
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 """Names of all fields, in order."""

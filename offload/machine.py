@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,11 +140,19 @@ _ADVICE = {
 
 
 def ranks_on_host() -> int:
-    """Processes that share this host's memory: `LOCAL_WORLD_SIZE` of torchrun, else 1."""
-    try:
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    except ValueError:
-        return 1
+    """Processes that share this host's memory: `LOCAL_WORLD_SIZE` of torchrun, else 1.
+
+    Raises:
+        ValueError: the variable holds no count.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if not re.fullmatch(r"0{0,9}[1-9][0-9]{0,8}", given, re.ASCII):
+        raise ValueError(
+            f"the environment has LOCAL_WORLD_SIZE={reprlib.repr(given)}, by which the ranks of "
+            "this host share its memory: expected a whole number from 1, as torchrun sets it; "
+            "likely a launcher or script set it; correct it, or unset it for one process"
+        )
+    return int(given)
 
 
 def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
@@ -154,6 +164,7 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
 
     Raises:
         OSError: the first path is no directory on a disk where this user can write.
+        ValueError: `LOCAL_WORLD_SIZE` holds no count.
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks

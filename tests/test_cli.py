@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import offload
-from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, main, settings, train
+from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, gpt, main, settings, train
 from offload.config import FIELDS
 
 needs_engine = pytest.mark.skipif(not hasattr(offload, "attach"), reason="needs the engine")
@@ -121,6 +121,23 @@ REFUSED_FLAGS = {
     "train --lr 0": "--lr 0.0: expected a positive number",
     "train --lr nan": "--lr nan: expected a positive number",
     "train --warmup=-1": "--warmup -1: expected 0 or more",
+    "train --lr inf": "--lr inf: expected a positive number, at most 1e30",
+    "train --weight-decay nan": "--weight-decay nan: expected 0 to 1e30",
+    "train --weight-decay=-0.1": "--weight-decay -0.1: expected 0 to 1e30",
+    "train --weight-decay inf": "--weight-decay inf: expected 0 to 1e30",
+    "train --lr 1e300": "--lr 1e+300: expected a positive number, at most 1e30",
+    "train -- --json": "--json comes after --, where options end",
+    "train --seed 18446744073709551616": "expected 0 or more, at most 2**64 - 1",
+    "train --seed=-1": "--seed -1: expected 0 or more",
+    "train --steps 9999999999999": "expected 1 or more, at most 2**40",
+    "train --steps 1.5": "--steps: '1.5' is no whole number",
+    "train --lr fast": "--lr: 'fast' is no number",
+    "train --max-grad-norm nan": "--max-grad-norm nan: expected a positive number, finite",
+    "train --micro-batches 0": "--micro-batches 0: expected a whole number from 1",
+    "train --recompute false": "false belongs to no option",
+    "train --data=": "--data : expected the path",
+    "train --config=": "--config  cannot be read",
+    "train --batch 1000000000": "of memory for activations at the least",
     "train --cpu-memory 8apples": "'8apples' is not a size",
     "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
     "train --nvme-path a b": "--nvme-path ['a', 'b']: striping",
@@ -159,13 +176,24 @@ REFUSED_FILES = {
     '{"nvme_path": []}': "run.json: key 'nvme_path': ",
     '{"lr": 0}': "run.json: key 'lr': --lr 0.0: expected a positive number",
     '{"steps": {"a": 1}}': "key 'steps' holds",
+    '{"steps": true}': "key 'steps' holds true: expected a number or a text",
+    '{"steps": ["5", "--json"]}': "key 'steps' holds",
+    '{"recompute": 1}': "key 'recompute' holds 1: expected true or false",
+    '{"nvme_path": [1]}': "key 'nvme_path' holds [1]: expected",
+    '{"weight_decay": NaN}': "key 'weight_decay': --weight-decay nan: expected",
+    '{"lr": 1e999}': "key 'lr': --lr inf: expected",
+    '{"steps": 1, "steps": 2}': "key 'steps' is there twice",
+    '{"a":' * 100_000: "is nested too deeply: expected one flat JSON object",
+    "[" * 100_000: "is nested too deeply",
     "[1]": "expected one JSON object, found list",
     "{steps: 3}": "is not JSON",
     "": "is not JSON",
 }
 
 
-@pytest.mark.parametrize(("content", "expected"), REFUSED_FILES.items())
+@pytest.mark.parametrize(
+    ("content", "expected"), REFUSED_FILES.items(), ids=[text[:30] for text in REFUSED_FILES]
+)
 def test_a_bad_file_is_refused_in_one_message(tmp_path, content, expected, capsys):
     path = tmp_path / "run.json"
     path.write_text(content)
@@ -175,6 +203,20 @@ def test_a_bad_file_is_refused_in_one_message(tmp_path, content, expected, capsy
     assert shown.err.startswith("offload: error: --config ")
     assert shown.err.count("\n") == 1
     assert not shown.out
+
+
+def test_what_a_file_holds_is_a_value_and_never_a_flag(tmp_path):
+    for held in (["--json"], "--json"):
+        found = settings.parse(["--config", config_file(tmp_path, nvme_path=held)])
+        assert not found.json
+        assert found.placing.nvme_path[0].endswith("--json")
+    assert settings.parse(["--config", config_file(tmp_path, data="--json")]).data == "--json"
+
+
+def test_a_file_may_begin_with_a_mark_of_its_encoding(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text('{"steps": 3}', encoding="utf-8-sig")
+    assert settings.parse(["--config", str(path)]).steps == 3
 
 
 def test_empty_data_is_refused(tmp_path, capsys):
@@ -196,6 +238,18 @@ def test_a_failure_is_one_message_with_its_causes(monkeypatch, capsys):
     monkeypatch.setenv("OFFLOAD_TRACEBACK", "1")
     assert run("train") == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("too much"), RuntimeError("DefaultCPUAllocator: can't allocate")]
+)
+def test_memory_that_runs_out_names_what_to_lower(monkeypatch, capsys, error):
+    def step(*_):
+        raise error
+
+    monkeypatch.setattr(train, "train_step", step)
+    assert run(*SHORT, "--json") == 1
+    assert "MemoryError: no memory is left in step 1: lower --batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -323,6 +377,15 @@ def test_a_loss_that_is_no_number_ends_the_run(monkeypatch, capsys):
 
 
 @needs_engine
+def test_a_held_out_loss_that_is_no_number_is_no_result(monkeypatch, capsys):
+    monkeypatch.setattr(train, "evaluate", lambda *_: (math.nan, 32))
+    assert run(*SHORT, "--json") == 1
+    shown = capsys.readouterr()
+    assert "the held-out loss is nan after the last step: training has diverged" in shown.err
+    assert "NaN" not in shown.out
+
+
+@needs_engine
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
@@ -365,3 +428,26 @@ def test_nothing_is_built_where_the_data_is_refused(monkeypatch, tmp_path):
     (tmp_path / "few").write_bytes(b"few")
     assert run("train", "--data", str(tmp_path / "few")) == EXIT_BAD_INPUT
     assert data.HELD_OUT_SHARE < 0.5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_least_memory_of_a_batch_is_no_more_than_a_step_keeps(recompute, dtype):
+    model = gpt.GPT(gpt.SIZES["10m"], recompute).to(dtype)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = train.next_byte_loss(model, tokens, tokens)
+    least = gpt.activation_bytes_least(gpt.SIZES["10m"], dtype.itemsize, recompute) * 2 * 64
+    logits = 2 * 64 * gpt.VOCABULARY * 4  # Held by the caller, and not saved for backward.
+    found = sum(kept.values()) + logits
+    assert found / 3 < least <= found
+    del loss

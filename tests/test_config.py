@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,6 +114,36 @@ def test_one_path_in_any_form(given: object) -> None:
         ({"exposed_memory": "x"}, "Config.exposed_memory: 'x'"),
         ({"max_grad_norm": 0.0}, "Config.max_grad_norm=0.0: expected a positive number"),
         ({"max_grad_norm": float("nan")}, "Config.max_grad_norm=nan"),
+        ({"params": 3}, "Config.params=3: expected one of auto"),
+        ({"params": ["cpu"]}, "Config.params=['cpu'] (list): expected one of auto"),
+        ({"params": torch.device("cpu")}, "Config.params=device(type='cpu'): expected one of"),
+        ({"gradient_dtype": torch.float32}, "Config.gradient_dtype=torch.float32 (dtype)"),
+        ({"states": np.array(["a", "b"])}, "Config.states=array(['a', 'b']"),
+        ({"cpu_memory": True}, "Config.cpu_memory: True is not a size"),
+        ({"cpu_memory": math.nan}, "nan is not a size in bytes: it must be from 0"),
+        ({"cpu_memory": -math.inf}, "-inf is not a size in bytes: it must be from 0"),
+        ({"cpu_memory": -1.5}, "-1.5 is not a size in bytes: it must be from 0"),
+        ({"cpu_memory": 10**400}, "is not a size in bytes: it must be from 0"),
+        ({"cpu_memory": "9" * 400}, "is not a size in bytes: it must be from 0"),
+        ({"cpu_memory": [1]}, "Config.cpu_memory: [1] (list) is not a size"),
+        ({"max_grad_norm": "1"}, "Config.max_grad_norm='1': expected a positive number"),
+        ({"max_grad_norm": True}, "Config.max_grad_norm=True: expected a positive number"),
+        ({"max_grad_norm": -1}, "Config.max_grad_norm=-1"),
+        ({"max_grad_norm": math.inf}, "Config.max_grad_norm=inf: expected a positive number, fin"),
+        ({"max_grad_norm": 10**400}, "Config.max_grad_norm=1000"),
+        ({"max_grad_norm": 1j}, "Config.max_grad_norm=1j (complex): expected"),
+        ({"micro_batches": 1.5}, "Config.micro_batches=1.5: expected a whole number from 1"),
+        ({"micro_batches": True}, "Config.micro_batches=True: expected a whole number"),
+        ({"micro_batches": "2"}, "Config.micro_batches='2': expected a whole number"),
+        ({"micro_batches": 0}, "Config.micro_batches=0"),
+        ({"micro_batches": math.nan}, "Config.micro_batches=nan"),
+        ({"nvme_path": None}, "Config.nvme_path=None: expected the path of a directory"),
+        ({"nvme_path": 3}, "Config.nvme_path=3: expected the path of a directory"),
+        ({"nvme_path": ("/a", 3)}, "Config.nvme_path=('/a', 3) (tuple): expected the path"),
+        ({"nvme_path": b"/a"}, "Config.nvme_path=b'/a' (bytes): expected the path"),
+        ({"nvme_path": ""}, "Config.nvme_path='': expected the path"),
+        ({"nvme_path": "a\0b"}, "Config.nvme_path='a\\x00b': expected the path"),
+        ({"nvme_path": {"/a": 1}}, "Config.nvme_path={'/a': 1} (dict): expected the path"),
         ({"params": "nvme"}, "nvme_path is empty"),
         ({"nvme_path": ("/a", "/b")}, "striping over several drives"),
     ],
@@ -119,3 +152,12 @@ def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         Config(**wrong)  # type: ignore[arg-type]
     assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+def test_numbers_of_other_kinds_become_plain_ones() -> None:
+    config = Config(max_grad_norm=np.float32(1.5), micro_batches=np.int64(3), cpu_memory="7")
+    assert type(config.max_grad_norm) is float
+    assert type(config.micro_batches) is int
+    assert config == Config(max_grad_norm=1.5, micro_batches=3, cpu_memory=7)

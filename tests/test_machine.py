@@ -105,14 +105,23 @@ def test_host_is_within_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_free_bytes() > 12345
 
 
-@pytest.mark.parametrize(
-    ("value", "ranks"), [(None, 1), ("1", 1), ("4", 4), ("0", 1), ("-3", 1), ("many", 1)]
-)
+@pytest.mark.parametrize(("value", "ranks"), [(None, 1), ("1", 1), ("4", 4), ("016", 16)])
 def test_ranks(monkeypatch: pytest.MonkeyPatch, value: str | None, ranks: int) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if value is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
     assert ranks_on_host() == ranks
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["0", "-3", "many", "", "1.5", "4_0", "0x4", "nan", "\N{ARABIC-INDIC DIGIT FOUR}", "9" * 99],
+)
+def test_ranks_that_are_no_count_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
+    for call in (ranks_on_host, probe):
+        with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=.*whole number from 1.*unset"):
+            call()
 
 
 def test_ranks_share_the_host_and_the_drive(

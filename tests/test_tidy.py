@@ -20,26 +20,29 @@ FILE_LINES_MAX = 400
 TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
-PURE += ("verify", "simulate")
+PURE += ("task", "schedule", "rules", "verify", "simulate")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("config", "profile", "records", "scoreboard"),
+    ("interrupt", "config", "profile", "records", "scoreboard"),
     ("machine",),
     ("layout",),
     ("plan",),
     ("program",),
+    ("task", "rules"),
+    ("schedule",),
     ("verify", "simulate"),
-    ("task",),
     ("arena", "store", "lanes"),
     ("executor",),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality"),
+    ("inuse",),
     ("engine",),
     ("touch", "hooks", "optimizer"),
+    ("checks",),
     ("attach",),
     ("__init__",),
-    ("cli",),
+    ("cli", "__main__"),
 )
 """Files of `offload`, the lowest first: each imports from its own layer and those below."""
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
+import errno
 import importlib
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from importlib import metadata
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
@@ -27,6 +25,10 @@ EXIT_SIGNAL = 128
 
 class BadInput(Exception):
     """The user asked for what cannot be; the message says what, and what to try."""
+
+
+class OutputLost(Exception):
+    """Standard output failed; the message says why, and what to try."""
 
 
 class Stopped(BaseException):
@@ -97,36 +99,102 @@ def bad_input() -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status: 0, 1 failed, 2 bad input, 128 + signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
-    if name == "--version":
-        print(f"offload {metadata.version('offload-engine')}")
-        return 0
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        if name not in COMMANDS:
-            raise BadInput(_unknown(name))
-        importlib.import_module(f"offload.cli.{name}").command(arguments[1:])
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read our output has gone. Point stdout elsewhere, or the interpreter's last
-        # flush would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_SIGNAL + signal.SIGPIPE
+        if sys.stdout is None:
+            raise BadInput(
+                "standard output is closed, and results go there: redirect it to a file, or to "
+                f"{os.devnull} where they are not wanted"
+            )
+        with contextlib.redirect_stdout(_Output(sys.stdout)):  # type: ignore[type-var]
+            try:
+                _run(arguments)
+            except SystemExit:  # Help was shown.
+                sys.stdout.flush()
+                raise
+            sys.stdout.flush()
+        return 0
     except (Stopped, KeyboardInterrupt) as stop:
         number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
         where = f" {stop.where}" if isinstance(stop, Stopped) and stop.where else ""
         by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        print(f"offload: stopped by {by}{where}", file=sys.stderr)
+        _say(f"offload: stopped by {by}{where}")
         return EXIT_SIGNAL + number
+    except BrokenPipeError:
+        return EXIT_SIGNAL + signal.SIGPIPE  # Whoever read our output has gone.
     except Exception as error:
         return _failed(error)
-    return 0
+    finally:
+        _drop_unwritten()
+
+
+class _Output:
+    """Standard output, whose failures say that it is they."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        with self._told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """As of any stream."""
+        with self._told():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            likely = "the disk it goes to is full" if error.errno == errno.ENOSPC else "it failed"
+            raise OutputLost(
+                f"standard output cannot be written: {error.strerror}; likely {likely}; redirect "
+                "it elsewhere"
+            ) from error
+
+
+def _drop_unwritten() -> None:
+    """Let go of what cannot be written, or the interpreter's last flush would complain again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _run(arguments: Sequence[str]) -> None:
+    name = arguments[0] if arguments else "--help"
+    if name in ("-h", "--help"):
+        print(_help())
+    elif name == "--version":
+        from importlib import metadata
+
+        print(f"offload {metadata.version('offload-engine')}")
+    elif name in COMMANDS:
+        importlib.import_module(f"offload.cli.{name}").command(arguments[1:])
+    else:
+        raise BadInput(_unknown(name))
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr)
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """` (did you mean ...?)` where one of `known` is like `name`, else nothing."""
+    import difflib
+
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -143,16 +211,18 @@ def _unknown(name: str) -> str:
 
 
 def _failed(error: Exception) -> int:
-    bad = isinstance(error, BadInput)
+    bad, told = isinstance(error, BadInput), isinstance(error, (BadInput, OutputLost))
     if os.environ.get("OFFLOAD_TRACEBACK") == "1":
+        import traceback
+
         traceback.print_exception(error)
     else:
-        kind = "" if bad else f"{type(error).__name__}: "
-        print(f"offload: error: {kind}{error}", file=sys.stderr)
-        cause = None if bad else error.__cause__
+        kind = "" if told else f"{type(error).__name__}: "
+        _say(f"offload: error: {kind}{error}")
+        cause = None if told else error.__cause__
         while cause is not None:
-            print(f"  caused by {type(cause).__name__}: {cause}", file=sys.stderr)
+            _say(f"  caused by {type(cause).__name__}: {cause}")
             cause = cause.__cause__
-        if not bad:
-            print("  (OFFLOAD_TRACEBACK=1 shows where)", file=sys.stderr)
+        if not told:
+            _say("  (OFFLOAD_TRACEBACK=1 shows where)")
     return EXIT_BAD_INPUT if bad else EXIT_FAILED

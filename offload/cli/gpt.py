@@ -132,6 +132,16 @@ class GPT(nn.Module):
         return logits
 
 
+def activation_bytes_least(shape: Shape, value_bytes: int, recompute: bool) -> int:
+    """What a token surely takes between forward and backward, with values of `value_bytes`.
+
+    Logits and their logarithms in float32; of each block its input, and without recompute as many
+    values again of queries, keys, values and each of the three hidden layers.
+    """
+    kept = shape.width if recompute else 4 * shape.width + 3 * shape.hidden
+    return VOCABULARY * 2 * 4 + shape.depth * kept * value_bytes
+
+
 def init(module: nn.Module) -> None:
     """Fills `module`'s own parameters; what it draws depends on torch's seed alone.
 

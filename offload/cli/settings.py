@@ -25,6 +25,13 @@ NoText = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
 WIDE_COLUMNS = 100_000
 """A terminal in which no message is wrapped."""
 
+COUNT_MAX = 2**40
+SEED_MAX = 2**64 - 1
+FACTOR_MAX = 1e30
+"""What the update can do with in float32."""
+
+_SOME = ", at most 2**40"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placing(Config):
@@ -106,13 +113,16 @@ class Train:
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq_len", "eval_windows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{flag(name)} {getattr(self, name)}: expected 1 or more")
-        for name in ("warmup", "weight_decay", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{flag(name)} {getattr(self, name)}: expected 0 or more")
-        if not 0 < self.lr < float("inf"):
-            raise ValueError(f"--lr {self.lr}: expected a positive number")
+            self._check(name, 1 <= getattr(self, name) <= COUNT_MAX, f"1 or more{_SOME}")
+        self._check("data", self.data is None or self.data != "", "the path of a file or folder")
+        self._check("warmup", 0 <= self.warmup <= COUNT_MAX, f"0 or more{_SOME}")
+        self._check("seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
+        self._check("lr", 0 < self.lr <= FACTOR_MAX, "a positive number, at most 1e30")
+        self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")
+
+    def _check(self, name: str, right: bool, expected: str) -> None:
+        if not right:
+            raise ValueError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
 
 
 def flag(name: str) -> str:
@@ -132,7 +142,7 @@ def parse(arguments: Sequence[str]) -> Train:
     finder.add_argument("--config", nargs="?")
     path = finder.parse_known_args(list(arguments))[0].config
     # The file's settings come first as flags of their own: of two equal flags the last one counts.
-    found = _flags_in(path) if path else {}
+    found = _flags_in(path) if path is not None else {}
     given = [*itertools.chain(*found.values()), *arguments]
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -175,8 +185,23 @@ def _complaint(flags: list[str]) -> str:
     line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
     if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
         name, known = unknown[1], [flag(key) for key in (*keys(), "config")]
+        if name in known:
+            return f"{name} comes after --, where options end: leave out the --"
+        if not name.startswith("-"):
+            return (
+                f"{name} belongs to no option: each takes one value, --json and --recompute none "
+                "(--no-json, --no-recompute for the contrary)"
+            )
         return f"there is no option {name}{nearest(name, known)}: offload train --help has all"
+    for kind, told_by_python in _NO_NUMBER.items():
+        line = re.sub(told_by_python, rf"\1 is no {kind}", line)
     return line or text
+
+
+_NO_NUMBER = {
+    "whole number": r"invalid literal for int\(\) with base 10: (.*)",
+    "number": r"could not convert string to float: (.*)",
+}
 
 
 def keys() -> tuple[str, ...]:
@@ -188,8 +213,8 @@ def keys() -> tuple[str, ...]:
 def _flags_in(path: str) -> dict[str, list[str]]:
     """By key of the file, the flags that say the same."""
     try:
-        with open(path, encoding="utf-8") as file:
-            found = json.load(file)
+        with open(path, encoding="utf-8-sig") as file:
+            found = json.load(file, object_pairs_hook=_once_each)
     except OSError as error:
         cause, attempt = _CONFIG_ADVICE.get(type(error), ("the drive failed", "try another file"))
         raise BadInput(
@@ -197,6 +222,10 @@ def _flags_in(path: str) -> dict[str, list[str]]:
         ) from error
     except ValueError as error:
         raise BadInput(f"--config {path} is not JSON: {error}") from None
+    except RecursionError:
+        raise BadInput(
+            f"--config {path} is nested too deeply: expected one flat JSON object"
+        ) from None
     if not isinstance(found, dict):
         raise BadInput(f"--config {path}: expected one JSON object, found {type(found).__name__}")
     flags: dict[str, list[str]] = {}
@@ -205,6 +234,14 @@ def _flags_in(path: str) -> dict[str, list[str]]:
             raise BadInput(f"--config {path}: unknown key {key!r}{nearest(key, keys())}")
         flags[key] = _flags_of(path, key, value)
     return flags
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    for key in found if len(found) < len(pairs) else ():
+        if sum(key == other for other, _ in pairs) > 1:
+            raise ValueError(f"key {key!r} is there twice")
+    return found
 
 
 _CONFIG_ADVICE: dict[type[OSError], tuple[str, str]] = {
@@ -223,13 +260,24 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
     """What one key of a file is on the command line; null is as good as absent."""
     if value is None:
         return []
-    if isinstance(value, bool):
+    switch = key in _SWITCHES
+    if switch and isinstance(value, bool):
         return [flag(key) if value else flag(f"no_{key}")]
-    if isinstance(value, (str, int, float)):
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool) and not switch:
         return [f"{flag(key)}={value}"]
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return [flag(key), *value]
-    raise BadInput(f"--config {path}: key {key!r} holds {json.dumps(value)}, which is no setting")
+    several = key == "nvme_path" and isinstance(value, list)
+    if several and all(isinstance(item, str) for item in value):
+        # On the command line what begins with a dash would be a flag, and not a path.
+        paths = [f"{os.curdir}/{item}" if item.startswith("-") else item for item in value]
+        return [flag(key), *paths]
+    wanted = "true or false" if switch else "a number or a text"
+    wanted += ", or a list of texts" if key == "nvme_path" else ""
+    found = json.dumps(value, ensure_ascii=False)
+    found = found if len(found) <= 60 else f"{found[:57]}..."
+    raise BadInput(f"--config {path}: key {key!r} holds {found}: expected {wanted}")
+
+
+_SWITCHES = tuple(one.name for one in dataclasses.fields(Train) if isinstance(one.default, bool))
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -12,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
+from offload.arena import compute_device, device_free_bytes
 from offload.cli import Signals, bad_input, data, display, gpt
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
+from offload.machine import host_free_bytes
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
@@ -36,9 +38,10 @@ def command(arguments: Sequence[str]) -> None:
     """
     settings = parse(arguments)
     with bad_input():
+        check_memory(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
-    console, remarks = Console(stderr=settings.json), Console(stderr=True)
+    console, remarks = display.Output(stderr=settings.json), display.Output(stderr=True)
     for notice in corpus.notices:
         remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
     with Signals() as signals:
@@ -59,7 +62,9 @@ def command(arguments: Sequence[str]) -> None:
                     progress.update(record["step"], record["loss"], record["tokens_per_s"])
                     if settings.json:
                         _emit(record)
-            loss, count = evaluate(settings, model, corpus)
+            with _out_of_memory("after the last step, on held-out text"):
+                loss, count = evaluate(settings, model, corpus)
+            _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
             engine.settle()
             report = engine.report()
             if settings.json:
@@ -79,6 +84,28 @@ def command(arguments: Sequence[str]) -> None:
                 highlight=False,
                 soft_wrap=True,
             )
+
+
+def check_memory(settings: Train) -> None:
+    """Refuses a micro-batch whose activations cannot fit, in place of dying of it later.
+
+    Raises:
+        ValueError: it needs more than is free, at the very least.
+    """
+    shape, value_bytes = gpt.SIZES[settings.size], getattr(torch, settings.dtype).itemsize
+    needed = gpt.activation_bytes_least(shape, value_bytes, settings.recompute)
+    needed *= settings.batch * settings.seq_len
+    free = device_free_bytes(compute_device())
+    free = host_free_bytes() if free is None else free
+    if needed > free:
+        raise ValueError(
+            f"--batch {settings.batch} windows of --seq-len {settings.seq_len} need "
+            f"{format_bytes(needed)} of memory for activations at the least, and "
+            f"{format_bytes(free)} are free: {_SMALLER}"
+        )
+
+
+_SMALLER = "lower --batch (and raise --micro-batches instead), or --seq-len, or give --recompute"
 
 
 def build(settings: Train) -> tuple[nn.Module, Any]:
@@ -128,20 +155,42 @@ def steps(
         record: dict[str, Any] = {"kind": "step", "step": step}
         with signals.hold():
             record["lr"] = scheduler.get_last_lr()[0]
-            record["loss"] = train_step(settings, model, optimizer, corpus, step)
+            with _out_of_memory(f"in step {step}"):
+                record["loss"] = train_step(settings, model, optimizer, corpus, step)
             if settings.placing.max_grad_norm is not None:
                 record["grad_norm"] = optimizer.grad_norm()
             scheduler.step()
             signals.where = f"after step {step} of {settings.steps}"
-        if not math.isfinite(record["loss"]):
-            raise ArithmeticError(
-                f"the loss is {record['loss']} at step {step}: training has diverged. Try a lower "
-                f"--lr than {settings.lr:g}, or --max-grad-norm 1"
-            )
+        _check_finite(record["loss"], f"the loss is {record['loss']} at step {step}", settings)
         now = time.perf_counter()
         record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
         started = now
         yield record
+
+
+def _check_finite(loss: float, found: str, settings: Train) -> None:
+    if not math.isfinite(loss):
+        raise ArithmeticError(
+            f"{found}: training has diverged. Try a lower --lr than {settings.lr:g}, or "
+            "--max-grad-norm 1"
+        )
+
+
+@contextlib.contextmanager
+def _out_of_memory(where: str) -> Iterator[None]:
+    """Names what to try where torch or numpy are refused memory.
+
+    Raises:
+        MemoryError: they were.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # Of the CPU torch raises a plain RuntimeError.
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if known or "DefaultCPUAllocator" in str(error):
+            raise MemoryError(f"no memory is left {where}: {_SMALLER}") from error
+        raise
 
 
 def train_step(

@@ -1,0 +1,152 @@
+"""What cannot be attached, refused by name before anything is touched."""
+
+from __future__ import annotations
+
+import reprlib
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.binding import Group
+from offload.config import Config
+from offload.engine import Engine
+from offload.lanes import EngineError
+from offload.optimizer import Optimizer, check_optimizer
+from offload.resting import RestingParameter
+
+
+def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
+    """Refuse arguments of attach that are not what they should be, whoever mixed them up.
+
+    Raises:
+        TypeError: one is of a kind that cannot serve.
+        ValueError: the model or the optimizer is attached, or an option is not offered.
+    """
+    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"attach was given the optimizer ({type(model).__name__}) first and the model "
+            f"({type(optimizer).__name__}) second: write attach(model, optimizer, config)"
+        )
+    if not isinstance(model, nn.Module):
+        hint = "build it first, with ()" if isinstance(model, type) else "give the whole model"
+        raise TypeError(f"attach: model is {_found(model)} and no torch.nn.Module: {hint}")
+    if not isinstance(config, Config):
+        hint = "(**settings)" if isinstance(config, dict) else "(...)"
+        raise TypeError(
+            f"attach: config is {_found(config)} and no offload.Config: write attach(model, "
+            f"optimizer, offload.Config{hint})"
+        )
+    for parameter in model.parameters():
+        if isinstance(parameter, RestingParameter):
+            _refuse_attached(vars(parameter)["_offload_home"].engine)
+    _check_parameters(model)
+    if isinstance(optimizer, Optimizer):
+        raise ValueError(
+            "the optimizer is one that attach returned, for another model: give a torch.optim "
+            "optimizer over the parameters of this one"
+        )
+    if optimizer is None:
+        return
+    if isinstance(optimizer, type) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"attach: optimizer is {_found(optimizer)} and no optimizer: give torch.optim.AdamW("
+            "model.parameters()) or Adam, or None for a model that is not trained"
+        )
+    check_optimizer(optimizer)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    """Refuse parameters that would not be the same afterwards.
+
+    Raises:
+        ValueError: see the message.
+    """
+    found: list[tuple[int, int, str]] = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(
+                f"parameter {name} has no shape yet (a Lazy module): run one batch through the "
+                "model before attach"
+            )
+        if type(parameter) is not nn.Parameter:
+            kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
+            raise ValueError(
+                f"parameter {name} is of class {kind}, whose ways an offloaded one would lose: "
+                "make it a plain torch.nn.Parameter"
+            )
+        if not parameter.is_meta and parameter.numel() and parameter.is_contiguous():
+            found.append((parameter.data_ptr(), parameter.nbytes, name))
+    found.sort()
+    for (first, size, name), (second, _, other) in pairwise(found):
+        if second < first + size:
+            raise ValueError(
+                f"parameters {name} and {other} share memory but are two, and offloaded they would "
+                "part: make them one parameter, or give one of them a clone()"
+            )
+
+
+def _refuse_attached(engine: Engine) -> None:
+    try:
+        engine.check()
+    except EngineError as error:
+        raise ValueError(
+            f"the model is attached already, and its values cannot be had any more ({error}): "
+            "build the model again, and load what was saved of it"
+        ) from error
+    raise ValueError(
+        "the model is attached already: detach it first (offload.detach(model)), or go on with the "
+        "optimizer that attach returned"
+    )
+
+
+def _found(value: object) -> str:
+    text = reprlib.repr(value) if type(value) in (str, dict) else ""
+    if isinstance(value, type):
+        return f"the class {value.__name__} itself"
+    return f"of class {type(value).__name__}" + (f" ({text})" if text else "")
+
+
+def check_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]
+) -> None:
+    """Refuse by name what cannot be attached.
+
+    Raises:
+        ValueError: see the message.
+    """
+    named = {p: name for group in groups for name, p in group.named.items()}
+    if not named:
+        raise ValueError("the model has no parameters: there is nothing to offload")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name} is on the meta device and attach does not know its values: "
+                "compute it in forward, or build it on the real device"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
+                "Python module that it was made from"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(
+                f"{name or 'the model'} has sparse gradients, and only dense ones can be "
+                f"offloaded: build the {type(module).__name__} with sparse=False"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"{name or 'the model'} changes its weight inside its own forward (max_norm="
+                f"{module.max_norm}), and an offloaded one can change between forwards only: build "
+                f"the {type(module).__name__} without max_norm and renormalise after step()"
+            )
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
+        for parameter in group["params"]:
+            if parameter not in named and parameter.numel():
+                raise ValueError(
+                    f"the optimizer's group {number} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
+                    "model.parameters()"
+                )

@@ -1,0 +1,121 @@
+"""What attach refuses: arguments mixed up, and models whose parameters would not be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from tests.faults import nothing_leaks
+from tests.small import MIXED, adamw, config, small, torch_step
+
+MIXED_UP: dict[str, tuple[Callable[[nn.Module, Any], tuple[Any, ...]], str]] = {
+    "optimizer and model": (
+        lambda m, o: (o, m),
+        r"the optimizer \(AdamW\) first and the model \(Net\) second: write attach\(model, opt",
+    ),
+    "optimizer and config": (
+        lambda m, o: (m, offload.Config(), o),
+        r"config is of class AdamW.*write attach\(model, optimizer, offload.Config\(\.\.\.\)\)",
+    ),
+    "config for the optimizer": (
+        lambda m, o: (m, offload.Config()),
+        r"optimizer is of class Config and no optimizer: give torch\.optim\.AdamW",
+    ),
+    "a dict": (
+        lambda m, o: (m, o, {"params": "cpu"}),
+        r"config is of class dict \(\{'params': 'cpu'\}\).*offload\.Config\(\*\*settings\)",
+    ),
+    "an empty dict": (lambda m, o: (m, o, {}), r"config is of class dict \(\{\}\)"),
+    "False": (lambda m, o: (m, o, False), "config is of class bool"),
+    "the config's class": (
+        lambda m, o: (m, o, offload.Config),
+        "config is the class Config itself",
+    ),
+    "no model": (lambda m, o: (None, o), r"model is of class NoneType and no torch\.nn\.Module"),
+    "parameters": (lambda m, o: (m.parameters(), o), "model is of class generator"),
+    "the model's class": (lambda m, o: (nn.Linear, o), "the class Linear itself.*build it first"),
+    "the optimizer's class": (
+        lambda m, o: (m, torch.optim.AdamW),
+        "optimizer is the class AdamW itself",
+    ),
+    "a list": (lambda m, o: (m, [o]), "optimizer is of class list and no optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_UP)
+def test_arguments_mixed_up_are_refused_in_one_message(name: str) -> None:
+    mix, message = MIXED_UP[name]
+    model = small()
+    mine = adamw(model)
+    with nothing_leaks(), pytest.raises(TypeError, match=message) as caught:
+        offload.attach(*mix(model, mine))
+    assert "\n" not in str(caught.value)
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    torch_step(model, mine)
+
+
+class Shared(nn.Module):
+    """Two parameters in one piece of memory."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        flat = torch.ones(8)
+        self.one = nn.Parameter(flat[:4])
+        self.other = nn.Parameter(flat[first : first + 4])
+
+
+class Special(nn.Parameter):
+    """Has ways of its own."""
+
+
+def special() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight = Special(model.weight.data)
+    return model
+
+
+def scripted() -> nn.Module:
+    class Empty(torch.jit.ScriptModule):
+        pass
+
+    return nn.Sequential(nn.Linear(2, 2), Empty())
+
+
+LOST: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "an overlap": (lambda: Shared(3), "parameters one and other share memory.*clone"),
+    "a class of its own": (special, r"parameter weight is of class tests\.\S*Special"),
+    "no shape yet": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet"),
+    "TorchScript": (scripted, "1 is a TorchScript module.*Python module"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_would_not_be_the_same_is_refused(name: str) -> None:
+    build, message = LOST[name]
+    with nothing_leaks(), pytest.raises(ValueError, match=message):
+        offload.attach(build(), None)
+
+
+def test_parameters_side_by_side_in_one_piece_of_memory_are_fine() -> None:
+    model = Shared(4)
+    offload.attach(model, None)
+    assert model.other.tolist() == [1.0] * 4
+    offload.detach(model)
+
+
+def test_the_optimizer_of_another_attached_model_is_refused(tmp_path: Any) -> None:
+    model, other = small(), small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        with pytest.raises(ValueError, match="attach returned, for another model"):
+            offload.attach(other, optimizer, config(MIXED, tmp_path))
+        with pytest.raises(ValueError, match=r"attached already: detach it first"):
+            offload.attach(model, optimizer, config(MIXED, tmp_path))
+        torch_step(model, optimizer)
+    with pytest.raises(ValueError, match=r"attached already, .*closed.*build the model again"):
+        offload.attach(model, None)

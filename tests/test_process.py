@@ -1,0 +1,128 @@
+"""The command line as a process: how it begins, Ctrl-C at any time, output that fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+SHORT = ["train", "--steps", "2", "--batch", "1", "--seq-len", "16", "--eval-windows", "2"]
+
+TOLD = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+set_handler = signal.signal
+def told(*handler):
+    before = set_handler(*handler)
+    print("up", flush=True)
+    return before
+signal.signal = told
+from offload.__main__ import main
+sys.exit(main())
+"""
+"""The command line, saying when it has begun: what the interpreter does before is not ours."""
+
+
+def python(code: str) -> str:
+    """Standard output of a fresh interpreter."""
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def command_line(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "offload", *arguments]
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    return subprocess.run(command, timeout=100, **options)
+
+
+def test_nothing_heavy_is_imported_before_a_command_is_known() -> None:
+    light = "import sys, offload.__main__, offload.cli; print(*sys.modules)"
+    loaded = python(light).split()
+    assert not {"torch", "numpy", "tyro", "rich", "importlib.metadata"} & set(loaded)
+    entry = python(
+        "import sys; a = set(sys.modules); import offload.__main__\nprint(*(set(sys.modules) - a))"
+    ).split()
+    assert set(entry) <= {"offload", "offload.__main__", "signal", "enum", "types", "operator"}
+
+
+@pytest.mark.parametrize("first", ["", "import torch"])
+def test_the_public_names_are_the_same_however_they_are_loaded(first: str) -> None:
+    python(f"""
+{first}
+import offload.attach, types
+assert isinstance(offload.attach, types.FunctionType)
+from offload.attach import engine_of
+assert offload.engine_of is engine_of
+for name in offload.__all__:
+    assert callable(getattr(offload, name)), name
+assert dir(offload) == sorted(offload.__all__)
+assert not hasattr(offload, "nonsense")
+""")
+
+
+def test_ctrl_c_at_any_time_is_quiet() -> None:
+    delays = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 3.0)
+    command = [sys.executable, "-W", "error", "-c", TOLD, *SHORT, "--steps", "100000"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # Two at a time: at the later delays a slow machine imports still, a fast one trains.
+    for pair in (delays[:1], delays[1:3], delays[3:5], delays[5:]):
+        running: list[Any] = [subprocess.Popen(command, text=True, **pipes) for _ in pair]
+        for process in running:
+            assert process.stdout.readline() == "up\n"
+        begun = time.monotonic()
+        for delay, process in zip(pair, running):
+            time.sleep(max(0.0, begun + delay - time.monotonic()))
+            process.send_signal(signal.SIGINT)
+        for delay, process in zip(pair, running):
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 128 + signal.SIGINT, (delay, errors)
+            assert "Traceback" not in errors, delay
+            assert "stopped by Ctrl-C" in errors, delay
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",)])
+def test_output_that_cannot_be_written_is_told(arguments: tuple[str], unbuffered: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = command_line(
+            *arguments, stdout=full, env={**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("offload: error: standard output cannot be written: No space")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("train", "--help"), (*SHORT, "--json")])
+def test_a_command_whose_output_cannot_be_written(arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = command_line(*arguments, stdout=full)
+    assert done.returncode == 1
+    assert "offload: error: standard output cannot be written: No space" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_gone_before_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = command_line("--help", stdout=writing)
+    finally:
+        os.close(writing)
+    assert done.returncode == 128 + signal.SIGPIPE
+    assert not done.stderr
+
+
+def test_closed_streams() -> None:
+    shell = [
+        f'"{sys.executable}" -m offload --version >&-',
+        f'"{sys.executable}" -m offload x 2>&-',
+    ]
+    out, err = [subprocess.run(line, shell=True, capture_output=True, text=True) for line in shell]
+    assert out.returncode == 2
+    assert out.stderr.startswith("offload: error: standard output is closed")
+    assert (err.returncode, err.stdout, err.stderr) == (2, "", "")
