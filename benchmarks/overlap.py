@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from tests.test_overlap import NVME, SLOW, UNITS, lane_seconds, measured, predicted
+from tests.test_overlap import LARGE, NVME, SLOW, UNITS, lane_seconds, measured, predicted
 
 RATIOS = (0.5, 1.0, 1.15, 1.3, 1.5, 2.0)
 
@@ -28,12 +28,12 @@ def main() -> None:
     for column in ("compute / disk", "step s", "exposed", "predicted step s", "exposed"):
         table.add_column(column, justify="right")
     with tempfile.TemporaryDirectory() as directory:
-        drive = Path(directory)
-        disk = lane_seconds(NVME, drive)
+        case = NVME, Path(directory), LARGE
+        disk = lane_seconds(case)
         for ratio in RATIOS:
             seconds = ratio * disk / (3 * UNITS)
-            step, exposed = measured(NVME, drive, seconds)
-            timeline = predicted(NVME, drive, seconds)
+            step, exposed = measured(case, seconds)
+            timeline = predicted(case, seconds)
             table.add_row(
                 f"{ratio:.2f}",
                 f"{step:.3f}",

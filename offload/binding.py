@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from offload.arena import typed
+from offload.interrupt import whole
 from offload.profile import Unit
 from offload.resting import RestingParameter
 from offload.task import Task
@@ -256,6 +257,7 @@ class SavingGuard:
         """Stop guarding; guards are closed in reverse order."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
+    @whole
     def _pack(self, tensor: torch.Tensor) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             handle = self._locator.handle_of(tensor)
@@ -263,6 +265,7 @@ class SavingGuard:
             return handle
         return (self._outer[0](tensor),) if self._outer is not None else tensor
 
+    @whole
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return packed.engine.tensor_of(packed)

@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 
-from offload.arena import Memory, host_tensor
+from offload.arena import Memory
 from offload.binding import BoundUnit, Handle, version_of
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
-from offload.gradients import Gradients
+from offload.gradients import Gradients, take_gradient
+from offload.interrupt import torn, whole
+from offload.inuse import InUse
 from offload.lanes import EngineError, LaneUse
 from offload.layout import Plan, TierUse
-from offload.passes import Entry, Passes, in_backward
+from offload.passes import Passes, in_backward
 from offload.profile import profile_of
-from offload.program import Program, Value, Verb, compile_program
+from offload.program import Program, Verb, compile_program
 from offload.updates import Frozen, Updates
 
 
@@ -62,16 +64,17 @@ class Engine:
             self.notices += (executor.store.notice,)
         self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
+        self.in_use = InUse(executor, memory, self.passes)
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm)
         self.finality = Finality(None if max_grad_norm is not None else micro_batches)
         self.units = units
-        self._memory = memory
-        self._pid = os.getpid()
+        self._pid, self._torn = os.getpid(), torn()
         self._since = time.perf_counter()
-        self._in_use: list[BoundUnit] = []
         self._graphs: set[int] = set()
+        self._final: set[int] = set()
+        """Units whose gradient is final, but whose backward may still use their weights."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
 
     def __enter__(self) -> Engine:
@@ -100,6 +103,11 @@ class Engine:
             )
         if not self._close.alive:
             raise EngineError("the offload engine of this model was closed")
+        if torn() != self._torn:
+            raise EngineError(
+                "Ctrl-C was pressed twice while the engine was in the middle of something, which "
+                "may be half done now: start again from the last checkpoint"
+            )
         self.executor.lanes.check()
 
     def _before_write(self, unit: int) -> bool:
@@ -130,17 +138,19 @@ class Engine:
             self.passes.open(Verb.BACKWARD)
         self._graphs.add(graph)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(self._graph_ended, graph))
+        engine.queue_callback(whole(partial(self._graph_ended, graph)))
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         self._graphs.discard(graph)
+        self._release_held()
         if not self._graphs:
             self.end_pass(finished=True)
+            self._begin_final()
             self.finality.backward_ended()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
-        """Take over a gradient; when it makes the unit's final, begin the unit's update."""
+        """Take over a gradient; when it makes the unit's final, its update begins soon."""
         self.enter_backward()
         self.finality.gradient_came()
         self.finality.require_open(unit, self.plan.profile.units[unit].name)
@@ -148,6 +158,14 @@ class Engine:
         held = unit in self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
         if self.finality.in_last_backward and not held and self.gradients.all_came(unit):
             self.gradients.send(unit)
+            self._final.add(unit)
+        else:
+            self._final.discard(unit)
+
+    def _begin_final(self) -> None:
+        """Begin the updates of units whose gradient is final and whose backward is over."""
+        for unit in sorted(unit for unit in self._final if self.units[unit].buffer is None):
+            self._final.remove(unit)
             if not self.finality.begun:
                 self.updates.settle()
             turns = self.finality.begin(unit)
@@ -156,10 +174,13 @@ class Engine:
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
-        for bound in list(self._in_use):
-            bound.depth, bound.held = 0, False
-            self._release(bound)
+        self.in_use.release_all()
         self._graphs.clear()
+        if not finished:
+            self._final.clear()
+            for bound in self.units if self.passes.verb is Verb.BACKWARD else ():
+                for parameter in bound.parameters:
+                    take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.gradients.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
@@ -173,8 +194,8 @@ class Engine:
     def enter(self, unit: int) -> None:
         """A module that uses `unit` is about to run."""
         bound = self.units[unit]
-        bound.depth += 1
         self._use(bound)
+        bound.depth += 1
 
     def leave(self, unit: int) -> None:
         """A module that uses `unit` has run.
@@ -186,7 +207,7 @@ class Engine:
         bound.depth = max(0, bound.depth - 1)
         bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
         edited = bound.edited() if bound.buffer is not None else None
-        self._release(bound)
+        self.in_use.release(bound)
         if edited:
             raise RuntimeError(
                 f"{edited} was changed in place while its own module ran: in use it is a view of "
@@ -197,15 +218,20 @@ class Engine:
     def hold(self, unit: int) -> None:
         """The backward of `unit` is next, and that of the units before it is over."""
         bound = self.units[unit]
-        for other in list(self._in_use):
-            if other is not bound and not other.spec.lasting:
-                other.held = False
-                self._release(other)
+        self._release_held(but=bound)
         bound.held = True
         self._use(bound)
+        self._begin_final()
+
+    def _release_held(self, but: BoundUnit | None = None) -> None:
+        """The backward of the units held is over; lasting ones stay to the end of the pass."""
+        for bound in self.in_use:
+            if bound is not but and not bound.spec.lasting:
+                bound.held = False
+                self.in_use.release(bound)
 
     def _use(self, bound: BoundUnit) -> None:
-        """Bring a unit's weights into its slot and let its parameters be views of it."""
+        """Bring a unit into use, in a pass that is opened where there is none."""
         if bound.buffer is not None:
             return
         if in_backward():
@@ -213,59 +239,14 @@ class Engine:
         elif self.passes.verb is None:
             self.passes.open(Verb.FORWARD)
         self.settle_edits(bound.index)
-        entry = self.passes.take(bound.index)
-        slot = self.plan.weight_slot[bound.index]
-        if slot is not None and any(
-            self.plan.weight_slot[other.index] == slot for other in self._in_use
-        ):
-            self._use_apart(bound, entry)
-            return
-        try:
-            self.executor.lanes.begin(entry.task)
-            bound.serve(self._memory.weights(bound.index), keep_views=True)
-        except BaseException:
-            if entry.task.begun:
-                self.executor.lanes.finish(entry.task)
-            self.passes.give_up(entry)
-            raise
-        bound.task = entry.task
-        self._in_use.append(bound)
-
-    def _use_apart(self, bound: BoundUnit, entry: Entry) -> None:
-        """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
-        self.passes.give_up(entry)
-        self.executor.quiesce("weight", bound.index, to_write=False)
-        buffer = host_tensor(bound.spec.weight_bytes).to(self.executor.device)
-        for piece, (offset, size) in enumerate(bound.spec.pieces):
-            buffer[offset : offset + size].copy_(
-                self.executor.peek(Value("weight", bound.index, piece))
-            )
-        bound.serve(buffer, keep_views=False)
-        self._in_use.append(bound)
-
-    def _release(self, bound: BoundUnit) -> None:
-        """Put a unit at rest when nothing uses it any more."""
-        if bound.buffer is None or bound.depth > 0 or bound.held:
-            return
-        bound.rest()
-        if bound.task is not None:
-            self.executor.lanes.finish(bound.task)
-            bound.task = None
-        self._in_use.remove(bound)
+        self.in_use.serve(bound)
 
     # -- saved tensors ---------------------------------------------------------------------------
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in the weights of a unit in use, else None."""
-        if tensor.layout is not torch.strided or tensor.device.type != self.executor.device.type:
-            return None
-        address = tensor.data_ptr()
-        for bound in self._in_use:
-            assert bound.buffer is not None
-            offset = address - bound.buffer.data_ptr()
-            if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
-                return self._handle(bound, offset, tensor)
-        return None
+        found = self.in_use.holding(tensor)
+        return None if found is None else self._handle(*found, tensor)
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
@@ -327,6 +308,7 @@ class Engine:
             for index, one in enumerate(bound.spec.parameters):
                 yield one.name, self.values_of(bound.index, index)
 
+    @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         self.check()
@@ -336,6 +318,7 @@ class Engine:
 
     # -- the optimizer ---------------------------------------------------------------------------
 
+    @whole
     def step(self, frozen: Frozen) -> None:
         """Take one optimizer step over the parameters in `frozen`; returns before it is done."""
         self.check()
@@ -361,6 +344,7 @@ class Engine:
         self.executor.step = self.steps + 1
         self.updates.issue(frozen, self.passes.number + 1)
 
+    @whole
     def settle(self) -> None:
         """Block until every update is done, and raise what went wrong.
 
@@ -388,6 +372,7 @@ class Engine:
         exposed = sum(one.exposed_s for one in use.values())
         return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
 
+    @whole
     def close(self) -> None:
         """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
         if os.getpid() == self._pid:

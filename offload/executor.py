@@ -7,23 +7,28 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from offload.arena import Memory, host_tensor
 from offload.lanes import Lanes
 from offload.layout import Kind, Plan
-from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells
+from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.scoreboard import Scoreboard
 from offload.store import Store
-from offload.task import Key, Task
+from offload.task import Key, Passage, Task
 
 SCOREBOARD_SWEEP_TASKS = 20_000
 """Tasks between two sweeps of the scoreboard."""
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
+
+
+BytesOf = Callable[[Use], torch.Tensor]
+"""Gives the flat bytes of a use, wherever its chunk has its staging slot."""
 
 
 class Executor:
@@ -57,18 +62,45 @@ class Executor:
         run: Callable[[], None] | None = None,
     ) -> Task:
         """Queue `op` on its lane; a move knows what to do, any other op does `run`."""
-        work = self._mover(op) if op.verb is Verb.MOVE else run
+        work = self._mover(op, None) if op.verb is Verb.MOVE else run
         assert work is not None
         return self._submit(op, pass_number, work)
+
+    def issue_chunk(
+        self,
+        ops: Sequence[Op],
+        pass_number: int,
+        run: Callable[[BytesOf], None],
+    ) -> list[Task]:
+        """Queue the ops of a chunk: moves, and the one that does `run`."""
+        passage = Passage() if staged(ops) else None
+        tasks = []
+        for op in ops:
+            bytes_of = partial(self._bytes_of, passage)
+            moves = op.verb is Verb.MOVE
+            work = self._mover(op, passage) if moves else partial(run, bytes_of)
+            tasks.append(self._submit(op, pass_number, work, passage))
+        if passage is not None:
+            self.lanes.seal(passage)
+        return tasks
 
     def reserve(self, op: Op, pass_number: int) -> Task:
         """A task for the user's own compute, begun and finished by the caller."""
         return self._submit(op, pass_number, None)
 
-    def _submit(self, op: Op, pass_number: int, run: Callable[[], None] | None) -> Task:
+    def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
+        return self.memory.at(use if passage is None else passage.at(use))
+
+    def _submit(
+        self,
+        op: Op,
+        pass_number: int,
+        run: Callable[[], None] | None,
+        passage: Passage | None = None,
+    ) -> Task:
         reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
         key: Key = (pass_number, op.deadline)
-        task = self.lanes.submit(op, self._board.waits(reads, writes), key, run)
+        task = self.lanes.submit(op, self._board.waits(reads, writes), key, run, passage)
         self._board.note(task, reads, writes)
         self._noted += 1
         if self._noted >= SCOREBOARD_SWEEP_TASKS:
@@ -76,27 +108,26 @@ class Executor:
             self._noted = 0
         return task
 
-    def _mover(self, op: Op) -> Callable[[], None]:
-        (source, value), (target, _) = op.reads[0], op.writes[0]
+    def _mover(self, op: Op, passage: Passage | None) -> Callable[[], None]:
+        source, target, value = op.reads[0], op.writes[0], op.value
         unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
         part, step = None if chunk == WHOLE else chunk, self.step
 
         def read() -> None:
             assert self.store is not None
-            self.store.read(value.kind, unit, self.memory.at(Use(target, value)), part)
+            self.store.read(value.kind, unit, self._bytes_of(passage, target), part)
 
         def write() -> None:
             assert self.store is not None
-            here = self.memory.at(Use(source, value))
-            self.store.write(value.kind, unit, here, step, part)
+            self.store.write(value.kind, unit, self._bytes_of(passage, source), step, part)
 
         def copy() -> None:
-            here = self.memory.at(Use(source, value))
-            self.memory.at(Use(target, value)).copy_(here, non_blocking=True)
+            here = self._bytes_of(passage, source)
+            self._bytes_of(passage, target).copy_(here, non_blocking=True)
 
-        if source.tier == "nvme":
+        if source.place.tier == "nvme":
             return read
-        return write if target.tier == "nvme" else copy
+        return write if target.place.tier == "nvme" else copy
 
     # -- the user's thread at the homes --------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from offload.binding import SavingGuard
 from offload.engine import Engine
 from offload.gradients import take_gradient
+from offload.interrupt import whole
 from offload.passes import in_backward
 
 
@@ -97,7 +98,7 @@ class Hooks:
                 if self._engine.units[unit].spec.backward:
                     for leaf in leaves:
                         if leaf.grad_fn is not None:
-                            leaf.register_hook(partial(self._before_backward, unit))
+                            leaf.register_hook(whole(partial(self._before_backward, unit)))
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -114,7 +115,8 @@ class _Hook:
 
     def __init__(self, function: Callable[..., Any]):
         """Call `function` wherever the hook is called."""
-        self._function: Any = torch._dynamo.disable(function)  # type: ignore[no-untyped-call]
+        disable: Any = torch._dynamo.disable
+        self._function = disable(whole(function))
 
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)

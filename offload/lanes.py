@@ -1,22 +1,22 @@
 """The lanes: one thread each, running what may start, the earliest deadline first.
 
-Of the tasks (see [Note: Tasks]) that are ready a lane takes the most urgent. When an op fails,
-nothing more is started, every blocked wait ends, and the next call raises.
+What may start, and which goes first, says `Schedule`. When an op fails, nothing more is started,
+every blocked wait ends, and the next call raises.
 """
 
 from __future__ import annotations
 
-import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from offload.program import Lane, Op
-from offload.task import Fence, Key, State, Task
+from offload.schedule import Schedule
+from offload.task import Fence, Key, Passage, State, Task
 
 HISTORY_MAX = 4
 """How many tasks back a wait is traced to the lane that caused it."""
@@ -35,13 +35,6 @@ class LaneUse:
     """Time that the user's thread was blocked and this lane was the reason."""
     bytes: int = 0
     operations: int = 0
-
-
-@dataclass(slots=True)
-class _Queue:
-    ready: list[tuple[Key, int, Task]] = field(default_factory=list)
-    """A heap; a task may be in it twice, with the urgency that it had and the one it was lent."""
-    wake: threading.Condition = field(default_factory=threading.Condition)
 
 
 class Lanes:
@@ -63,7 +56,8 @@ class Lanes:
         """
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._queues = {lane: _Queue(wake=threading.Condition(self._lock)) for lane in lanes}
+        self._wake = {lane: threading.Condition(self._lock) for lane in lanes}
+        self._schedule = Schedule(self._on_ready)
         self._pace = pace
         self._device = device
         self._serial = 0
@@ -88,32 +82,35 @@ class Lanes:
     # -- submitting ---------------------------------------------------------------------------
 
     def submit(
-        self, op: Op, waits: Iterable[Task], key: Key, run: Callable[[], None] | None = None
+        self,
+        op: Op,
+        waits: Iterable[Task],
+        key: Key,
+        run: Callable[[], None] | None = None,
+        passage: Passage | None = None,
     ) -> Task:
-        """Queue an op behind `waits`; without `run` it is the user's own compute."""
+        """Queue an op behind `waits`; without `run` it is the user's own compute.
+
+        With `passage` it is one of the ops of a chunk, and starts after `seal`.
+        """
         with self._lock:
             self._serial += 1
-            task = Task(op, run, key, self._serial)
-            for other in waits:
-                if other.over:
-                    task.fences += other.fences
-                else:
-                    other.followers.append(task)
-                    task.waits.append(other)
-                    task.missing += 1
-                    self._hurry(other, key)
-            if not task.missing:
-                self._make_ready(task, None)
+            task = Task(op, run, key, self._serial, passage)
+            self._schedule.add(task, waits)
         return task
+
+    def seal(self, passage: Passage) -> None:
+        """All ops of `passage` are queued: let it start."""
+        with self._lock:
+            self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
         with self._lock:
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
-                    task.go(State.CANCELLED)
-                    self._hand_on_waits(task)
-                    self._release(task)
+                    self._schedule.cancel(task)
+            self._changed.notify_all()
 
     # -- the user's thread --------------------------------------------------------------------
 
@@ -143,8 +140,7 @@ class Lanes:
         with self._lock:
             if fence is not None:
                 task.fences = [fence]
-            task.go(State.DONE)
-            self._release(task)
+            self._finish(task)
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -195,8 +191,8 @@ class Lanes:
             return
         with self._lock:
             self._closing = True
-            for queue in self._queues.values():
-                queue.wake.notify_all()
+            for wake in self._wake.values():
+                wake.notify_all()
             self._changed.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -214,19 +210,19 @@ class Lanes:
             stream = torch.Stream(self._device)
             torch.accelerator.set_stream(stream)
         self._started.wait()
-        queue = self._queues[lane]
         with torch.no_grad():
-            while True:
-                with self._lock:
-                    while not queue.ready and not self._closing:
-                        queue.wake.wait()
-                    if self._closing:
-                        return
-                    task = heapq.heappop(queue.ready)[2]
-                    if task.state is not State.READY or self._failure is not None:
-                        continue
-                    task.go(State.RUNNING)
+            while (task := self._next(lane)) is not None:
                 self._run(lane, task, stream)
+
+    def _next(self, lane: Lane) -> Task | None:
+        """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
+        with self._lock:
+            while not self._closing:
+                task = None if self._failure is not None else self._schedule.take(lane)
+                if task is not None:
+                    return task
+                self._wake[lane].wait()
+            return None
 
     def _run(self, lane: Lane, task: Task, stream: torch.Stream | None) -> None:
         start = time.perf_counter()
@@ -252,8 +248,7 @@ class Lanes:
                 self._failure = self._failure or error
                 self._changed.notify_all()
                 return
-            task.go(State.DONE)
-            self._release(task)
+            self._finish(task)
 
     def _drain(self, stream: torch.Stream) -> None:
         """Wait for the lane's stream without spinning a core."""
@@ -271,52 +266,20 @@ class Lanes:
 
     # -- under the lock -----------------------------------------------------------------------
 
-    def _release(self, task: Task) -> None:
-        for follower in task.followers:
-            follower.fences += task.fences
-            follower.missing -= 1
-            if not follower.missing and follower.state is State.WAITING:
-                self._make_ready(follower, task)
-        task.followers = []
-        task.waits = []
+    def _finish(self, task: Task) -> None:
+        self._schedule.finish(task)
         self._changed.notify_all()
 
-    def _hand_on_waits(self, task: Task) -> None:
-        """Whoever waited for `task` to be in order waits for what it was waiting for."""
-        for other in task.waits:
-            for follower in task.followers if not other.over else ():
-                if other not in follower.waits:
-                    other.followers.append(follower)
-                    follower.waits.append(other)
-                    follower.missing += 1
-
-    def _hurry(self, task: Task, key: Key) -> None:
-        """Let `task` and all that it waits for be at least as urgent as `key`."""
-        found = [task]
-        while found:
-            one = found.pop()
-            if one.over or one.key <= key:
-                continue
-            one.key = key
-            if one.state is State.READY:
-                self._queue(one)
-            found += one.waits
-
-    def _make_ready(self, task: Task, last: Task | None) -> None:
-        task.go(State.READY)
-        task.ready_at = time.perf_counter()
-        if last is not None and last.run is not None:
-            task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
-        self._queue(task)
-
-    def _queue(self, task: Task) -> None:
+    def _on_ready(self, task: Task, last: Task | None) -> None:
         """Let the lane, or the user's thread, know of a task that is ready."""
-        if task.run is None:
+        if not task.ready_at:
+            task.ready_at = time.perf_counter()
+            if last is not None and last.run is not None:
+                task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
+        if task.of_user:
             self._changed.notify_all()
-            return
-        queue = self._queues[task.op.lane]
-        heapq.heappush(queue.ready, (task.key, task.serial, task))
-        queue.wake.notify()
+        else:
+            self._wake[task.op.lane].notify()
 
 
 def _ran(*_: Any) -> None:

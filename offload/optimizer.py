@@ -10,6 +10,7 @@ from torch import nn
 
 from cpu_adam import AdamHyper
 from offload.engine import Engine
+from offload.interrupt import whole
 from offload.states import States
 from offload.updates import Turn
 
@@ -133,6 +134,7 @@ class Optimizer(torch.optim.Optimizer):
         """Steps that a parameter has taken."""
         return self._states.steps.get(self._places[parameter], 0)
 
+    @whole
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
         """`step` and the slots of a parameter's state; empty before its first step."""
         steps = self.steps_of(parameter)
@@ -160,6 +162,7 @@ class Optimizer(torch.optim.Optimizer):
                     "was not in the model when it was attached: attach the whole model again"
                 )
 
+    @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the groups' parameters, or make them zeros."""
         self.engine.leave_backward()
@@ -181,6 +184,11 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step()
+        return loss
+
+    @whole
+    def _take_step(self) -> None:
         self.engine.leave_backward()
         frozen = self._freeze()
         self.engine.step(frozen)
@@ -188,7 +196,6 @@ class Optimizer(torch.optim.Optimizer):
             for index, turn in turns.items():
                 self._states.steps[unit, index] = turn.step
         self._original._opt_called = True  # type: ignore[attr-defined]
-        return loss
 
     def _freeze(self, only: int | None = None) -> dict[int, dict[int, Turn]]:
         """What a step taken now does to every parameter with a gradient, or to those of a unit."""
@@ -226,6 +233,7 @@ class Optimizer(torch.optim.Optimizer):
         return self.engine.updates.grad_norm()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @whole
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states and groups in torch's format, from this optimizer or from torch's own.
 

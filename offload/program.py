@@ -11,6 +11,11 @@ Waits inside a phase are compiled. Between phases the same rule applies to the p
 op of a phase that touches a place waits for what the phases before did there. `Scoreboard` is that
 rule, used by `compile_program`, by `simulate` and by the engine.
 
+[Note: Chunks]
+The ops of one chunk of `norm` or `update` stand together and use one slot of each staging ring that
+they pass through. Which one is known when the first of them starts: until then its index is
+`IN_RING`, and the slots of two chunks are two places. See [Note: Passages] of `schedule`.
+
 [Note: Slots between phases]
 Forward ends with the last units still in their slots; backward starts with those and does not
 fetch them again. `Phase.entry` and `Phase.exit` declare what the weight slots hold; a phase may
@@ -23,11 +28,11 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from offload.config import Tier
-from offload.layout import CHUNK_STAGES, STAGES, Kind, Place, Plan, route, site
+from offload.layout import STAGES, Kind, Place, Plan, route, site
 from offload.scoreboard import Scoreboard
 
 
@@ -67,6 +72,9 @@ class Verb(str, Enum):
 
 WHOLE = -1
 """The chunk of a value that stands for all of it."""
+
+IN_RING = -1
+"""Index of a staging slot that a chunk has yet to get, see [Note: Chunks]."""
 
 
 class Value(NamedTuple):
@@ -130,8 +138,11 @@ class Program:
 
 def cells(plan: Plan, uses: Iterable[Use]) -> Iterator[object]:
     """The smallest things that two uses can share: a slot, or one chunk of a value at home."""
-    for place, value in uses:
-        if place.use != "home":
+    for use in uses:
+        place, value = use
+        if place.index == IN_RING:
+            yield use
+        elif place.use != "home":
             yield place
         elif value.chunk != WHOLE:
             yield value
@@ -221,13 +232,27 @@ FACTOR = Use(Place("cpu", "factor"), Value("gradient", WHOLE))
 """The clip factor: written by `norm`, read by every update."""
 
 
+def staged(ops: Iterable[Op]) -> bool:
+    """Whether the ops of a chunk pass through staging slots."""
+    return any(use.place.index == IN_RING for op in ops for use in (*op.reads, *op.writes))
+
+
+def by_chunk(ops: Iterable[Op]) -> Iterator[list[Op]]:
+    """The ops of a phase in their order: those of a chunk together, any other alone."""
+    for (_, chunk), group in groupby(ops, lambda op: (op.value.unit, op.value.chunk)):
+        if chunk == WHOLE:
+            yield from ([op] for op in group)
+        else:
+            yield list(group)
+
+
 def square(plan: Plan, unit: int, chunk: int, ordinal: int) -> list[Op]:
     """Sum the squares of a chunk of the gradient where its home is; from nvme through a slot."""
     piece = plan.profile.units[unit].chunks[chunk]
     value, home = Value("gradient", unit, chunk), plan.home("gradient", unit)
     ops, place = [], home
     if home.tier == "nvme":
-        place = Place("cpu", "gradient_chunk", ordinal % CHUNK_STAGES)
+        place = Place("cpu", "gradient_chunk", IN_RING)
         ops = move(value, piece.gradient_bytes, [home, place], -1)
     partial = Use(Place("cpu", "partial", ordinal), value)
     lane = Lane.COMPUTE if home.tier == "device" else Lane.CPU
@@ -241,7 +266,7 @@ def norm(partials: Sequence[Use]) -> Op:
     return Op(Lane.CPU, Verb.NORM, FACTOR.value, tuple(partials), (FACTOR,), 0, -1)
 
 
-def update(plan: Plan, unit: int, chunk: int, ordinal: int, deadline: int) -> list[Op]:
+def update(plan: Plan, unit: int, chunk: int, deadline: int) -> list[Op]:
     """Bring gradient, weight and record of a chunk to its site, update, take two of them home."""
     piece = plan.profile.units[unit].chunks[chunk]
     sizes = {
@@ -257,8 +282,7 @@ def update(plan: Plan, unit: int, chunk: int, ordinal: int, deadline: int) -> li
     for kind in kinds:
         value, home = Value(kind, unit, chunk), plan.home(kind, unit)
         stops = [home] + [
-            Place(tier, f"{kind}_chunk", ordinal % CHUNK_STAGES)
-            for tier in route(home.tier, at)[1:]
+            Place(tier, f"{kind}_chunk", IN_RING) for tier in route(home.tier, at)[1:]
         ]
         before += move(value, sizes[kind], stops, deadline)
         if kind != "gradient":
@@ -338,8 +362,8 @@ def _norm_phase(plan: Plan) -> Phase:
 
 def _update_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
-    for ordinal, (unit, chunk, deadline) in enumerate(update_order(plan)):
-        ops += update(plan, unit, chunk, ordinal, deadline)
+    for unit, chunk, deadline in update_order(plan):
+        ops += update(plan, unit, chunk, deadline)
     return Phase("update", _with_waits(plan, ops), {}, {})
 
 

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload.interrupt import whole
+
 
 class Home(Protocol):
     """What a parameter at rest asks of its engine; the parameter's own index is inside."""
@@ -65,9 +67,9 @@ class RestingParameter(nn.Parameter):
                 return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], RestingParameter):
-            return handler(*args, **kwargs)
+            return whole(handler)(*args, **kwargs)
         resting = list(dict.fromkeys(_find((args, kwargs))))
-        return resting[0]._offload_home.lend(func, resting, args, kwargs)
+        return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the true values, attached to nothing."""

@@ -1,11 +1,9 @@
 """Predict: run a program on a machine that need not exist, and return what every lane did. Pure.
 
 [Note: The model of time]
-The ops, the waits and the choice of what runs next are those of the engine. Each lane runs one op
-at a time to its end; when it is free it takes, of the ops whose waits are done, the one with the
-smallest key: number of the pass, deadline, order of issue; a task is as urgent as the most urgent
-that waits for it. Forward and backward are a pass each;
-`norm` and `update` belong to the pass of the next forward, which needs what they make.
+The ops, the waits and the choice of what runs next are those of the engine: `Scoreboard` and
+`Schedule`. Each lane runs one op at a time to its end. Forward and backward are a pass each; `norm`
+and `update` belong to the pass of the next forward, which needs what they make.
 
 The user's thread starts a pass by issuing all its ops, then computes unit after unit, blocked while
 a unit's waits are not done. After the last backward of a step it issues `norm` and `update`, spends
@@ -22,11 +20,13 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from offload.machine import Machine
-from offload.program import Lane, Op, Program, Verb, cells
+from offload.program import Lane, Op, Program, Verb, by_chunk, cells, staged
+from offload.schedule import Schedule
 from offload.scoreboard import Scoreboard
+from offload.task import Passage, State, Task
 
 ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
 """Seconds that the user's forward or backward of a unit takes, by (unit, verb)."""
@@ -154,28 +154,15 @@ def seconds_of(op: Op, machine: Machine) -> float:
     return op.bytes / speed + machine.op_seconds
 
 
-@dataclass(slots=True, eq=False)
-class _Task:
-    """One op in one step."""
+class _Task(Task):
+    """One op in one step, and when it runs."""
 
-    op: Op
+    __slots__ = ("phase", "seconds", "start", "step")
+
     phase: str
     step: int
-    key: tuple[int, int]
-    serial: int
     seconds: float
-    missing: int = 0
-    """Waits that are not done."""
-    followers: list[_Task] = field(default_factory=list)
-    waits: list[_Task] = field(default_factory=list)
-    ready: bool = False
-    start: float = -1.0
-    done: bool = False
-
-    @property
-    def of_user(self) -> bool:
-        """Whether the user's thread runs it."""
-        return self.op.verb in _USER
+    start: float
 
 
 class _Simulation:
@@ -185,10 +172,10 @@ class _Simulation:
         self._program, self._machine, self._host_seconds = program, machine, host_seconds
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
         self._templates: dict[int, tuple[list[object], list[object], float]] = {}
-        self._board: Scoreboard[_Task] = Scoreboard()
+        self._board: Scoreboard[Task] = Scoreboard()
+        self._schedule = Schedule(lambda task, last: None)
         self._serial = 0
         self._now = 0.0
-        self._ready: dict[object, list[tuple[tuple[int, int], int, _Task]]] = {}
         self._running: dict[object, _Task] = {}
         self._events: list[tuple[float, int, _Task | None]] = []
         self._spans: list[Span] = []
@@ -265,22 +252,24 @@ class _Simulation:
     def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
         """Queue the ops of a phase; returns those that the user's thread has to run."""
         tasks: list[_Task] = []
-        for op in ops:
-            self._serial += 1
-            reads, writes, seconds = self._template(op)
-            task = _Task(op, phase, step, (number, op.deadline), self._serial, seconds)
-            # Of this phase the compiled waits are among them: one rule, see [Note: Phases].
-            for other in self._board.waits(reads, writes):
-                if not other.done:
-                    other.followers.append(task)
-                    task.waits.append(other)
-                    task.missing += 1
-                    self._hurry(other, task.key)
-            self._board.note(task, reads, writes)
-            tasks.append(task)
-            if not task.missing and not task.of_user:
-                self._push(task)
+        for group in by_chunk(ops):
+            passage = Passage() if staged(group) else None
+            tasks += [self._queue(op, phase, step, number, passage) for op in group]
+            if passage is not None:
+                self._schedule.seal(passage)
         return [task for task in tasks if task.of_user]
+
+    def _queue(self, op: Op, phase: str, step: int, number: int, passage: Passage | None) -> _Task:
+        self._serial += 1
+        reads, writes, seconds = self._template(op)
+        run = None if op.verb in _USER else _no_work
+        task = _Task(op, run, (number, op.deadline), self._serial, passage)
+        task.phase, task.step, task.seconds = phase, step, seconds
+        # Of this phase the compiled waits are among them: one rule, see [Note: Phases].
+        waits = self._board.waits(reads, writes)
+        self._board.note(task, reads, writes)
+        self._schedule.add(task, waits)
+        return task
 
     def _template(self, op: Op) -> tuple[list[object], list[object], float]:
         """What an op touches and how long it takes, the same in every step."""
@@ -297,51 +286,40 @@ class _Simulation:
 
     # -- the lanes
 
-    def _resource(self, task: _Task) -> object:
-        """What runs one op at a time: a lane; beside the user's own on a CPU device."""
-        return "user" if task.of_user and self._machine.device_is_cpu else task.op.lane
-
-    def _push(self, task: _Task) -> None:
-        task.ready = True
-        entry = (task.key, task.serial, task)
-        heapq.heappush(self._ready.setdefault(self._resource(task), []), entry)
-
-    def _hurry(self, task: _Task, key: tuple[int, int]) -> None:
-        """A task is as urgent as the most urgent that waits for it."""
-        found = [task]
-        while found:
-            one = found.pop()
-            if one.done or one.start >= 0 or one.key <= key:
-                continue
-            one.key = key
-            if one.ready:
-                self._push(one)
-            found += one.waits
-
     def _dispatch(self) -> None:
         """Start on every free resource the most urgent op that may start."""
         wanted = self._wanted
-        if wanted is not None and not wanted.missing:
+        if wanted is not None and wanted.state is State.READY and self._has_turn(wanted):
             self._wanted = None
-            self._push(wanted)
-        for resource, ready in self._ready.items():
-            while ready and ready[0][2].start >= 0:
-                heapq.heappop(ready)  # Begun already, with the urgency that it was lent.
-            if ready and resource not in self._running:
-                task = heapq.heappop(ready)[2]
-                if task.of_user:
-                    self._waited += self._now - self._since
-                self._running[resource] = task
-                task.start = self._now
-                heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
+            self._waited += self._now - self._since
+            wanted.go(State.RUNNING)
+            self._begin(wanted)
+        for lane in Lane:
+            if lane not in self._running and (task := self._schedule.take(lane)):
+                assert isinstance(task, _Task)
+                self._begin(task)
+
+    def _has_turn(self, wanted: _Task) -> bool:
+        """Whether the user's thread may use the device now."""
+        if self._machine.device_is_cpu:
+            return True
+        first = self._schedule.first(Lane.COMPUTE)
+        ahead = first is not None and (first.key, first.serial) < (wanted.key, wanted.serial)
+        return Lane.COMPUTE not in self._running and not ahead
+
+    def _begin(self, task: _Task) -> None:
+        """A CPU device has a thread of the engine beside the user's."""
+        beside = task.of_user and self._machine.device_is_cpu
+        self._running["user" if beside else task.op.lane] = task
+        task.start = self._now
+        heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
 
     def _finish(self, task: _Task) -> None:
-        task.done = True
-        del self._running[self._resource(task)]
+        self._schedule.finish(task)
+        self._running = {by: one for by, one in self._running.items() if one is not task}
         span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
         self._spans.append(span)
-        for follower in task.followers:
-            follower.missing -= 1
-            if not follower.missing and not follower.of_user:
-                self._push(follower)
-        task.followers, task.waits = [], []
+
+
+def _no_work() -> None:
+    """Marks the task of a lane; in a simulation nothing is done."""

@@ -1,4 +1,4 @@
-"""One op in one step: its life, its urgency, and who waits for it.
+"""One op in one step: its life, its urgency, and who waits for it. Pure.
 
 [Note: Tasks]
 A task is one op in one step. It starts when the tasks it waits for are done. Its life:
@@ -8,8 +8,7 @@ A task is one op in one step. It starts when the tasks it waits for are done. It
        +--------cancel------------+--> CANCELLED   (whoever waits for it goes on)
 
 Tasks without a function are the user's own compute: the caller says when they begin and end.
-A task is as urgent as the most urgent that waits for it: who queues behind a task of less urgency
-(for its slot, say) lends it its own.
+`Schedule` moves tasks through this life.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from offload.program import Lane, Op
+from offload.program import IN_RING, Lane, Op, Use
 
 
 class State(Enum):
@@ -41,6 +40,9 @@ _LEGAL = {
 
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
+
+LAST: Key = (1 << 62, 0)
+"""Less urgent than anything."""
 
 
 class Fence(Protocol):
@@ -66,6 +68,7 @@ class Task:
         "key",
         "missing",
         "op",
+        "passage",
         "ready_at",
         "run",
         "serial",
@@ -73,12 +76,21 @@ class Task:
         "waits",
     )
 
-    def __init__(self, op: Op, run: Callable[[], None] | None, key: Key, serial: int):
+    def __init__(
+        self,
+        op: Op,
+        run: Callable[[], None] | None,
+        key: Key,
+        serial: int,
+        passage: Passage | None = None,
+    ):
         self.op = op
         self.run = run
         self.key = key
         self.serial = serial
+        self.passage = passage
         self.missing = 0
+        """How many it waits for."""
         self.followers: list[Task] = []
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
@@ -86,6 +98,11 @@ class Task:
         self.ready_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
+
+    @property
+    def of_user(self) -> bool:
+        """Whether it is the user's own compute."""
+        return self.run is None
 
     @property
     def begun(self) -> bool:
@@ -111,3 +128,32 @@ class Task:
         """Move to `state`."""
         assert (self.state, state) in _LEGAL, (self.state, state, self.op)
         self.state = state
+
+
+class Passage:
+    """A chunk on its way through the staging slots, see [Note: Passages] of `schedule`."""
+
+    __slots__ = ("key", "left", "missing", "serial", "slot", "tasks")
+
+    def __init__(self) -> None:
+        self.slot = -1
+        """The slot of every staging ring that is its own from start to end; -1 before."""
+        self.tasks: list[Task] = []
+        self.left = 0
+        """Tasks that are not over."""
+        self.missing = 1
+        """Tasks outside it that its own wait for, and its sealing."""
+        self.key = LAST
+        """As urgent as the most urgent of its tasks, and of those that wait for it."""
+        self.serial = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it has its slot."""
+        return self.slot >= 0
+
+    def at(self, use: Use) -> Use:
+        """Where `use` really is, once the passage has its slot."""
+        if use.place.index != IN_RING:
+            return use
+        return Use(use.place._replace(index=self.slot), use.value)

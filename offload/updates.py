@@ -17,7 +17,7 @@ import torch
 
 from cpu_adam import AdamHyper, sum_of_squares, update, views
 from cpu_adam.formats import format_for
-from offload.executor import Executor
+from offload.executor import BytesOf, Executor
 from offload.program import Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
 from offload.task import Task
@@ -98,25 +98,22 @@ class Updates:
             self._clip = clip = _Clip(self._max_grad_norm)
             partials = []
             for ordinal, unit, chunk, _ in due:
-                *moves, op = square(self._plan, unit, chunk, ordinal)
-                for moving in moves:
-                    self._executor.issue(moving, pass_number)
-                squarer = self._squarer(op, ordinal, frozen[unit], clip)
-                self._executor.issue(op, pass_number, squarer)
-                partials.append(op.writes[0])
+                ops = square(self._plan, unit, chunk, ordinal)
+                run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
+                self._executor.issue_chunk(ops, pass_number, run)
+                partials.append(ops[-1].writes[0])
             self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
-        for ordinal, unit, chunk, deadline in due:
-            for op in update_ops(self._plan, unit, chunk, ordinal, deadline):
-                run = None
-                if op.verb is Verb.UPDATE:
-                    run = self._updater(op, frozen[unit], clip)
-                self._pending.append(self._executor.issue(op, pass_number, run))
+        for _, unit, chunk, deadline in due:
+            ops = update_ops(self._plan, unit, chunk, deadline)
+            op = next(op for op in ops if op.verb is Verb.UPDATE)
+            run = self._updater(op, frozen[unit], clip)
+            self._pending += self._executor.issue_chunk(ops, pass_number, run)
 
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
-    ) -> Callable[[], None]:
-        def run() -> None:
-            gradient = self._typed(op.reads[0])
+    ) -> Callable[[BytesOf], None]:
+        def run(bytes_of: BytesOf) -> None:
+            gradient = self._typed(op.reads[0], bytes_of)
             spans = self._plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
             total = 0.0
             for span in spans:
@@ -127,16 +124,19 @@ class Updates:
 
         return run
 
-    def _updater(self, op: Op, turns: Mapping[int, Turn], clip: _Clip | None) -> Callable[[], None]:
+    def _updater(
+        self, op: Op, turns: Mapping[int, Turn], clip: _Clip | None
+    ) -> Callable[[BytesOf], None]:
         _, unit, chunk = op.value
         spec = self._plan.profile.units[unit]
         piece = spec.chunks[chunk]
         fmt = format_for(spec.segments[piece.segment].dtype, self._plan.states)
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
 
-        def run() -> None:
-            weight, gradient = self._typed(uses["weight"]), self._typed(uses["gradient"])
-            record = views(self._executor.memory.at(uses["state"]), fmt, piece.elements)
+        def run(bytes_of: BytesOf) -> None:
+            weight = self._typed(uses["weight"], bytes_of)
+            gradient = self._typed(uses["gradient"], bytes_of)
+            record = views(bytes_of(uses["state"]), fmt, piece.elements)
             for span in piece.spans:
                 turn = turns.get(span.parameter)
                 if turn is None:
@@ -154,11 +154,11 @@ class Updates:
 
         return run
 
-    def _typed(self, use: Use) -> torch.Tensor:
+    def _typed(self, use: Use, bytes_of: BytesOf) -> torch.Tensor:
         """A chunk of weights or gradients as a flat tensor of its dtype."""
         kind, unit, chunk = use.value
         spec = self._plan.profile.units[unit]
         segment = spec.segments[spec.chunks[chunk].segment]
         name = segment.dtype if kind == "weight" else segment.gradient_dtype
         dtype: torch.dtype = getattr(torch, name)
-        return self._executor.memory.at(use).view(dtype)
+        return bytes_of(use).view(dtype)

@@ -4,7 +4,9 @@
 First every buffer of the plan and every op by itself: homes and slots are disjoint and inside
 their budgets, an op is on the lane of what it does, its bytes are those of its value, its value
 fits its slot, and it waits for earlier ops only. As the user runs compute in order and every op is
-issued after those it waits for, waits that point back cannot form a cycle: nothing deadlocks.
+issued after those it waits for, waits that point back cannot form a cycle: nothing deadlocks. Nor
+do chunks that wait for staging slots: the ops of a chunk stand together and start only when nothing
+outside is waited for, so that who has a slot gives it back ([Note: Passages] of `schedule`).
 
 Then a chain of phases in which every legal pair stands side by side is walked op by op. Between
 phases the waits are those that `Scoreboard` gives; inside a phase they are the compiled ones. At
@@ -20,15 +22,19 @@ micro-batches whose gradients were added.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from itertools import pairwise
-from typing import NamedTuple
 
-from offload.config import TIERS, Tier
-from offload.layout import PLACED, Buffer, Place, Plan, site
-from offload.profile import BLOCK_BYTES
-from offload.program import FACTOR, WHOLE, Lane, Op, Program, Use, Value, Verb, cells
+from offload.layout import Place
+from offload.program import FACTOR, IN_RING, WHOLE, Program, Use, Value, Verb, cells
+from offload.rules import (
+    ProgramError,
+    broken_by,
+    check_buffers,
+    check_slots,
+    op_text,
+    place_text,
+    value_text,
+)
 from offload.scoreboard import Scoreboard
 
 _ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
@@ -41,19 +47,6 @@ Version = frozenset[int]
 
 START: Version = frozenset()
 
-_NUMBERS = ("factor", "partial")
-"""Uses of places that hold one number, in no buffer: the clip factor, a sum of squares."""
-
-
-class ProgramError(ValueError):
-    """A program breaks a rule: where, and which. `phase` is `plan` for what is in no phase."""
-
-    def __init__(self, rule: str, phase: str = "plan", index: int | None = None, op: str = ""):
-        self.rule, self.phase, self.index = rule, phase, index
-        super().__init__(
-            f"{phase}: {rule}" if index is None else f"{phase}: op {index} ({op}) {rule}"
-        )
-
 
 def verify(program: Program) -> None:
     """Check every rule of [Note: What is proved].
@@ -62,164 +55,23 @@ def verify(program: Program) -> None:
         ProgramError: the first rule that is broken, with the phase and the op.
     """
     plan = program.plan
-    _check_buffers(plan)
-    _check_slots(plan)
+    check_buffers(plan)
+    check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
-            if rule := _broken_by(plan, index, op):
-                raise ProgramError(rule, phase.name, index, _text(plan, op))
+            if rule := broken_by(plan, index, op):
+                raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Walk(program)
     for name in CHAIN:
         walk.run(name)
 
 
-def _text(plan: Plan, op: Op) -> str:
-    return f"{op.verb.value} of {_name(plan, op.value)} on {op.lane.value}"
-
-
-def _name(plan: Plan, value: Value) -> str:
-    if value == FACTOR.value:
-        return "clip factor"
-    chunk = "" if value.chunk == WHOLE else f" chunk {value.chunk}"
-    return f"{value.kind} of {plan.profile.units[value.unit].name}{chunk}"
-
-
-def _at(place: Place) -> str:
-    return f"{place.tier} {place.use}" + ("" if place.use == "home" else f" {place.index}")
-
-
-def _check_buffers(plan: Plan) -> None:
-    """Homes are there and large enough; buffers are aligned, disjoint and inside the budgets."""
-    held: list[tuple[Buffer, str]] = [(b, _at(place)) for place, b in plan.slots.items()]
-    in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
-    for kind in PLACED:
-        for u, unit in enumerate(plan.profile.units):
-            size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
-            name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
-            if home is not None:
-                held.append((home, f"home of {name}"))
-            found = home.bytes if home is not None and home.tier == tier else 0
-            found = in_file.get((kind, unit.name), 0) if tier == "nvme" else found
-            if found < size:
-                raise ProgramError(f"{name} of {size} bytes has {found} bytes at home on {tier}")
-    held.sort(key=lambda entry: (entry[0].tier, entry[0].offset))
-    for buffer, name in held:
-        if buffer.offset % BLOCK_BYTES or buffer.bytes % BLOCK_BYTES or buffer.offset < 0:
-            raise ProgramError(f"{name} is not aligned to blocks of {BLOCK_BYTES} bytes")
-    for (one, name), (two, other) in pairwise(held):
-        if one.tier == two.tier and one.offset + one.bytes > two.offset:
-            raise ProgramError(f"{name} and {other} overlap on {one.tier}")
-    for tier in TIERS:
-        taken, given = plan.arena_bytes(tier), plan.budgets[tier]
-        if taken > given:
-            raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
-
-
-def _check_slots(plan: Plan) -> None:
-    """A unit has slots exactly for what lives elsewhere; a lasting unit shares them with nobody."""
-    for kind, slots in zip(PLACED, (plan.weight_slot, plan.gradient_slot)):
-        sharing = Counter(slots)
-        for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
-            away = plan.home(kind, u).tier != "device" and plan.bytes_of(kind, u) > 0
-            if (place.tier if place else "") != ("device" if away else ""):
-                raise ProgramError(
-                    f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
-                )
-            if place and (rule := _misfit(plan, Use(place, Value(kind, u)))):
-                raise ProgramError(rule)
-            if place and unit.lasting and sharing[place] > 1:
-                raise ProgramError(f"{unit.name} is lasting but shares {_at(place)}")
-
-
-# -- one op ---------------------------------------------------------------------------------------
-
-
-def _size(plan: Plan, value: Value) -> int:
-    if value.chunk == WHOLE:
-        return plan.bytes_of(value.kind, value.unit)
-    chunk = plan.profile.units[value.unit].chunks[value.chunk]
-    if value.kind == "state":
-        return plan.record_bytes(value.unit, value.chunk)
-    return chunk.weight_bytes if value.kind == "weight" else chunk.gradient_bytes
-
-
-def _misfit(plan: Plan, use: Use) -> str:
-    """Why a value cannot be at a place; empty when it can."""
-    place, value = use
-    if place.use in _NUMBERS:
-        return ""
-    if place.use == "home":
-        at = plan.home(value.kind, value.unit)
-        return "" if place == at else f"{_name(plan, value)} lives on {at.tier}, not {place.tier}"
-    if place not in plan.slots:
-        return f"there is no slot {_at(place)}"
-    size, room = _size(plan, value), plan.slots[place].bytes
-    if size > room:
-        return f"{_name(plan, value)} of {size} bytes is in {_at(place)} of {room} bytes"
-    return ""
-
-
-def _broken_by(plan: Plan, index: int, op: Op) -> str:
-    """The rule that an op breaks by itself; empty when none."""
-    if late := [wait for wait in op.waits if not 0 <= wait < index]:
-        return f"waits for op {late[0]}, which is not an earlier op of its phase"
-    due, uses = _due(plan, op), (*op.reads, *op.writes)
-    if [use.value for use in uses] != due.values or len(op.reads) != due.reads:
-        names = ", ".join(_name(plan, value) for value in due.values) or "nothing"
-        return f"has to read {due.reads} and write the others of: {names}"
-    if any(use.place.tier not in due.tiers for use in uses if use.place.use not in _NUMBERS):
-        return f"works on the {' and '.join(due.tiers)}, and has to have all it needs there"
-    if op.verb in (Verb.ADD, Verb.UPDATE) and not set(op.writes) <= set(op.reads):
-        return "has to work in place"
-    if rule := next(filter(None, (_misfit(plan, use) for use in uses)), ""):
-        return rule
-    if op.lane is not due.lane:
-        return f"is on the {op.lane.value} lane, not on that of its places: {due.lane}"
-    return "" if op.bytes == due.bytes else f"counts {op.bytes} bytes, which are {due.bytes}"
-
-
-class _Due(NamedTuple):
-    """What an op of its verb on its value has to be."""
-
-    lane: Lane | None
-    tiers: tuple[Tier, ...]
-    reads: int
-    """How many of `values` it reads; it writes the others."""
-    values: list[Value]
-    bytes: int = 0
-
-
-_MOVES = {("cpu", "device"): Lane.H2D, ("device", "cpu"): Lane.D2H}
-_MOVES |= {("nvme", "cpu"): Lane.DISK, ("cpu", "nvme"): Lane.DISK}
-
-
-def _due(plan: Plan, op: Op) -> _Due:
-    value, unit = op.value, plan.profile.units[op.value.unit]
-    if op.verb is Verb.MOVE:
-        tiers = tuple(use.place.tier for use in (*op.reads, *op.writes))[:2]
-        return _Due(_MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value))
-    if op.verb is Verb.NORM:
-        return _Due(Lane.CPU, (), len(op.reads), [*(u.value for u in op.reads), FACTOR.value])
-    weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in PLACED)
-    if op.verb in (Verb.FORWARD, Verb.BACKWARD):
-        backward = op.verb is Verb.BACKWARD
-        read = [weight] if unit.weight_bytes and (unit.backward or not backward) else []
-        made = [gradient] if backward and unit.trainable else []
-        return _Due(Lane.COMPUTE, ("device",), len(read), read + made)
-    if op.verb is Verb.ADD:
-        return _Due(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
-    if op.verb is Verb.SQUARE:
-        tier: Tier = "device" if plan.home("gradient", value.unit).tier == "device" else "cpu"
-        values, reads, size = [gradient] * 2, 1, _size(plan, gradient)
-    else:
-        tier = site(plan.placements[value.unit])
-        needs = [gradient, weight, state] + [FACTOR.value] * plan.clips
-        values, reads = [*needs, weight, state], len(needs)
-        size = _size(plan, gradient) + 2 * (_size(plan, weight) + _size(plan, state))
-    return _Due(Lane.COMPUTE if tier == "device" else Lane.CPU, (tier,), reads, values, size)
-
-
 # -- the chain ------------------------------------------------------------------------------------
+
+
+def _slot(use: Use) -> object:
+    """What a use shares with others outside of homes; in a ring nothing, see [Note: Chunks]."""
+    return use if use.place.index == IN_RING else use.place
 
 
 class _Walk:
@@ -233,7 +85,7 @@ class _Walk:
         self._written: dict[object, int] = {}
         self._read: dict[object, list[int]] = {}
         # What is where; homes and updates by chunk, and by whole value for what is in no chunk.
-        self._slots: dict[Place, tuple[Value, Version]] = {}
+        self._slots: dict[object, tuple[Value, Version]] = {}
         self._homes: dict[Value, Version] = {}
         self._newest: dict[Value, Version] = {}
         self._pieces: dict[Value, tuple[Value, ...]] = {}
@@ -245,11 +97,17 @@ class _Walk:
         self._phase = phase = self._phases[name]
         self._base = len(self._waits)
         self._index: int | None = None
-        self._filled, self._uncarried = set(phase.entry), set[Place]()
+        self._filled, self._uncarried = set[object](phase.entry), set[Place]()
         self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
         self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
+        passed: set[tuple[int, int]] = set()
         for index, op in enumerate(phase.ops):
             self._index, self._op = index, op
+            chunk = op.value[1:]
+            if chunk[1] != WHOLE and not (index and chunk == phase.ops[index - 1].value[1:]):
+                if chunk in passed:
+                    self._fail("does not stand with the other ops of its chunk")
+                passed.add(chunk)
             self._order(self._base + index)
             self._follow(frozenset({self._base + index}))
             self._seen[op.verb].append(op.value)
@@ -258,14 +116,14 @@ class _Walk:
         self._check_done()
 
     def _fail(self, rule: str) -> None:
-        text = "" if self._index is None else _text(self._plan, self._op)
+        text = "" if self._index is None else op_text(self._plan, self._op)
         raise ProgramError(rule, self._phase.name, self._index, text)
 
     def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
         for slot, unit in claims:
             value = Value("weight", unit)
             if self._slots.get(slot) != (value, self._version(self._newest, value)):
-                self._fail(f"{rule}: {_name(self._plan, value)} in {_at(slot)}")
+                self._fail(f"{rule}: {value_text(self._plan, value)} in {place_text(slot)}")
 
     def _pieces_of(self, value: Value) -> tuple[Value, ...]:
         if value.chunk != WHOLE:
@@ -278,7 +136,7 @@ class _Walk:
     def _shared(self, uses: Iterable[Use]) -> list[object]:
         found: list[object] = []
         for place, value in uses:
-            found += self._pieces_of(value) if place.use == "home" else (place,)
+            found += self._pieces_of(value) if place.use == "home" else (_slot(Use(place, value)),)
         return found
 
     def _order(self, own: int) -> None:
@@ -294,7 +152,7 @@ class _Walk:
         for cell, other in sharers:
             if other != own and not self._waits_for(own, other):
                 which = f"op {other - base}" if other >= base else "an op of an earlier phase"
-                where = _at(cell) if isinstance(cell, Place) else "a home"
+                where = "a home" if isinstance(cell, Value) else place_text(cell)
                 self._fail(f"does not wait for {which}, with which it shares {where}")
         for cell in reads:
             self._read.setdefault(cell, []).append(own)
@@ -321,22 +179,23 @@ class _Walk:
         if use.place.use == "home":
             self._homes.update(dict.fromkeys(self._pieces_of(use.value), version))
         else:
-            self._slots[use.place] = (use.value, version)
-            self._filled.add(use.place)
+            self._slots[_slot(use)] = (use.value, version)
+            self._filled.add(_slot(use))
 
     def _take(self, use: Use) -> Version:
         """The version that is read."""
         place, value = use
         version = self._version(self._homes, value) if place.use == "home" else START
         if place.use != "home":
-            if place not in self._filled and use != FACTOR:
-                self._fail(f"reads {_at(place)}, which nothing in its phase has filled")
-            held, version = self._slots.get(place, (None, START))
+            if _slot(use) not in self._filled and use != FACTOR:
+                self._fail(f"reads {place_text(place)}, which nothing in its phase has filled")
+            held, version = self._slots.get(_slot(use), (None, START))
             if held != value:
-                text = "nothing" if held is None else _name(self._plan, held)
-                self._fail(f"reads {_name(self._plan, value)} in {_at(place)}, which has {text}")
+                has = "nothing" if held is None else value_text(self._plan, held)
+                asked = value_text(self._plan, value)
+                self._fail(f"reads {asked} in {place_text(place)}, which has {has}")
         if value.kind != "gradient" and version != self._version(self._newest, value):
-            self._fail(f"reads {_name(self._plan, value)} from before an update")
+            self._fail(f"reads {value_text(self._plan, value)} from before an update")
         return version
 
     def _follow(self, made: Version) -> None:
@@ -367,7 +226,7 @@ class _Walk:
         if use.place in self._uncarried:
             held, version = self._slots[use.place]
             if held != use.value:
-                self._fail(f"overwrites {_name(self._plan, held)} before it has left its slot")
+                self._fail(f"overwrites {value_text(self._plan, held)} before it has left its slot")
             made |= version
         self._uncarried.add(use.place)
         return made
@@ -387,7 +246,9 @@ class _Walk:
             for value in (Value("gradient", u) for u in trainable):
                 at_home = {self._homes.get(piece, START) for piece in self._pieces_of(value)}
                 if at_home != {self._produced[value.unit]}:
-                    self._fail(f"does not bring home all that was made of {_name(plan, value)}")
+                    self._fail(
+                        f"does not bring home all that was made of {value_text(plan, value)}"
+                    )
         combined = sorted(seen[Verb.SQUARE]) == chunks and len(seen[Verb.NORM]) == 1
         if name == "norm" and plan.clips and not combined:
             self._fail("does not square every chunk of the gradient once, then combine")
@@ -396,4 +257,4 @@ class _Walk:
                 self._fail("does not update every chunk once")
             for value, newest in self._newest.items():
                 if self._homes.get(value) != newest:
-                    self._fail(f"does not bring home the update of {_name(plan, value)}")
+                    self._fail(f"does not bring home the update of {value_text(plan, value)}")

@@ -140,7 +140,7 @@ def check_homes(run: Run, placement: Placement) -> None:
         assert (store.bytes_read, store.bytes_written) == (0, written)
     for tier in ("device", "cpu"):
         resident = sum(total(kind) for kind, home in zip(kinds, placement) if home == tier)
-        assert run.engine._memory.arenas[tier].tensor.nbytes >= resident
+        assert run.engine.executor.memory.arenas[tier].tensor.nbytes >= resident
 
 
 SAME = [(tier, other, tier) for tier in TIERS for other in TIERS]
@@ -219,7 +219,7 @@ def poison(run: Run, kind: str, tier: str, unit: int) -> None:
     """Write ones over a value, in the arena."""
     buffer = run.engine.plan.homes[kind, unit]  # type: ignore[index]
     assert buffer.tier == tier
-    run.engine._memory.arenas[tier].view(buffer).fill_(1)
+    run.engine.executor.memory.arenas[tier].view(buffer).fill_(1)
 
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -16,12 +18,16 @@ from tests.training import (
     RESIDENT,
     TIERS,
     Net,
+    Positioned,
+    Regions,
     Result,
     Run,
     assert_same,
     batch,
+    frozen,
     loss_of,
     plain,
+    smallest_budgets,
     train,
 )
 
@@ -251,35 +257,26 @@ def _interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-class Positions(nn.Module):
-    """Returns a view of its weight, as learned positions do."""
+def blocks_inside_blocks(run: Run, number: int) -> None:
+    """Units of one size in use together: three calls deep, and a weight in another's forward."""
+    blocks: Any = run.model.blocks
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(20, 32))
+    def inside(inner: nn.Module) -> Callable[..., Any]:
+        return lambda module, args: (args[0] + 0.5 * inner(args[0]),)
 
-    def forward(self, count: int) -> torch.Tensor:
-        return self.weight[:count]
+    def borrowed(module: nn.Module, args: Any) -> Any:
+        return (nn.functional.linear(args[0], blocks[0].up.weight[:32]),)
 
-
-class Positioned(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions, self.more = Positions(), Positions()
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions, more = self.positions(tokens.shape[1]), self.more(tokens.shape[1])
-        x = self.embed(tokens) + positions
-        for block in self.blocks:
-            x = block(x) * more
-        return self.head(self.norm(x + positions))
-
-
-def frozen(checkpointed: bool = False) -> Net:
-    net = Net(checkpointed=checkpointed)
-    for parameter in (*net.blocks[1].parameters(), net.blocks[2].up.weight, net.embed.weight):
-        parameter.requires_grad_(False)
-    return net
+    handles = [
+        blocks[1].register_forward_pre_hook(inside(blocks[0])),
+        blocks[2].register_forward_pre_hook(inside(blocks[1])),
+        blocks[4].register_forward_pre_hook(inside(blocks[3])),
+        blocks[3].up.register_forward_pre_hook(borrowed),
+    ]
+    accumulation(run, number)
+    for handle in handles:
+        handle.remove()
+    plain(run, number)
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
@@ -333,6 +330,12 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "touched in inference mode": (touched_in_inference, fp32()),
     "interrupted": (interrupted, {}),
     "outputs that are views": (accumulation, {"build": Positioned}),
+    "blocks inside blocks": (blocks_inside_blocks, {}),
+    "checkpoints over several": (accumulation, {"build": Regions}),
+    "checkpoints over several, reentrant": (
+        accumulation,
+        {"build": partial(Regions, reentrant=True)},
+    ),
     "out of order": (out_of_order, {"steps": 4}),
     "skipped step": (skipped_step, {}),
     "failed forward": (failed_forward, {}),
@@ -381,6 +384,32 @@ def test_every_loop_in_all_placements(
     case: str, placement: tuple[str, str, str], drive: str
 ) -> None:
     test_every_loop_in_some_placements(case, placement, drive)
+
+
+def in_the_smallest_budgets() -> list[Any]:
+    """Every fourth loop, each in another of the nine."""
+    few = zip(list(CASES)[::4], itertools.cycle(SAMPLED))
+    return [pytest.param(case, p, id=f"{case}-{'-'.join(p)}") for case, p in few]
+
+
+@pytest.mark.parametrize(("case", "placement"), in_the_smallest_budgets())
+def test_some_loops_in_the_smallest_budgets(
+    case: str, placement: tuple[str, str, str], drive: str
+) -> None:
+    """One weight slot per size class, staging for the largest value: not a block more is given."""
+    feature, options = CASES[case]
+    kept = {name: value for name, value in options.items() if name != "steps"}
+    least = smallest_budgets(placement, drive, **kept)
+    assert_same(train(placement, drive, feature, **options, **least), resident(case, drive))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("case", CASES)
+def test_every_loop_in_the_smallest_budgets(
+    case: str, placement: tuple[str, str, str], drive: str
+) -> None:
+    test_some_loops_in_the_smallest_budgets(case, placement, drive)
 
 
 @pytest.mark.parametrize("case", ["plain", "tied, accumulation", "checkpointing", "two losses"])

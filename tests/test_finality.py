@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.training import RESIDENT, Net, Run, assert_same, attached, batch, plain, result_of, train
@@ -49,22 +50,56 @@ def test_the_step_must_be_the_one_that_was_begun(begun: Run) -> None:
         begun.optimizer.step()
 
 
-def test_a_parameter_whose_gradient_comes_again(tmp_path: Path) -> None:
+def reentrant(run: Run, order: list[int]) -> None:
     """Reentrant checkpoints give a gradient each time that they run."""
+    model: Any = run.model
+    x = model.embed(batch(run.generator))
+    for index in order:
+        x = checkpoint(model.blocks[index], x, use_reentrant=True)
+    model.head(x).float().sum().backward()
 
-    def backward(run: Run, times: int) -> None:
-        model: Any = run.model
-        x = model.embed(batch(run.generator))
-        for _ in range(times):
-            x = checkpoint(model.blocks[0], x, use_reentrant=True)
-        model.head(x).float().sum().backward()
 
+def test_a_unit_used_more_often_in_a_row_is_not_begun(tmp_path: Path) -> None:
+    def feature(run: Run, number: int) -> None:
+        reentrant(run, [0, 1, 1] if number == 2 else [0, 1])
+        run.step()
+
+    resident = train(RESIDENT, tmp_path, feature)
+    assert_same(train(PLACEMENT, tmp_path, feature, micro_batches=1), resident)
+
+
+def test_a_gradient_that_comes_after_its_update_has_begun(tmp_path: Path) -> None:
     with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
-        for times in (1, 1):
-            backward(run, times)
+        for _ in range(2):
+            reentrant(run, [0, 1])
             run.step()
         with pytest.raises(RuntimeError, match="more often"):
-            backward(run, 2)
+            reentrant(run, [0, 1, 0])
+
+
+class Twice(nn.Module):
+    """Uses its weight as a constant too, after the gradient of its weight is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(nn.functional.linear(x, self.linear.weight.detach()))
+
+
+def twice() -> Net:
+    net = Net(layers=4)
+    net.blocks = nn.ModuleList(Twice() for _ in range(4))
+    return net
+
+
+@pytest.mark.parametrize("placement", [PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")])
+def test_an_update_begins_when_the_backward_of_its_unit_is_over(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    resident = train(RESIDENT, tmp_path, build=twice)
+    assert_same(train(placement, tmp_path, build=twice, micro_batches=1), resident)
 
 
 def test_held_copies_see_whole_steps_only(tmp_path: Path) -> None:

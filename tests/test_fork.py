@@ -40,7 +40,7 @@ def loader(workers: int) -> Iterator[torch.Tensor]:
 
 def arenas(run: Run) -> list[tuple[int, int]]:
     """First and last address of each arena."""
-    found = [arena.tensor for arena in run.engine._memory.arenas.values()]
+    found = [arena.tensor for arena in run.engine.executor.memory.arenas.values()]
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in found if t.nbytes]
 
 

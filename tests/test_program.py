@@ -119,7 +119,7 @@ def test_carry_out_puts_the_first_gradient_and_adds_the_next() -> None:
 )
 def test_update_brings_what_it_needs(placement: Placement, moves: list[object]) -> None:
     plan = lay_out(blocks(1), [placement], budgets=AMPLE, clips=False, states="exact")
-    ops = update(plan, 0, 0, 0, 0)
+    ops = update(plan, 0, 0, 0)
     assert path(ops) == moves
     one = next(op for op in ops if op.verb is Verb.UPDATE)
     assert one.lane is (Lane.COMPUTE if placement.state == "device" else Lane.CPU)

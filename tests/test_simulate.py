@@ -121,11 +121,11 @@ def test_through_the_disk_and_back() -> None:
         ("compute", "forward", 0, 2.0, 12.0),
         ("compute", "backward", 0, 12.0, 22.0),
         ("d2h", "move", 0, 22.0, 23.0),
-        ("disk", "move", 0, 22.0, 23.0),
-        ("disk", "move", 0, 23.0, 28.0),
-        ("cpu", "update", 0, 28.0, 41.0),
-        ("disk", "move", 0, 41.0, 43.0),
-        ("disk", "move", 0, 43.0, 53.0),
+        ("disk", "move", 0, 23.0, 24.0),
+        ("disk", "move", 0, 24.0, 29.0),
+        ("cpu", "update", 0, 29.0, 42.0),
+        ("disk", "move", 0, 42.0, 44.0),
+        ("disk", "move", 0, 44.0, 54.0),
     ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from offload.layout import Place, Plan
 from offload.profile import profile_of
-from offload.program import Lane, Program, Use, Value, Verb, compile_program
+from offload.program import IN_RING, Lane, Program, Use, Value, Verb, compile_program
 from offload.verify import CHAIN, ProgramError, verify
 from tests.profiles import (
     all_placements,
@@ -193,7 +193,7 @@ def test_an_update_where_the_states_are_not() -> None:
 def test_an_update_that_is_not_in_place() -> None:
     program = streamed()
     index, op = find(program.phases["update"], verb=Verb.UPDATE)
-    moved = op.writes[0]._replace(place=Place("cpu", "weight_chunk", 1))
+    moved = op.writes[0]._replace(place=Place("cpu", "state_chunk", IN_RING))
     wrong = changed(program, "update", index, writes=(moved, op.writes[1]))
     broken(wrong, "update", index, "has to work in place")
 
@@ -404,7 +404,7 @@ def test_a_home_read_before_its_update_came_back() -> None:
     program = program_of(blocks(1), "device", "cpu", "cpu")
     at, back = find(program.phases["update"], lane=Lane.H2D)
     ops = without(program, "update", at).phases["update"].ops
-    use = Use(Place("cpu", "weight_chunk", 3), back.value)
+    use = Use(Place("cpu", "weight_chunk", IN_RING), back.value)
     again = replace(
         back,
         lane=Lane.D2H,
@@ -424,6 +424,25 @@ def test_an_update_done_twice() -> None:
     ops = program.phases["update"].ops
     wrong = with_phase(program, "update", ops=(*ops, replace(ops[-1], waits=(len(ops) - 1,))))
     broken(wrong, "update", None, "does not update every chunk once")
+
+
+def test_the_ops_of_a_chunk_apart() -> None:
+    program = streamed()
+    ops = program.phases["update"].ops
+    last = len(ops) - 1
+    of_first = [i for i, op in enumerate(ops) if op.value[1:] == ops[0].value[1:]]
+    late = of_first[-1]
+    order = [i for i in range(last + 1) if i != late] + [late]
+    wrong = with_order(program, "update", order)
+    broken(wrong, "update", last, "does not stand with the other ops of its chunk")
+
+
+def test_a_whole_value_in_the_slots_of_chunks() -> None:
+    program = streamed()
+    index, op = find(program.phases["forward"], verb=Verb.MOVE)
+    uses = (op.writes[0]._replace(place=Place("cpu", "weight_chunk", IN_RING)),)
+    wrong = changed(program, "forward", index, writes=uses)
+    broken(wrong, "forward", index, "passes through slots that only chunks use")
 
 
 def test_the_message_names_op_verb_unit_and_lane() -> None:

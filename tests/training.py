@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.machine import Machine
+from offload.plan import plan
+from offload.profile import BLOCK_BYTES
 
 VOCABULARY = 50
 TIERS = ("device", "cpu", "nvme")
@@ -68,6 +72,47 @@ class Net(nn.Module):
         return self.head(self.norm(x))
 
 
+class Regions(Net):
+    """One checkpoint over several blocks: recomputed together, then left one by one."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for region in (self.blocks[:3], self.blocks[3:]):
+            x = checkpoint(nn.Sequential(*region), x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Positions(nn.Module):
+    """Returns a view of its weight, as learned positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(20, 32))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.weight[:count]
+
+
+class Positioned(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions, self.more = Positions(), Positions()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions, more = self.positions(tokens.shape[1]), self.more(tokens.shape[1])
+        x = self.embed(tokens) + positions
+        for block in self.blocks:
+            x = block(x) * more
+        return self.head(self.norm(x + positions))
+
+
+def frozen(checkpointed: bool = False) -> Net:
+    net = Net(checkpointed=checkpointed)
+    for parameter in (*net.blocks[1].parameters(), net.blocks[2].up.weight, net.embed.weight):
+        parameter.requires_grad_(False)
+    return net
+
+
 def batch(generator: torch.Generator) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (2, 16), generator=generator)
 
@@ -110,6 +155,52 @@ def plain(run: Run, number: int) -> None:
     run.step()
 
 
+def config_of(placement: tuple[str, str, str], directory: Any, **config: Any) -> offload.Config:
+    """Everything forced to its tier, with more than enough of each but where `config` says less."""
+    params, gradients, states = placement
+    budgets = {"device_memory": "64MiB", "cpu_memory": "64MiB", "nvme_space": "256MiB"}
+    return offload.Config(
+        params=params,  # type: ignore[arg-type]
+        gradients=gradients,  # type: ignore[arg-type]
+        optimizer=states,  # type: ignore[arg-type]
+        nvme_path=(str(directory),),
+        **{**budgets, **config},
+    )
+
+
+def smallest_budgets(
+    placement: tuple[str, str, str],
+    directory: Any,
+    *,
+    build: Callable[[], nn.Module] = Net,
+    dtype: torch.dtype = torch.bfloat16,
+    optimizer: Any = None,
+    **config: Any,
+) -> dict[str, int]:
+    """What `plan` just accepts: the least of the device, of the cpu given that, then of nvme."""
+    with attached(placement, directory, build=build, dtype=dtype, **config) as run:
+        profile = run.engine.plan.profile
+    asked, free = config_of(placement, directory, **config), 1 << 60
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
+
+    def least(name: str, given: dict[str, int]) -> int:
+        def fits(blocks: int) -> bool:
+            try:
+                plan(profile, replace(asked, **given, **{name: blocks * BLOCK_BYTES}), machine)
+            except offload.BudgetError:
+                return False
+            return True
+
+        found = bisect_left(range(4096), True, key=fits)
+        assert fits(found)
+        return found * BLOCK_BYTES
+
+    budgets: dict[str, int] = {}
+    for name in ("device_memory", "cpu_memory", "nvme_space"):
+        budgets[name] = least(name, budgets)
+    return budgets
+
+
 @contextmanager
 def attached(
     placement: tuple[str, str, str],
@@ -124,15 +215,7 @@ def attached(
     torch.manual_seed(1)
     model = build().to(dtype)
     made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
-    params, gradients, states = placement
-    budgets = {"device_memory": "64MiB", "cpu_memory": "64MiB", "nvme_space": "256MiB"}
-    asked = offload.Config(
-        params=params,  # type: ignore[arg-type]
-        gradients=gradients,  # type: ignore[arg-type]
-        optimizer=states,  # type: ignore[arg-type]
-        nvme_path=(str(directory),),
-        **{**budgets, **config},
-    )
+    asked = config_of(placement, directory, **config)
     _, attached_optimizer = offload.attach(model, made, asked)
     run = Run(model, attached_optimizer, torch.Generator().manual_seed(7))
     try:

@@ -1,0 +1,220 @@
+"""Ctrl-C anywhere inside the engine: the program goes on as if it had come between two calls."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import interrupt
+from offload.interrupt import whole
+from tests.training import Result, Run, assert_same, attached, batch, loss_of, result_of
+
+ENGINE = str(Path(offload.__file__).parent)
+STEPS, PRESSED_IN = 4, 2
+PLACEMENTS = [("nvme", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "cpu", "device")]
+
+
+@contextmanager
+def pressing(at: int | None) -> Iterator[list[int]]:
+    """Press Ctrl-C at the line with number `at` that the engine runs; counts the lines."""
+    lines = [0]
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(ENGINE):
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == at:
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+def one_step(run: Run, tokens: torch.Tensor) -> None:
+    model: Any = run.model
+    with torch.no_grad():
+        model.blocks[1].norm.bias.fill_(0.25)  # Done twice it is the same.
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+    assert model.head.weight.float().sum().isfinite()
+    model.norm.weight.grad.mul_(0.5)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def train_pressed(
+    placement: tuple[str, str, str], drive: Path, at: int | None, **options: Any
+) -> tuple[Result, int, int]:
+    """(what came of it, lines run in the step, times that Ctrl-C ended it)."""
+    with attached(placement, drive, **options) as run:
+        number = ended = lines = 0
+        while number < STEPS:
+            tokens = batch(torch.Generator().manual_seed(number))
+            before = run.engine.steps
+            press = at if number == PRESSED_IN and not ended else None
+            try:
+                with pressing(press) as counted:
+                    one_step(run, tokens)
+                if number == PRESSED_IN:
+                    lines = counted[0]
+            except KeyboardInterrupt:
+                ended += 1
+                run.optimizer.zero_grad()
+                if run.engine.steps == before:
+                    continue
+            number += 1
+        return result_of(run), lines, ended
+
+
+def same_at(
+    placement: tuple[str, str, str], drive: Path, count: int, seed: int, **options: Any
+) -> None:
+    whole_run, lines, ended = train_pressed(placement, drive, None, **options)
+    assert not ended
+    rng = random.Random(seed)
+    for at in sorted(rng.sample(range(1, lines), count)):
+        pressed, ran, ended = train_pressed(placement, drive, at, **options)
+        assert ended or ran < at  # How many lines a step runs depends on who waits for whom.
+        try:
+            assert_same(pressed, whole_run)
+        except AssertionError as error:
+            raise AssertionError(f"pressed at line {at} of {lines}, seed {seed}") from error
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_pressed_anywhere_in_a_step(placement: tuple[str, str, str], tmp_path: Path) -> None:
+    same_at(placement, tmp_path, 8, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_pressed_at_many_lines(
+    placement: tuple[str, str, str], clip: float | None, tmp_path: Path
+) -> None:
+    same_at(placement, tmp_path, 60, seed=1, max_grad_norm=clip)
+
+
+# -- whole ----------------------------------------------------------------------------------------
+
+
+def test_what_is_whole_ends_before_the_interrupt_counts() -> None:
+    done: list[str] = []
+
+    @whole
+    def inner() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append("inner")
+
+    @whole
+    def outer() -> None:
+        inner()
+        done.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+    assert done == ["inner", "outer"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_an_error_inside_is_the_context_of_the_interrupt() -> None:
+    @whole
+    def fail() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError("on purpose")
+
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_the_handler_that_was_there_is_asked_and_stays() -> None:
+    asked: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        assert whole(lambda: signal.raise_signal(signal.SIGINT) or 7)() == 7
+        assert asked == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert len(asked) == 2
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert whole(lambda: signal.raise_signal(signal.SIGINT) or 7)() == 7
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_on_another_thread_nothing_is_done() -> None:
+    seen: list[Any] = []
+    handler = signal.getsignal(signal.SIGINT)
+    look = whole(lambda: seen.append(signal.getsignal(signal.SIGINT)))
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [handler]
+    look()
+    assert seen[1] is not handler
+
+
+def test_pressed_twice_it_ends_at_once_and_no_engine_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupt._Interrupts, "torn", interrupt.torn())
+    with attached(("nvme", "cpu", "cpu"), tmp_path) as run:
+        lanes = run.engine.executor.lanes
+        begin = lanes.begin
+
+        def stuck(task: Any) -> None:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            begin(task)
+
+        monkeypatch.setattr(lanes, "begin", stuck)
+        with pytest.raises(KeyboardInterrupt):
+            run.loss()
+        for touch in (run.loss, run.optimizer.step, lambda: run.model.head.weight.sum()):
+            with pytest.raises(offload.EngineError, match="pressed twice"):
+                touch()
+
+
+ENDLESS = """
+import sys, torch, offload
+from tests.training import attached, plain
+with attached(("nvme", "nvme", "nvme"), sys.argv[1]) as run:
+    print("ready", flush=True)
+    try:
+        while True:
+            plain(run, 0)
+    except KeyboardInterrupt:
+        run.optimizer.zero_grad()
+        plain(run, 0)
+        print("went on", flush=True)
+"""
+
+
+def test_a_real_interrupt_and_on(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", ENDLESS, str(tmp_path)]
+    root = Path(ENGINE).parent
+    with subprocess.Popen(script, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        threading.Timer(0.3, process.send_signal, [signal.SIGINT]).start()
+        assert process.communicate(timeout=60)[0] == "went on\n"
+        assert process.returncode == 0
