@@ -32,6 +32,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpu_adam.checks import (
+    check_gradient,
+    check_parts,
+    check_span,
+    check_step,
+    check_sum,
+    refusal,
+)
 from cpu_adam.formats import StateFormat
 
 BLOCK_ELEMENTS = 32 * 1024
@@ -42,7 +50,6 @@ DEVICE_BLOCK_ELEMENTS = 4 * 1024 * 1024
 SUM_BLOCK_ELEMENTS = 1024
 """Elements of one inner tree of `sum_of_squares`. Part of its definition."""
 
-_GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _CANONICAL_NAN = 0x7FC0  # bfloat16
 
 
@@ -72,18 +79,11 @@ class AdamHyper:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
             if not 0.0 <= value < math.inf:
-                raise ValueError(_refusal(f"{name}={value}", "a finite number, 0 or more"))
+                raise ValueError(refusal(f"{name}={value}", "a finite number, 0 or more"))
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not 0.0 <= value < 1.0:
-                raise ValueError(_refusal(f"{name}={value}", "a number from 0 up to but below 1"))
-
-
-def _refusal(found: str, asked: str) -> str:
-    return (
-        f"asked for {asked}; found {found}; likely cause: a wrong value in a parameter group or a "
-        f"scheduler; try: print optimizer.param_groups before the step"
-    )
+                raise ValueError(refusal(f"{name}={value}", "a number from 0 up to but below 1"))
 
 
 def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tensor]:
@@ -126,7 +126,7 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     Infinity has residue 0. A NaN, whatever its sign and payload, is weight 0x7FC0 and residue 0
     (the formula would carry it into infinity or zero). `join` is the inverse.
     """
-    _check_parts(weight, residue, master)
+    check_parts(weight, residue, master)
     _split(master, weight, residue, torch.empty_like(master, dtype=torch.int32))
 
 
@@ -153,7 +153,7 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     edited and its residue is not (see `rebase`): a zero with a negative residue decodes as that
     zero, an infinity with a positive one as that infinity. So only a NaN weight decodes as NaN.
     """
-    _check_parts(weight, residue, out)
+    check_parts(weight, residue, out)
     master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
     bits = master.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).mul_(1 << 16).add_(residue)
@@ -169,23 +169,10 @@ def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
     The edited weight is then the master; an element written with the bits that it had keeps its
     residue. weight_old, weight_new: bfloat16; residue: int16; all of one shape.
     """
-    _check_parts(weight_old, residue)
-    _check_parts(weight_new, residue)
+    check_parts(weight_old, residue)
+    check_parts(weight_new, residue)
     changed = weight_old.view(torch.int16) != weight_new.view(torch.int16)
     residue.masked_fill_(changed, 0)
-
-
-def _check_parts(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
-    """Raise ValueError unless these are the parts of a split master, of one shape."""
-    want = [(weight, torch.bfloat16), (residue, torch.int16)]
-    if master is not None:
-        want.append((master, torch.float32))
-    if any(x.dtype != dtype or x.shape != weight.shape for x, dtype in want):
-        raise ValueError(
-            "asked for parts of one shape: bfloat16 weight, int16 residue, float32 master; found "
-            + ", ".join(f"{x.dtype} {tuple(x.shape)}" for x, _ in want)
-            + "; likely cause: arguments in another order; try: name them"
-        )
 
 
 def _may_hold_nan(x: Tensor) -> bool:
@@ -260,7 +247,8 @@ def update(
     and p is written back (`split`). Raises ValueError if shapes, dtypes or the step do not fit.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
-    _check_span(weight, gradient, slots, format, step)
+    check_step(step)
+    check_span(weight, gradient, slots, format)
     elements = weight.numel()
     if elements == 0:
         return
@@ -304,26 +292,6 @@ def _square_root(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
     return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())
 
 
-def _check_span(
-    weight: Tensor, gradient: Tensor, slots: list[Tensor], format: StateFormat, step: int
-) -> None:
-    """Raise ValueError unless the arguments of `update` fit each other."""
-    if step < 1:
-        raise ValueError(_refusal(f"step={step}", "the number of a step, counted from 1"))
-    dtypes = [format.weight_dtype, *(slot.dtype for slot in format.slots)]
-    tensors = [weight, *slots]
-    fits = len(tensors) == len(dtypes) and gradient.dtype in _GRADIENT_DTYPES
-    fits = fits and all(x.dtype == getattr(torch, dtype) for x, dtype in zip(tensors, dtypes))
-    if not fits or weight.dim() != 1 or any(x.shape != weight.shape for x in (gradient, *slots)):
-        raise ValueError(
-            f"asked for a {format.name} update of 1-D tensors of one length: weight and slots of "
-            f"{dtypes} and a bfloat16, float16 or float32 gradient; found weight and slots "
-            f"{[(str(x.dtype), tuple(x.shape)) for x in tensors]}, gradient {gradient.dtype} "
-            f"{tuple(gradient.shape)}; likely cause: a record of another format or span; try: take "
-            f"the slots from cpu_adam.views and slice every argument alike"
-        )
-
-
 @torch.no_grad()
 def accumulate(into: Tensor, gradient: Tensor) -> None:
     """into += gradient, in place, with one rounding to the dtype of `into`.
@@ -332,14 +300,7 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     bfloat16: the float32 sum of two bfloat16 numbers is wide enough for its rounding to be that of
     the exact sum). Raises ValueError for anything else. Equals torch's `into.add_(gradient)`.
     """
-    fits = into.dtype == torch.float32 and gradient.dtype in _GRADIENT_DTYPES
-    fits = fits or (into.dtype == torch.bfloat16 and gradient.dtype == torch.bfloat16)
-    if not fits or into.shape != gradient.shape:
-        raise ValueError(
-            f"asked to accumulate into float32, or bfloat16 into bfloat16, of one shape; found "
-            f"{gradient.dtype} {tuple(gradient.shape)} into {into.dtype} {tuple(into.shape)}; "
-            f"likely cause: gradients of another dtype than their buffer; try: float32 buffers"
-        )
+    check_sum(into, gradient)
     into.add_(gradient)
 
 
@@ -354,11 +315,7 @@ def sum_of_squares(gradient: Tensor) -> float:
     padding would not change the sum.) The sum of no elements is 0. NaN and
     infinity propagate. Raises ValueError for other dtypes.
     """
-    if gradient.dtype not in _GRADIENT_DTYPES:
-        raise ValueError(
-            f"asked for the sum of squares of a bfloat16, float16 or float32 tensor; found "
-            f"{gradient.dtype}; likely cause: not a gradient; try: convert it with .float()"
-        )
+    check_gradient(gradient)
     flat = gradient.reshape(-1)
     blocks = -(-flat.numel() // SUM_BLOCK_ELEMENTS)
     padded = 1 << max(blocks - 1, 0).bit_length()

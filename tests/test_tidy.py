@@ -57,6 +57,15 @@ FORBIDDEN_TEXT = {
 }
 
 
+NATIVE_SUFFIXES = (".cpp", ".h", ".inc")
+
+
+def native_sources() -> list[Path]:
+    """Every C++ file of the project."""
+    found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("src/*")))
+    return [path for path in found if path.suffix in NATIVE_SUFFIXES]
+
+
 def sources() -> list[Path]:
     """Every Python file of the project."""
     found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
@@ -92,7 +101,7 @@ def named(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", sources(), ids=named)
+@pytest.mark.parametrize("path", sources() + native_sources(), ids=named)
 def test_lines_and_files_are_short(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     long = [n for n, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
@@ -118,6 +127,20 @@ def test_nothing_that_must_not_be_there(path: Path) -> None:
     for node in ast.walk(tree_of(path)):
         bare = isinstance(node, ast.ExceptHandler) and node.type is None
         assert not bare, f"{named(path)}: bare except"
+
+
+@pytest.mark.parametrize("path", native_sources(), ids=named)
+def test_native_files_know_no_torch_and_kernels_no_library(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for what, pattern in FORBIDDEN_TEXT.items():
+        assert not pattern.search(text), f"{named(path)} has {what}"
+    included = re.findall(r"#include [<\"](.+?)[>\"]", text)
+    assert path.name == "module.cpp" or not any(
+        name.split("/")[0] in ("torch", "ATen", "nanobind", "Python.h") for name in included
+    )
+    # Functions of the C++ library compiled for one instruction set could be linked into another's.
+    if path.suffix == ".inc" or path.name == "vector.h" or path.name.startswith("kernel_"):
+        assert set(included) <= {"kernel.h", "kernel.inc", "vector.h", "immintrin.h"}, named(path)
 
 
 @pytest.mark.parametrize("package", list(FORBIDDEN_IMPORTS))

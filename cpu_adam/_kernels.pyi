@@ -1,0 +1,36 @@
+"""The compiled kernels: addresses and sizes in, nothing kept. See src/module.cpp."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+OPERATIONS: tuple[str, ...]
+"""Names of the operations, in the order of the numbers by which `run` knows them."""
+FACTORS: int
+"""Numbers in a row of factors."""
+
+def kernel_names() -> list[str]:
+    """Kernels that this machine can run, the best first."""
+
+def run(
+    kernel: int,
+    operation: int,
+    gradient: int,
+    rows: npt.NDArray[np.int64],
+    factors: npt.NDArray[np.float32],
+) -> None:
+    """Do one operation on many spans, by all threads, without the GIL.
+
+    gradient: 0 bfloat16 (or none), 1 float16, 2 float32. rows: a span each: elements, row of
+    factors, then the address of each array. Addresses are not checked.
+    """
+
+def sum_of_squares(kernel: int, gradient: int, address: int, elements: int) -> float:
+    """The sum of squares of a gradient at an address, in the order of the reference."""
+
+def configure(places: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Have a thread for each place: (NUMA node, processors to bind to or none)."""
+
+def threads() -> int:
+    """Threads that a call may use, with the caller's."""

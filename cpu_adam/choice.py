@@ -1,0 +1,144 @@
+"""Which kernel serves: the compiled one that suits this machine, or the reference in Python.
+
+[Note: Choice]
+The choice is made at the first use and holds for the process: the best kernel that was compiled and
+that the processor can run, or the one that `CPU_ADAM_KERNEL` names. All give the same bits. Without
+compiled kernels (no compiler at installation) the reference serves, with one warning.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+
+from cpu_adam.processors import places
+
+KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
+"""Environment variable: name of the kernel to use."""
+KERNEL_NAMES = ("avx512", "avx2", "neon", "portable", "python")
+"""Every kernel there is; `python` is the reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """The kernel that serves in this process."""
+
+    name: str
+    """One of `KERNEL_NAMES`."""
+    reason: str
+    """Why it is this one."""
+    native: ModuleType | None = None
+    """The module of compiled kernels; None for the reference."""
+    index: int = -1
+    """Number of the kernel within that module."""
+
+
+_lock = threading.Lock()
+_kernel: Kernel | None = None
+_threads: int | None = None  # as set by `set_threads`
+_placed = False
+
+
+def kernel() -> Kernel:
+    """The kernel in use and why; chosen now if this is the first use.
+
+    Raises ValueError where `CPU_ADAM_KERNEL` names one that does not exist or cannot run here.
+    """
+    global _kernel
+    found = _kernel
+    if found is None:
+        with _lock:
+            found = _kernel = _kernel or _chosen(os.environ.get(KERNEL_VARIABLE))
+    return found
+
+
+def available() -> tuple[str, ...]:
+    """Names of the kernels that can run here, the best first; `python` is the last."""
+    native = _loaded()[0]
+    return (*(native.kernel_names() if native is not None else ()), "python")
+
+
+@contextmanager
+def forced(name: str) -> Iterator[Kernel]:
+    """Use the named kernel within a `with` block, in all threads: for tests and benchmarks."""
+    global _kernel
+    before, _kernel = kernel(), _chosen(name)
+    try:
+        yield _kernel
+    finally:
+        _kernel = before
+
+
+def threads() -> int:
+    """Number of threads that an update uses, the caller's included; 1 with the reference."""
+    native = kernel().native
+    return 1 if native is None else int(native.threads())
+
+
+def set_threads(count: int | None) -> None:
+    """Use `count` threads, the caller's included; None for the default of this machine.
+
+    The default is one per core that the process may use, by affinity and cgroup quota, or
+    `CPU_ADAM_THREADS`. Results do not depend on it. Raises ValueError below 1.
+    """
+    global _threads, _placed
+    if count is not None and count < 1:
+        raise ValueError(
+            f"asked for the update's number of threads; found {count}; likely cause: a share of "
+            f"cores rounded down to none; try: cpu_adam.set_threads(1)"
+        )
+    with _lock:
+        _threads = count
+        native, _ = _loaded()
+        if native is not None:
+            native.configure(places(count))
+            _placed = True
+
+
+def _loaded() -> tuple[ModuleType | None, str]:
+    """The compiled kernels with their threads' places known, or None and why not."""
+    global _placed
+    try:
+        from cpu_adam import _kernels
+    except ImportError as error:
+        return None, str(error)
+    if not _placed:
+        _kernels.configure(places(_threads))
+        _placed = True
+    return _kernels, ""
+
+
+def _chosen(asked: str | None) -> Kernel:
+    if asked and asked not in KERNEL_NAMES:
+        raise ValueError(
+            f"asked for a kernel by {KERNEL_VARIABLE}={asked}; found no kernel of that name; "
+            f"likely cause: a typing error; try: one of {', '.join(KERNEL_NAMES)}"
+        )
+    if asked == "python":
+        return Kernel("python", "asked for")
+    native, cause = _loaded()
+    names = native.kernel_names() if native is not None else []
+    if native is not None and not asked:
+        return Kernel(names[0], "the best that this processor can run", native, 0)
+    if asked is not None and asked in names:
+        return Kernel(asked, "asked for", native, names.index(asked))
+    if asked:
+        raise ValueError(
+            f"asked for the {asked} kernel by {KERNEL_VARIABLE}; found "
+            f"{', '.join(names) or 'no compiled kernel'}; likely cause: "
+            f"{cause or 'this processor cannot run it'}; try: one of those, or leave it unset"
+        )
+    warnings.warn(
+        f"asked for the compiled update of cpu_adam; found only its Python reference, which gives "
+        f"the same bits more slowly; likely cause: no C++ compiler when it was installed "
+        f"({cause}); try: install g++ and reinstall, or set {KERNEL_VARIABLE}=python to say that "
+        f"this is meant",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return Kernel("python", f"no compiled kernels: {cause}")

@@ -1,0 +1,88 @@
+// What a kernel is: functions over arrays, compiled once per instruction set from kernel.inc.
+//
+// [Note: The way of the data]
+// An operation (one update rule, one state format, one gradient dtype) is elementwise over a fixed
+// number of arrays: the gradient, the weight, the slots of the record. A *span* is one address for
+// each of them and a number of elements. A *table* is any number of spans and the factors (scalars)
+// that they use. `sweep` lays the spans of a table end to end, cuts the whole into pieces and hands
+// the pieces to the threads of the pool; a thread calls the operation on the part of a span that
+// lies in its piece; the operation goes through it vector by vector, each byte read and written
+// once. No element depends on another, so neither the cuts nor the threads can change a bit.
+//
+// Adding an optimizer or a state format is a rule in kernel.inc, a name in OPERATIONS below and a
+// row of the table at the end of kernel.inc.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cpu_adam {
+
+using Byte = unsigned char;
+
+// Most arrays that an operation may have: gradient, weight and four slots.
+constexpr int ARRAYS_MAX = 6;
+// Numbers in a row of factors.
+constexpr int FACTORS = 12;
+// Elements of one inner tree of the sum of squares. Part of its definition.
+constexpr int64_t SUM_BLOCK_ELEMENTS = 1024;
+
+// The dtype of a gradient, in the order of the tables below.
+enum Gradient : int { BFLOAT16, FLOAT16, FLOAT32, GRADIENTS };
+
+enum Operation : int {
+    ADAM_EXACT,
+    ADAM_FP32,
+    ACCUMULATE_FLOAT32,
+    ACCUMULATE_BFLOAT16,
+    SPLIT,
+    JOIN,
+    REBASE,
+    STREAM,
+    OPERATIONS_COUNT
+};
+
+constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
+    "adam_exact", "adam_fp32", "accumulate_float32", "accumulate_bfloat16",
+    "split",      "join",      "rebase",             "stream",
+};
+
+// One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per element. Arrays
+// need no alignment, and do not overlap. `call` is null for a gradient dtype that is not served.
+struct Elementwise {
+    void (*call)(Byte* const* arrays, int64_t elements, const float* factors);
+    int arrays;
+    int bytes[ARRAYS_MAX];
+};
+
+// Sums of the squares of the blocks of `gradient`, to `sums`; the last block may be short.
+using BlockSums = void (*)(const Byte* gradient, int64_t elements, double* sums);
+
+// All of one instruction set. Operations without a gradient lie under BFLOAT16.
+struct Kernel {
+    const char* name;
+    Elementwise operations[OPERATIONS_COUNT][GRADIENTS];
+    BlockSums block_sums[GRADIENTS];
+    int gradient_bytes[GRADIENTS];
+};
+
+#if defined(__x86_64__)
+namespace avx512 {
+extern const Kernel kernel;
+}
+namespace avx2 {
+extern const Kernel kernel;
+}
+#elif defined(__aarch64__)
+namespace neon {
+extern const Kernel kernel;
+}
+#endif
+namespace portable {
+extern const Kernel kernel;
+}
+
+// The kernels that this machine can run, the best first; `count` is set to their number.
+const Kernel* const* kernels(int& count);
+
+}  // namespace cpu_adam

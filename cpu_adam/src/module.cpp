@@ -1,0 +1,84 @@
+// What Python sees of the kernels: addresses and sizes in, nothing kept.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kernel.h"
+#include "pool.h"
+#include "sweep.h"
+
+namespace nb = nanobind;
+using namespace cpu_adam;
+
+using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Factors =
+    nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
+
+static const Kernel& kernel_at(int index) {
+    int count = 0;
+    const Kernel* const* found = kernels(count);
+    if (index < 0 || index >= count) throw nb::index_error("no such kernel");
+    return *found[index];
+}
+
+static std::vector<std::string> kernel_names() {
+    int count = 0;
+    const Kernel* const* found = kernels(count);
+    std::vector<std::string> names;
+    for (int i = 0; i < count; i++) names.push_back(found[i]->name);
+    return names;
+}
+
+static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors) {
+    if (operation < 0 || operation >= OPERATIONS_COUNT || gradient < 0 || gradient >= GRADIENTS)
+        throw nb::index_error("no such operation");
+    const Elementwise& chosen = kernel_at(kernel).operations[operation][gradient];
+    if (chosen.call == nullptr || int64_t(rows.shape(1)) != ADDRESS_COLUMNS + chosen.arrays)
+        throw nb::value_error("the table does not fit the operation");
+    const Table table{rows.data(), int64_t(rows.shape(0)), int64_t(rows.shape(1)), factors.data()};
+    for (int64_t row = 0; row < table.count; row++) {
+        const int64_t* columns = table.rows + row * table.columns;
+        if (columns[ELEMENTS_COLUMN] < 0 || columns[FACTORS_COLUMN] < 0 ||
+            columns[FACTORS_COLUMN] >= int64_t(factors.shape(0)))
+            throw nb::index_error("a row of the table is out of range");
+    }
+    nb::gil_scoped_release released;
+    sweep(chosen, table);
+}
+
+static double squares(int kernel, int gradient, uintptr_t address, int64_t elements) {
+    const Kernel& chosen = kernel_at(kernel);
+    if (gradient < 0 || gradient >= GRADIENTS || elements < 0)
+        throw nb::index_error("no such gradient");
+    nb::gil_scoped_release released;
+    return sum_of_squares(chosen, Gradient(gradient), reinterpret_cast<const Byte*>(address),
+                          elements);
+}
+
+static void configure(const std::vector<std::pair<int, std::vector<int>>>& places) {
+    std::vector<Place> wanted;
+    for (const auto& [node, processors] : places) wanted.push_back({node, processors});
+    if (wanted.empty()) throw nb::value_error("no thread");
+    nb::gil_scoped_release released;
+    Pool::get().configure(std::move(wanted));
+}
+
+NB_MODULE(_kernels, m) {
+    nb::list operations;
+    for (const char* name : OPERATIONS) operations.append(name);
+    m.attr("OPERATIONS") = nb::tuple(operations);
+    m.attr("FACTORS") = FACTORS;
+    m.def("kernel_names", &kernel_names);
+    m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
+          nb::arg("rows"), nb::arg("factors"));
+    m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
+          nb::arg("elements"));
+    m.def("configure", &configure, nb::arg("places"));
+    m.def("threads", [] { return Pool::get().threads(); });
+}

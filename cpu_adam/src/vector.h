@@ -1,0 +1,118 @@
+// Vectors of the compiler (GCC and Clang), and the operations in which machines differ.
+//
+// Included by kernel.inc inside the namespace of an instruction set, so that no function compiled
+// with one set's flags can be linked into another's code. For the same reason nothing here or in
+// kernel.inc comes from the C++ library.
+
+#define INLINE static inline __attribute__((always_inline))
+#define INLINE_METHOD inline __attribute__((always_inline))
+
+// N numbers side by side. Comparing two vectors gives a mask, all ones or zeros in each lane.
+template <int N> struct Of {
+    typedef float F32 __attribute__((vector_size(4 * N)));
+    typedef double F64 __attribute__((vector_size(8 * N)));
+    typedef int32_t I32 __attribute__((vector_size(4 * N)));
+    typedef uint32_t U32 __attribute__((vector_size(4 * N)));
+    typedef uint16_t U16 __attribute__((vector_size(2 * N)));
+    typedef int16_t I16 __attribute__((vector_size(2 * N)));
+};
+
+constexpr int LANES = CPU_ADAM_LANES;
+
+using F32 = Of<LANES>::F32;
+using U32 = Of<LANES>::U32;
+using I32 = Of<LANES>::I32;
+using U16 = Of<LANES>::U16;
+using I16 = Of<LANES>::I16;
+
+template <class V> INLINE V load(const Byte* from) {
+    V v;
+    __builtin_memcpy(&v, from, sizeof(V));
+    return v;
+}
+
+template <class V> INLINE void store(Byte* to, V v) { __builtin_memcpy(to, &v, sizeof(V)); }
+
+INLINE F32 broadcast(float x) { return x - F32{}; }  // 0 would lose the sign of -0 if it were added
+
+INLINE F32 floats(U32 bits) { return (F32)bits; }
+INLINE U32 bits_of(F32 x) { return (U32)x; }
+
+// A mask is all ones or zeros in each lane.
+INLINE I32 is_nan(F32 x) { return (I32)(x != x); }
+INLINE U32 choose(I32 mask, U32 yes, U32 no) { return mask ? yes : no; }
+
+// 16-bit integers to and from 32-bit ones; `narrow` drops the high half.
+template <int N> INLINE typename Of<N>::U32 widen(typename Of<N>::U16 x) {
+    using U = typename Of<N>::U32;
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (U)_mm512_cvtepu16_epi32((__m256i)x);
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (U)_mm256_cvtepu16_epi32((__m128i)x);
+#endif
+    return __builtin_convertvector(x, U);
+}
+INLINE U32 widen_signed(U16 x) {
+#if defined(__AVX512F__)
+    return (U32)_mm512_cvtepi16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+    return (U32)_mm256_cvtepi16_epi32((__m128i)x);
+#else
+    return (U32)__builtin_convertvector((I16)x, I32);
+#endif
+}
+INLINE U16 narrow(U32 x) {
+#if defined(__AVX512F__)
+    return (U16)_mm512_cvtepi32_epi16((__m512i)x);
+#elif defined(__AVX2__)
+    // Low halves of each 128-bit lane side by side, then the two lanes.
+    const __m128i half = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m256i order = _mm256_broadcastsi128_si256(half);
+    __m256i packed = _mm256_shuffle_epi8((__m256i)x, order);
+    return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
+#elif defined(__SSE2__)
+    // Sign-extended from their low half, so that packing saturates nothing.
+    __m128i small = _mm_srai_epi32(_mm_slli_epi32((__m128i)x, 16), 16);
+    __m128i packed = _mm_packs_epi32(small, small);
+    U16 low;
+    __builtin_memcpy(&low, &packed, sizeof low);
+    return low;
+#else
+    return __builtin_convertvector(x, U16);
+#endif
+}
+
+// The square root, correctly rounded.
+INLINE F32 square_root(F32 x) {
+#if defined(__AVX512F__)
+    return (F32)_mm512_sqrt_ps((__m512)x);
+#elif defined(__AVX2__)
+    return (F32)_mm256_sqrt_ps((__m256)x);
+#elif defined(__SSE2__)
+    return (F32)_mm_sqrt_ps((__m128)x);
+#else
+    F32 root;
+    for (int i = 0; i < LANES; i++) root[i] = __builtin_sqrtf(x[i]);
+    return root;
+#endif
+}
+
+// float16 to float32, exact.
+template <int N> INLINE typename Of<N>::F32 half_to_float(typename Of<N>::U16 x) {
+    using F = typename Of<N>::F32;
+    using U = typename Of<N>::U32;
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (F)_mm512_cvtph_ps((__m256i)x);
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 8) return (F)_mm256_cvtph_ps((__m128i)x);
+#endif
+    // Move exponent and fraction to their places, then correct the exponent's bias by a product
+    // that is exact, also for the subnormals. Infinity and NaN get the largest exponent.
+    U wide = widen<N>(x);
+    U magnitude = (wide & 0x7FFFu) << 13;
+    U bits = (U)((F)magnitude * 0x1p112f);
+    U special = (U)(magnitude >= (0x7C00u << 13)) & 0x7F800000u;
+    return (F)(bits | special | ((wide & 0x8000u) << 16));
+}

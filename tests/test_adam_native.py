@@ -1,0 +1,293 @@
+"""Every kernel that this machine can run against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpu_adam
+from cpu_adam import FORMATS, AdamHyper, Span, UpdateTable, choice, native, reference
+from cpu_adam.checks import GRADIENT_DTYPES
+
+COMPILED = [name for name in choice.available() if name != "python"]
+PIECE = 32 * 1024
+"""Elements of a piece of work in src/sweep.cpp: longer spans are cut."""
+LENGTHS = (0, 1, 7, 15, 16, 17, 63, 64, 65, 511, 513, 1000)
+THREADS = (1, 2, 3, 5)
+
+every_kernel = pytest.mark.parametrize("kernel", COMPILED)
+
+
+@pytest.fixture
+def many_threads() -> Iterator[None]:
+    cpu_adam.set_threads(3)
+    yield
+    cpu_adam.set_threads(None)
+
+
+def hyper(**changes: Any) -> AdamHyper:
+    base = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
+    return AdamHyper(**{**base, "decoupled": True, **changes})
+
+
+def special(elements: int, seed: int) -> torch.Tensor:
+    """Float32 numbers of every kind: normal, huge, subnormal, zero, infinite, NaN."""
+    rng = np.random.default_rng(seed)
+    numbers = rng.normal(size=elements) * 10.0 ** rng.integers(-12, 6, elements)
+    numbers = numbers.astype("f4")
+    words = rng.integers(0, 1 << 32, elements, dtype=np.uint64).astype("u4").view("f4")
+    odd = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-42, 3e38, -3.4e38, 1e-38], "f4")
+    kind = rng.integers(0, 8, elements)
+    numbers = np.where(kind == 0, words, numbers)
+    return torch.from_numpy(np.where(kind == 1, rng.choice(odd, elements), numbers))
+
+
+class State:
+    """A weight, its slots and a gradient; each starts `offset` elements into its memory."""
+
+    def __init__(
+        self, name: str, elements: int, dtype: torch.dtype, seed: int = 0, offset: int = 0
+    ) -> None:
+        def cut(x: torch.Tensor, to: torch.dtype | None = None) -> torch.Tensor:
+            held = torch.empty(elements + offset, dtype=to or x.dtype)[offset:]
+            return held.copy_(x)
+
+        self.format = FORMATS[name]
+        self.gradient = cut(special(elements, seed), dtype)
+        master = special(elements, seed + 1)
+        self.slots = {"exp_avg": cut(special(elements, seed + 2))}
+        self.slots["exp_avg_sq"] = cut(special(elements, seed + 3).abs())
+        if name == "exact":
+            # Any pair of bits, not only those that split writes.
+            bits = torch.randint(-(1 << 15), 1 << 15, (2, elements), dtype=torch.int16)
+            self.slots["residue"] = cut(bits[0])
+            self.weight = cut(bits[1].view(torch.bfloat16))
+        else:
+            self.weight = cut(master)
+
+    def clone(self) -> State:
+        other = object.__new__(State)
+        other.format, other.gradient = self.format, self.gradient
+        other.weight = self.weight.clone()
+        other.slots = {name: slot.clone() for name, slot in self.slots.items()}
+        return other
+
+    def copy_in_place(self, elements: slice) -> Span:
+        part = {name: slot[elements] for name, slot in self.slots.items()}
+        return Span(self.weight[elements], self.gradient[elements], part)
+
+    def update(self, by: Any, *args: Any, **options: Any) -> None:
+        by.update(self.weight, self.gradient, self.slots, *args, format=self.format, **options)
+
+
+def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bit for bit, but for the payload of a float32 NaN."""
+    assert got.dtype == want.dtype
+    if got.dtype == torch.float32:
+        nan = want.isnan()
+        assert torch.equal(got.isnan(), nan)
+        got, want = got.masked_fill(nan, 0.0), want.masked_fill(nan, 0.0)
+    words = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    assert torch.equal(got.contiguous().view(words), want.contiguous().view(words))
+
+
+def assert_same_state(got: State, want: State) -> None:
+    assert_same(got.weight, want.weight)
+    for name, slot in want.slots.items():
+        assert_same(got.slots[name], slot)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> None:
+    options = itertools.product(
+        ({}, {"decoupled": False}, {"weight_decay": 0.0}, {"eps": 0.0, "beta1": 0.0}),
+        (False, True),
+        (1.0, 0.37, float("nan")),
+    )
+    for (changes, maximize, scale), elements in zip(options, itertools.cycle(LENGTHS)):
+        by = hyper(**changes, maximize=maximize)
+        for step, offset in ((1, 0), (2, 1), (1_000_000, 5)):
+            got = State(name, elements, dtype, seed=step, offset=offset)
+            want = got.clone()
+            with choice.forced(kernel):
+                got.update(native, by, step=step, gradient_scale=scale)
+            want.update(reference, by, step=step, gradient_scale=scale)
+            assert_same_state(got, want)
+
+
+@every_kernel
+@settings(deadline=None, max_examples=40)
+@given(data=st.data())
+def test_update_is_the_reference_for_any_factors(kernel: str, data: st.DataObject) -> None:
+    number = st.floats(0.0, 1e6, width=32)
+    by = AdamHyper(
+        lr=data.draw(number),
+        beta1=data.draw(st.floats(0.0, 1.0, exclude_max=True)),
+        beta2=data.draw(st.floats(0.0, 1.0, exclude_max=True)),
+        eps=data.draw(number),
+        weight_decay=data.draw(number),
+        decoupled=data.draw(st.booleans()),
+        maximize=data.draw(st.booleans()),
+    )
+    name, dtype = (
+        data.draw(st.sampled_from(list(FORMATS))),
+        data.draw(st.sampled_from(GRADIENT_DTYPES)),
+    )
+    step, scale = data.draw(st.integers(1, 1 << 40)), data.draw(st.floats(-1e6, 1e6, width=32))
+    got = State(name, data.draw(st.integers(0, 700)), dtype, seed=data.draw(st.integers(0, 1000)))
+    want = got.clone()
+    with choice.forced(kernel):
+        got.update(native, by, step=step, gradient_scale=scale)
+    want.update(reference, by, step=step, gradient_scale=scale)
+    assert_same_state(got, want)
+
+
+@every_kernel
+@pytest.mark.parametrize("count", THREADS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_threads_do_not_matter(kernel: str, name: str, count: int, many_threads: None) -> None:
+    got = State(name, 5 * PIECE + 77, torch.bfloat16)
+    want = got.clone()
+    cpu_adam.set_threads(count)
+    with choice.forced(kernel):
+        assert cpu_adam.threads() == count
+        got.update(native, hyper(), step=3)
+    want.update(reference, hyper(), step=3)
+    assert_same_state(got, want)
+
+
+@every_kernel
+@pytest.mark.parametrize("name", FORMATS)
+def test_table_is_the_spans(kernel: str, name: str, many_threads: None) -> None:
+    lengths = [*LENGTHS, PIECE, PIECE + 1, *(37,) * 300, 2 * PIECE + 3]
+    whole = State(name, sum(lengths), torch.float16)
+    want = whole.clone()
+    ends = list(itertools.accumulate(lengths))
+    cuts = [slice(end - length, end) for length, end in zip(lengths, ends)]
+    turns = [(hyper(lr=10.0**-k), k + 1) for k in range(3)]
+    parts = [whole.copy_in_place(cut) for cut in cuts]
+    spans = [Span(p.weight, p.gradient, p.record_views, k % 3) for k, p in enumerate(parts)]
+    with choice.forced(kernel):
+        UpdateTable(spans, whole.format).update(turns, gradient_scale=0.5)
+    for k, cut in enumerate(cuts):
+        part = want.copy_in_place(cut)
+        by, step = turns[k % 3]
+        reference.update(
+            part.weight,
+            part.gradient,
+            part.record_views,
+            by,
+            step=step,
+            gradient_scale=0.5,
+            format=whole.format,
+        )
+    assert_same_state(whole, want)
+
+
+def test_table_takes_other_gradients_and_serves_the_reference() -> None:
+    for kernel in choice.available():
+        got = State("exact", 100, torch.bfloat16)
+        table = UpdateTable([got.copy_in_place(slice(None))], got.format)
+        got.gradient = special(100, 9)
+        want = got.clone()
+        table.set_gradients([got.gradient])
+        with choice.forced(kernel):
+            table.update([(hyper(), 1)])
+        want.update(reference, hyper(), step=1)
+        assert_same_state(got, want)
+    UpdateTable([], FORMATS["exact"]).update([])
+
+
+def test_table_refuses_what_does_not_fit() -> None:
+    state = State("fp32", 10, torch.float32)
+    span = state.copy_in_place(slice(None))
+    half = Span(span.weight, span.gradient.half(), span.record_views)
+    with pytest.raises(ValueError, match="one dtype"):
+        UpdateTable([span, half], state.format)
+    with pytest.raises(ValueError, match="fp32 update"):
+        UpdateTable([Span(span.weight[:3], span.gradient, span.record_views)], state.format)
+    table = UpdateTable([Span(span.weight, span.gradient, span.record_views, 1)], state.format)
+    with pytest.raises(ValueError, match="turn"):
+        table.update([(hyper(), 1)])
+    with pytest.raises(ValueError, match="step=0"):
+        table.update([(hyper(), 0), (hyper(), 0)])
+    with pytest.raises(ValueError, match="found 2"):
+        table.set_gradients([span.gradient] * 2)
+
+
+@every_kernel
+def test_every_weight_and_residue_round_trips(kernel: str, many_threads: None) -> None:
+    edges = [*range(-5, 6), *range(-0x8000, -0x7FF8), *range(0x7FF8, 0x8000), 0x4000, -0x4000]
+    weight = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).repeat(len(edges))
+    residue = torch.tensor(edges, dtype=torch.int16).repeat_interleave(1 << 16)
+    weight = weight.view(torch.bfloat16)
+    want = reference.join(weight, residue)
+    again = torch.empty_like(weight), torch.empty_like(residue)
+    reference.split(want, *again)
+    with choice.forced(kernel):
+        master = native.join(weight, residue)
+        got = torch.empty_like(weight), torch.empty_like(residue)
+        native.split(master, *got)
+    assert_same(master, want)
+    assert_same(got[0], again[0])
+    assert_same(got[1], again[1])
+
+
+@every_kernel
+def test_every_half_is_read_right(kernel: str) -> None:
+    words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for dtype in (torch.bfloat16, torch.float16):
+        got, want = torch.zeros(2, 1 << 16)
+        with choice.forced(kernel):
+            native.accumulate(got, words.view(dtype))
+        reference.accumulate(want, words.view(dtype))
+        assert_same(got, want)
+
+
+@every_kernel
+@pytest.mark.parametrize("elements", [*LENGTHS, 3 * PIECE + 5])
+def test_accumulate_split_and_rebase_are_the_reference(kernel: str, elements: int) -> None:
+    pairs = [(torch.float32, dtype) for dtype in GRADIENT_DTYPES]
+    for into, dtype in (*pairs, (torch.bfloat16, torch.bfloat16)):
+        got, gradient = special(elements, 1).to(into), special(elements, 2).to(dtype)
+        want = got.clone()
+        with choice.forced(kernel):
+            native.accumulate(got, gradient)
+        reference.accumulate(want, gradient)
+        # torch's own NaN of bfloat16 depends on where in the tensor it lies.
+        nan = want.isnan()
+        assert torch.equal(got.isnan(), nan)
+        assert_same(got.masked_fill(nan, 0), want.masked_fill(nan, 0))
+    state = State("exact", elements, torch.bfloat16)
+    edited = torch.where(torch.rand(elements) < 0.5, state.weight, -state.weight)
+    got, want = state.slots["residue"].clone(), state.slots["residue"].clone()
+    with choice.forced(kernel):
+        native.rebase(state.weight, edited, got)
+    reference.rebase(state.weight, edited, want)
+    assert_same(got, want)
+
+
+@every_kernel
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_sum_of_squares_is_the_reference(
+    kernel: str, dtype: torch.dtype, many_threads: None
+) -> None:
+    for elements in (*LENGTHS, 1023, 1024, 1025, 5000, 9 * PIECE + 11):
+        for offset in (0, 1, 3):
+            x = special(elements + offset, elements)
+            x = x.masked_fill(~x.to(dtype).isfinite(), 0.5).to(dtype)[offset:]
+            with choice.forced(kernel):
+                assert native.sum_of_squares(x) == reference.sum_of_squares(x)
+    for odd in (torch.inf, torch.nan):
+        x = torch.ones(3000, dtype=dtype).index_fill(0, torch.tensor(2000), odd)
+        with choice.forced(kernel):
+            assert str(native.sum_of_squares(x)) == str(reference.sum_of_squares(x))

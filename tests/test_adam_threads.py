@@ -1,0 +1,210 @@
+"""The update's threads and the choice of its kernel: forks, callers, environment, machine files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpu_adam
+from cpu_adam import choice, native, processors, reference
+from tests.test_adam_native import COMPILED, PIECE, State, assert_same_state, hyper
+
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="no kernel is compiled")
+
+
+def updated(state: State, steps: int = 1) -> State:
+    for step in range(1, steps + 1):
+        state.update(native, hyper(), step=step)
+    return state
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a new interpreter, with warnings shown."""
+    return subprocess.run(
+        [sys.executable, "-W", "always", "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@needs_kernels
+def test_flushing_callers_get_the_same_bits_and_their_state_back() -> None:
+    state = State("fp32", 3 * PIECE, torch.float32)
+    want = state.clone()
+    want.update(reference, hyper(), step=1)
+    assert torch.set_flush_denormal(True)
+    try:
+        updated(state)
+        assert (torch.full((64,), 1e-40) * torch.ones(64)).abs().max() == 0
+    finally:
+        torch.set_flush_denormal(False)
+    assert_same_state(state, want)
+
+
+@needs_kernels
+def test_callers_at_once() -> None:
+    cpu_adam.set_threads(3)
+    states = [State("exact", 5 * PIECE + k, torch.bfloat16, seed=k) for k in range(4)]
+    wants = [updated(state.clone(), 10) for state in states]
+    callers = [threading.Thread(target=updated, args=(state, 10)) for state in states]
+    for caller in callers:
+        caller.start()
+    for count in (1, 4, 2):  # while they run
+        cpu_adam.set_threads(count)
+    for caller in callers:
+        caller.join(60)
+    cpu_adam.set_threads(None)
+    for state, want in zip(states, wants):
+        assert_same_state(state, want)
+
+
+@needs_kernels
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    code = """
+import os, torch
+import cpu_adam
+from tests.test_adam_native import PIECE, State, hyper, assert_same_state, native
+torch.set_num_threads(1)  # torch's own threads do not survive a fork
+cpu_adam.set_threads(3)
+def go():
+    state = State("exact", 9 * PIECE, torch.bfloat16)
+    state.update(native, hyper(), step=1)
+    return cpu_adam.threads()
+assert go() == 3
+for _ in range(5):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if go() == 3 and len(os.listdir("/proc/self/task")) >= 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    go()
+"""
+    found = python(code)
+    assert found.returncode == 0, found.stderr
+
+
+@needs_kernels
+def test_omp_threads_do_not_starve_the_update() -> None:
+    code = "import cpu_adam; print(cpu_adam.threads(), cpu_adam.kernel().name)"
+    alone = python(code, OMP_NUM_THREADS="1").stdout
+    assert alone == python(code, OMP_NUM_THREADS="7").stdout
+    assert int(alone.split()[0]) == len(processors.places())
+    assert python(code, CPU_ADAM_THREADS="5").stdout.split()[0] == "5"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_environment_chooses_the_kernel(name: str) -> None:
+    code = "import cpu_adam; found = cpu_adam.kernel(); print(found.name, '|', found.reason)"
+    found = python(code, CPU_ADAM_KERNEL=name)
+    assert found.stdout.strip() == f"{name} | asked for"
+    assert found.stderr == ""
+
+
+USE = """
+import torch, cpu_adam
+x = torch.ones(10)
+cpu_adam.accumulate(x, x)
+cpu_adam.accumulate(x, x)
+assert x.tolist() == [4.0] * 10
+print(cpu_adam.kernel().name, cpu_adam.threads())
+"""
+
+
+def test_the_reference_serves_when_asked_without_a_warning() -> None:
+    found = python(USE, CPU_ADAM_KERNEL="python")
+    assert (found.returncode, found.stdout, found.stderr) == (0, "python 1\n", "")
+
+
+def test_the_reference_serves_with_one_warning_where_nothing_is_compiled() -> None:
+    hidden = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
+    found = python(hidden + USE, CPU_ADAM_KERNEL="")
+    assert (found.returncode, found.stdout) == (0, "python 1\n"), found.stderr
+    assert found.stderr.count("RuntimeWarning") == 1
+    for part in ("asked for", "found", "likely cause", "try:"):
+        assert part in found.stderr
+    forced = python(hidden + USE, CPU_ADAM_KERNEL="portable")
+    assert "asked for the portable kernel" in forced.stderr
+    assert forced.returncode != 0
+
+
+def test_a_kernel_that_does_not_exist_is_refused() -> None:
+    found = python(USE, CPU_ADAM_KERNEL="sse9")
+    assert "ValueError: asked for a kernel by CPU_ADAM_KERNEL=sse9" in found.stderr
+
+
+def test_thread_counts_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="found 0"):
+        cpu_adam.set_threads(0)
+    monkeypatch.setenv(processors.THREADS_VARIABLE, "many")
+    with pytest.raises(ValueError, match="CPU_ADAM_THREADS"):
+        processors.places()
+
+
+def lay(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_threads_are_one_per_core_within_the_quota_on_every_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(processors.THREADS_VARIABLE, raising=False)
+    monkeypatch.setattr(processors, "_affinity", lambda: tuple(range(2, 16)))
+    cpu = "sys/devices/system/cpu"
+    for k in range(16):  # 8 cores on 2 packages; k and k + 8 share a core
+        topology = f"{cpu}/cpu{k}/topology"
+        package = str(k % 8 // 4)
+        files = {f"{topology}/core_id": str(k % 4), f"{topology}/physical_package_id": package}
+        lay(tmp_path, files)
+    assert processors.places(root=tmp_path) == [(0, ())] * 8
+    node = "sys/devices/system/node"
+    lists = {f"{node}/node0/cpulist": "0-3,8-11\n", f"{node}/node2/cpulist": "4-7,12-15"}
+    lay(tmp_path, {f"{node}/has_cpu": "0,2\n", **lists})
+    near, far = (2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)
+    assert processors.places(root=tmp_path) == [(0, near), (1, far)] * 4
+    lay(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000"})
+    assert processors.places(root=tmp_path) == [(0, near), (1, far), (0, near)]
+    lay(tmp_path, {"proc/self/cgroup": "3:cpuset:/\n2:cpu,cpuacct:/c\n0::/a\n"})
+    v1 = "sys/fs/cgroup/cpu,cpuacct"
+    lay(tmp_path, {f"{v1}/cpu.cfs_quota_us": "150000", f"{v1}/cpu.cfs_period_us": "100000"})
+    assert len(processors.places(root=tmp_path)) == 2
+    lay(tmp_path, {f"{v1}/cpu.cfs_quota_us": "-1"})
+    assert len(processors.places(root=tmp_path)) == 3
+    assert len(processors.places(6, root=tmp_path)) == 6
+
+
+@needs_kernels
+def test_places_with_nodes_are_accepted() -> None:
+    from cpu_adam import _kernels
+
+    allowed = tuple(os.sched_getaffinity(0))
+    _kernels.configure([(0, allowed), (1, allowed), (0, allowed), (1, (100_000,))])
+    state = State("exact", 20 * PIECE + 5, torch.bfloat16)
+    want = state.clone()
+    updated(state)
+    cpu_adam.set_threads(None)
+    want.update(reference, hyper(), step=1)
+    assert_same_state(state, want)
+    assert set(os.sched_getaffinity(0)) == set(allowed)
+
+
+def test_strided_tensors_and_versions() -> None:
+    into, gradient = torch.zeros(10, 2)[:, 0], torch.ones(10)
+    native.accumulate(into, gradient)
+    assert into.tolist() == [1.0] * 10
+    total = torch.zeros(10)
+    native.accumulate(total, gradient)
+    assert total._version == 1
+    with torch.inference_mode():
+        native.accumulate(torch.zeros(10), torch.ones(10))
+    assert choice.kernel().reason
