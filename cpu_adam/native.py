@@ -8,7 +8,7 @@ kernel serves go to the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,12 +98,15 @@ class UpdateTable:
         ]
         for span, slots in zip(self._spans, self._slots):
             check_span(span.weight, span.gradient, slots, format)
-        self._tensors = [x for s, slots in zip(spans, self._slots) for x in (s.weight, *slots)]
+        tensors = [x for s, slots in zip(spans, self._slots) for x in (s.weight, *slots)]
+        self._native = _are_native(tensors)
+        self._written = [x for x in tensors if not x.is_inference()]
+        self._turns = 1 + max((span.turn for span in spans), default=-1)
         self._rows = np.array(
             [_row(s.weight, s.gradient, slots, s.turn) for s, slots in zip(spans, self._slots)],
             np.int64,
         ).reshape(len(self._spans), 4 + len(format.slots))
-        self._one_dtype()
+        self._look_at_gradients()
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Take other gradients, one for each span in their order, of the same shapes."""
@@ -116,7 +119,7 @@ class UpdateTable:
             check_span(span.weight, gradient, self._slots[k], self._format)
             self._spans[k] = Span(span.weight, gradient, span.record_views, span.turn)
         self._rows[:, 2] = [gradient.data_ptr() for gradient in gradients]
-        self._one_dtype()
+        self._look_at_gradients()
 
     def update(
         self, turns: Sequence[tuple[AdamHyper, int]], *, gradient_scale: float = 1.0
@@ -124,7 +127,7 @@ class UpdateTable:
         """Update every span by its turn: the hyper-parameters and the number of the step."""
         for _, step in turns:
             check_step(step)
-        if any(not 0 <= span.turn < len(turns) for span in self._spans):
+        if self._turns > len(turns):
             raise ValueError(
                 f"asked for the update of spans by their turns; found a span whose turn is not "
                 f"among the {len(turns)} given; likely cause: a parameter group was added after "
@@ -132,8 +135,8 @@ class UpdateTable:
             )
         if not self._spans:
             return
-        chosen = _kernel_for(*(span.gradient for span in self._spans), *self._tensors)
-        if chosen is None:
+        chosen = kernel()
+        if chosen.native is None or not self._native or not self._native_gradients:
             for span in self._spans:
                 hyper, step = turns[span.turn]
                 reference.update(
@@ -149,9 +152,10 @@ class UpdateTable:
         factors = [_factors(hyper, step, gradient_scale) for hyper, step in turns]
         operation = f"adam_{self._format.name}"
         _run(chosen, operation, self._dtype, self._rows, np.array(factors, np.float32))
-        _written(*self._tensors)
+        torch.autograd.graph.increment_version(self._written)
 
-    def _one_dtype(self) -> None:
+    def _look_at_gradients(self) -> None:
+        self._native_gradients = _are_native(span.gradient for span in self._spans)
         dtypes = {span.gradient.dtype for span in self._spans} or {torch.float32}
         if len(dtypes) != 1:
             raise ValueError(
@@ -223,9 +227,11 @@ def sum_of_squares(gradient: Tensor) -> float:
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
     chosen = kernel()
-    if chosen.native is None or not all(x.is_cpu and x.is_contiguous() for x in tensors):
-        return None
-    return chosen
+    return chosen if chosen.native is not None and _are_native(tensors) else None
+
+
+def _are_native(tensors: Iterable[Tensor]) -> bool:
+    return all(x.is_cpu and x.is_contiguous() for x in tensors)
 
 
 def _row(

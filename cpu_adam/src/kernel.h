@@ -39,12 +39,14 @@ enum Operation : int {
     JOIN,
     REBASE,
     STREAM,
+    STREAM_EXACT,
     OPERATIONS_COUNT
 };
 
 constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
     "adam_exact", "adam_fp32", "accumulate_float32", "accumulate_bfloat16",
     "split",      "join",      "rebase",             "stream",
+    "stream_exact",
 };
 
 // One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per element. Arrays

@@ -42,7 +42,21 @@ INLINE U32 bits_of(F32 x) { return (U32)x; }
 INLINE I32 is_nan(F32 x) { return (I32)(x != x); }
 INLINE U32 choose(I32 mask, U32 yes, U32 no) { return mask ? yes : no; }
 
-// 16-bit integers to and from 32-bit ones; `narrow` drops the high half.
+#if defined(__SSE2__) && !defined(__AVX2__)
+INLINE __m128i sse_half(U16 x) {
+    int64_t bits;
+    __builtin_memcpy(&bits, &x, sizeof bits);
+    return _mm_cvtsi64_si128(bits);
+}
+INLINE U16 sse_low(__m128i x) {
+    int64_t bits = _mm_cvtsi128_si64(x);
+    U16 low;
+    __builtin_memcpy(&low, &bits, sizeof low);
+    return low;
+}
+#endif
+
+// 16-bit integers to 32-bit ones: as the low half, signed as the low half, as the high half.
 template <int N> INLINE typename Of<N>::U32 widen(typename Of<N>::U16 x) {
     using U = typename Of<N>::U32;
 #if defined(__AVX512F__)
@@ -58,28 +72,43 @@ INLINE U32 widen_signed(U16 x) {
     return (U32)_mm512_cvtepi16_epi32((__m256i)x);
 #elif defined(__AVX2__)
     return (U32)_mm256_cvtepi16_epi32((__m128i)x);
+#elif defined(__SSE2__)
+    __m128i low = sse_half(x);
+    return (U32)_mm_srai_epi32(_mm_unpacklo_epi16(low, low), 16);
 #else
     return (U32)__builtin_convertvector((I16)x, I32);
 #endif
 }
-INLINE U16 narrow(U32 x) {
+template <int N> INLINE typename Of<N>::U32 widen_high(typename Of<N>::U16 x) {
+#if defined(__SSE2__) && !defined(__AVX2__)
+    if constexpr (N == 4) return (U32)_mm_unpacklo_epi16(_mm_setzero_si128(), sse_half(x));
+#endif
+    return widen<N>(x) << 16;
+}
+
+// The low and the high halves of 32-bit integers.
+INLINE U16 low_half(U32 x) {
 #if defined(__AVX512F__)
     return (U16)_mm512_cvtepi32_epi16((__m512i)x);
 #elif defined(__AVX2__)
     // Low halves of each 128-bit lane side by side, then the two lanes.
     const __m128i half = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
-    const __m256i order = _mm256_broadcastsi128_si256(half);
-    __m256i packed = _mm256_shuffle_epi8((__m256i)x, order);
+    __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(half));
     return (U16)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08));
 #elif defined(__SSE2__)
-    // Sign-extended from their low half, so that packing saturates nothing.
-    __m128i small = _mm_srai_epi32(_mm_slli_epi32((__m128i)x, 16), 16);
-    __m128i packed = _mm_packs_epi32(small, small);
-    U16 low;
-    __builtin_memcpy(&low, &packed, sizeof low);
-    return low;
+    __m128i pairs = _mm_shufflelo_epi16((__m128i)x, 0x08);
+    pairs = _mm_shuffle_epi32(_mm_shufflehi_epi16(pairs, 0x08), 0x08);
+    return sse_low(pairs);
 #else
     return __builtin_convertvector(x, U16);
+#endif
+}
+INLINE U16 high_half(U32 x) {
+#if defined(__SSE2__) && !defined(__AVX2__)
+    __m128i high = _mm_srai_epi32((__m128i)x, 16);
+    return sse_low(_mm_packs_epi32(high, high));  // saturates nothing
+#else
+    return low_half(x >> 16);
 #endif
 }
 
