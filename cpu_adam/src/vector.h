@@ -2,7 +2,8 @@
 //
 // Included by kernel.inc inside the namespace of an instruction set, so that no function compiled
 // with one set's flags can be linked into another's code. For the same reason nothing here or in
-// kernel.inc comes from the C++ library.
+// kernel.inc comes from the C++ library. What an x86 set has follows from its lanes (16: AVX-512,
+// 8: AVX2 and F16C, 4: what the baseline has), not from flags that a user may have added.
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
@@ -42,7 +43,7 @@ INLINE U32 bits_of(F32 x) { return (U32)x; }
 INLINE I32 is_nan(F32 x) { return (I32)(x != x); }
 INLINE U32 choose(I32 mask, U32 yes, U32 no) { return mask ? yes : no; }
 
-#if defined(__SSE2__) && !defined(__AVX2__)
+#if defined(__SSE2__) && CPU_ADAM_LANES == 4
 INLINE __m128i sse_half(U16 x) {
     int64_t bits;
     __builtin_memcpy(&bits, &x, sizeof bits);
@@ -59,18 +60,18 @@ INLINE U16 sse_low(__m128i x) {
 // 16-bit integers to 32-bit ones: as the low half, signed as the low half, as the high half.
 template <int N> INLINE typename Of<N>::U32 widen(typename Of<N>::U16 x) {
     using U = typename Of<N>::U32;
-#if defined(__AVX512F__)
+#if CPU_ADAM_LANES == 16
     if constexpr (N == 16) return (U)_mm512_cvtepu16_epi32((__m256i)x);
 #endif
-#if defined(__AVX2__)
+#if CPU_ADAM_LANES >= 8
     if constexpr (N == 8) return (U)_mm256_cvtepu16_epi32((__m128i)x);
 #endif
     return __builtin_convertvector(x, U);
 }
 INLINE U32 widen_signed(U16 x) {
-#if defined(__AVX512F__)
+#if CPU_ADAM_LANES == 16
     return (U32)_mm512_cvtepi16_epi32((__m256i)x);
-#elif defined(__AVX2__)
+#elif CPU_ADAM_LANES >= 8
     return (U32)_mm256_cvtepi16_epi32((__m128i)x);
 #elif defined(__SSE2__)
     __m128i low = sse_half(x);
@@ -80,7 +81,7 @@ INLINE U32 widen_signed(U16 x) {
 #endif
 }
 template <int N> INLINE typename Of<N>::U32 widen_high(typename Of<N>::U16 x) {
-#if defined(__SSE2__) && !defined(__AVX2__)
+#if defined(__SSE2__) && CPU_ADAM_LANES == 4
     if constexpr (N == 4) return (U32)_mm_unpacklo_epi16(_mm_setzero_si128(), sse_half(x));
 #endif
     return widen<N>(x) << 16;
@@ -88,9 +89,9 @@ template <int N> INLINE typename Of<N>::U32 widen_high(typename Of<N>::U16 x) {
 
 // The low and the high halves of 32-bit integers.
 INLINE U16 low_half(U32 x) {
-#if defined(__AVX512F__)
+#if CPU_ADAM_LANES == 16
     return (U16)_mm512_cvtepi32_epi16((__m512i)x);
-#elif defined(__AVX2__)
+#elif CPU_ADAM_LANES >= 8
     // Low halves of each 128-bit lane side by side, then the two lanes.
     const __m128i half = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
     __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(half));
@@ -104,7 +105,7 @@ INLINE U16 low_half(U32 x) {
 #endif
 }
 INLINE U16 high_half(U32 x) {
-#if defined(__SSE2__) && !defined(__AVX2__)
+#if defined(__SSE2__) && CPU_ADAM_LANES == 4
     __m128i high = _mm_srai_epi32((__m128i)x, 16);
     return sse_low(_mm_packs_epi32(high, high));  // saturates nothing
 #else
@@ -114,9 +115,9 @@ INLINE U16 high_half(U32 x) {
 
 // The square root, correctly rounded.
 INLINE F32 square_root(F32 x) {
-#if defined(__AVX512F__)
+#if CPU_ADAM_LANES == 16
     return (F32)_mm512_sqrt_ps((__m512)x);
-#elif defined(__AVX2__)
+#elif CPU_ADAM_LANES >= 8
     return (F32)_mm256_sqrt_ps((__m256)x);
 #elif defined(__SSE2__)
     return (F32)_mm_sqrt_ps((__m128)x);
@@ -127,14 +128,36 @@ INLINE F32 square_root(F32 x) {
 #endif
 }
 
+// The lanes of a vector in float64: two vectors.
+struct Doubles {
+    Of<LANES / 2>::F64 low, high;
+};
+INLINE Doubles doubles(F32 x) {
+    using D = Of<LANES / 2>::F64;
+#if CPU_ADAM_LANES == 16
+    __m256 high = _mm512_extractf32x8_ps((__m512)x, 1);
+    return {(D)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)x)), (D)_mm512_cvtps_pd(high)};
+#elif CPU_ADAM_LANES >= 8
+    __m128 high = _mm256_extractf128_ps((__m256)x, 1);
+    return {(D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)), (D)_mm256_cvtps_pd(high)};
+#elif defined(__SSE2__)
+    __m128 high = _mm_movehl_ps((__m128)x, (__m128)x);
+    return {(D)_mm_cvtps_pd((__m128)x), (D)_mm_cvtps_pd(high)};
+#else
+    Doubles wide;
+    for (int i = 0; i < LANES / 2; i++) wide.low[i] = x[i], wide.high[i] = x[LANES / 2 + i];
+    return wide;
+#endif
+}
+
 // float16 to float32, exact.
 template <int N> INLINE typename Of<N>::F32 half_to_float(typename Of<N>::U16 x) {
     using F = typename Of<N>::F32;
     using U = typename Of<N>::U32;
-#if defined(__AVX512F__)
+#if CPU_ADAM_LANES == 16
     if constexpr (N == 16) return (F)_mm512_cvtph_ps((__m256i)x);
 #endif
-#if defined(__AVX2__)
+#if CPU_ADAM_LANES >= 8
     if constexpr (N == 8) return (F)_mm256_cvtph_ps((__m128i)x);
 #endif
     // Move exponent and fraction to their places, then correct the exponent's bias by a product
