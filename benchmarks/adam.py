@@ -53,7 +53,7 @@ def stream(name: str, elements: int, *arrays: torch.Tensor) -> None:
     """Read and write every byte of some arrays, by the update's threads."""
     native = cpu_adam.kernel().native
     assert native is not None, "the benchmark needs compiled kernels"
-    rows = np.array([[elements, 0, *(x.data_ptr() for x in arrays)]], np.int64)
+    rows = np.array([[elements, 0, 0, *(x.data_ptr() for x in arrays)]], np.int64)
     operation = native.OPERATIONS.index(name)
     native.run(0, operation, 0, rows, np.zeros((1, native.FACTORS), np.float32))
 

@@ -8,28 +8,36 @@ the reference elsewhere. `kernel` tells which is in use and why.
 
 from cpu_adam.choice import Kernel, kernel, set_threads, threads
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
+from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
 from cpu_adam.native import (
+    Part,
     Span,
     UpdateTable,
     accumulate,
+    is_finite,
     join,
     rebase,
     split,
     sum_of_squares,
     update,
+    update_parts,
 )
-from cpu_adam.reference import AdamHyper, views
+from cpu_adam.reference import views
 
 __all__ = [
     "FORMATS",
     "AdamHyper",
     "Kernel",
+    "LionHyper",
+    "Part",
+    "SGDHyper",
     "Slot",
     "Span",
     "StateFormat",
     "UpdateTable",
     "accumulate",
     "format_for",
+    "is_finite",
     "join",
     "kernel",
     "rebase",
@@ -38,5 +46,6 @@ __all__ = [
     "sum_of_squares",
     "threads",
     "update",
+    "update_parts",
     "views",
 ]

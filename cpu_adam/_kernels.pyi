@@ -23,7 +23,8 @@ def run(
     """Do one operation on many spans, by all threads, without the GIL.
 
     gradient: 0 bfloat16 (or none), 1 float16, 2 float32. rows: a span each: elements, row of
-    factors, then the address of each array. Addresses are not checked.
+    factors, first element in its parameter, then the address of each array. Addresses are not
+    checked.
     """
 
 def sum_of_squares(kernel: int, gradient: int, address: int, elements: int) -> float:

@@ -8,23 +8,59 @@ import torch
 from torch import Tensor
 
 from cpu_adam.formats import StateFormat
+from cpu_adam.hyper import Hyper, refusal
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a gradient may be, in the order in which native kernels number it."""
 
 
-def refusal(found: str, asked: str) -> str:
-    """The message for a hyper-parameter with which no step is defined."""
-    return (
-        f"asked for {asked}; found {found}; likely cause: a wrong value in a parameter group or a "
-        f"scheduler; try: print optimizer.param_groups before the step"
-    )
-
-
-def check_step(step: int) -> None:
-    """Raise ValueError unless `step` is the number of a step."""
+def check_turn(rule: str, step: int, format: StateFormat) -> None:
+    """Raise ValueError unless this is a step of the rule that the format's state is for."""
     if step < 1:
         raise ValueError(refusal(f"step={step}", "the number of a step, counted from 1"))
+    if rule != format.rule:
+        raise ValueError(
+            f"asked for an update of {format.name} states, which are for {format.rule}; found "
+            f"hyper-parameters of {rule}; likely cause: a format looked up without its rule; try: "
+            f"format_for(..., rule=hyper.rule)"
+        )
+
+
+def check_turns(turns: Sequence[tuple[Hyper, int]], last: int, format: StateFormat) -> None:
+    """Raise ValueError unless these are turns of the format's rule and `last` is among them."""
+    for hyper, step in turns:
+        check_turn(hyper.rule, step, format)
+    if last >= len(turns):
+        raise ValueError(
+            f"asked for the update of spans by their turns; found a span whose turn is not "
+            f"among the {len(turns)} given; likely cause: a parameter group was added after "
+            f"the table was built; try: build it anew"
+        )
+
+
+def check_start(first_element: int, format: StateFormat) -> None:
+    """Raise ValueError unless a span of the format may start there in its parameter."""
+    if first_element < 0 or first_element % format.group_elements:
+        raise ValueError(
+            f"asked for a {format.name} update of a span that starts at a multiple of "
+            f"{format.group_elements} in its parameter and its chunk; found a start of "
+            f"{first_element}; likely cause: a parameter was cut inside a group of elements that "
+            f"share their scales; try: cut at multiples of {format.group_elements}"
+        )
+
+
+def check_part(
+    start: int, elements: int, first_element: int, chunk_elements: int, format: StateFormat
+) -> None:
+    """Raise ValueError unless a part lies in its chunk and may start there."""
+    if not 0 <= start <= start + elements <= chunk_elements:
+        raise ValueError(
+            f"asked for the update of a part of a chunk of {chunk_elements} elements; found "
+            f"{elements} elements from {start} on; likely cause: parts of another chunk; try: "
+            f"starts counted from the chunk's own first element"
+        )
+    check_start(start, format)
+    check_start(first_element, format)
 
 
 def check_span(
@@ -35,7 +71,10 @@ def check_span(
     tensors = [weight, *slots]
     fits = len(tensors) == len(dtypes) and gradient.dtype in GRADIENT_DTYPES
     fits = fits and all(x.dtype == getattr(torch, dtype) for x, dtype in zip(tensors, dtypes))
-    if not fits or weight.dim() != 1 or any(x.shape != weight.shape for x in (gradient, *slots)):
+    fits = fits and weight.dim() == 1 and gradient.shape == weight.shape
+    if not fits or any(
+        tuple(x.shape) != (slot.items(weight.numel()),) for x, slot in zip(slots, format.slots)
+    ):
         raise ValueError(
             f"asked for a {format.name} update of 1-D tensors of one length: weight and slots of "
             f"{dtypes} and a bfloat16, float16 or float32 gradient; found weight and slots "

@@ -2,8 +2,9 @@
 
 Pure data and arithmetic; imports no torch, so that planners can use it. A record is the optimizer
 state of one chunk of `elements` parameters: its slots one after the other, each an array of one
-item per element, each starting on a cache line, the whole padded to a cache line. (Padding to disk
-blocks belongs to whoever writes files.) The typed views of a record are `cpu_adam.views`.
+item per element or per group of elements, each starting on a cache line, the whole padded to a
+cache line. (Padding to disk blocks belongs to whoever writes files.) The typed views of a record
+are `cpu_adam.views`.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ SLOT_ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One array of a record: an item per element."""
+    """One array of a record: an item per element, or per group of them."""
 
     name: str
     """Key of the slot in the mapping that `views` returns and `update` takes."""
     dtype: str
     """Name of a torch dtype, such as `float32` or `int16`."""
-    bytes_per_element: int
+    bytes_per_item: int
     """Bytes of one item."""
+    elements_per_item: int = 1
+    """Elements that share an item: groups are counted from the first element of the parameter."""
+
+    def items(self, elements: int) -> int:
+        """Items for a span of `elements` that starts with a group; its last one may be short."""
+        return -(-elements // self.elements_per_item)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +49,18 @@ class StateFormat:
     """The slots in the order in which they lie in a record."""
     serves: tuple[str, ...] = ("exact",)
     """What a user may ask for (`states=`) to get this row for weights of `weight_dtype`."""
+    rule: str = "adam"
+    """Name of the rule that updates by this state: that of its hyper-parameters."""
 
     @property
-    def bytes_per_element(self) -> int:
+    def bytes_per_element(self) -> float:
         """Bytes of state per element, without padding and without the weight itself."""
-        return sum(slot.bytes_per_element for slot in self.slots)
+        return sum(slot.bytes_per_item / slot.elements_per_item for slot in self.slots)
+
+    @property
+    def group_elements(self) -> int:
+        """Elements that belong together: spans start at multiples of this in their parameter."""
+        return max(slot.elements_per_item for slot in self.slots)
 
     def slot_offsets(self, elements: int) -> tuple[int, ...]:
         """Byte offset of each slot in the record of a chunk of `elements`, in slot order."""
@@ -61,56 +75,77 @@ class StateFormat:
         assert elements >= 0, elements
         offsets = [0]
         for slot in self.slots:
-            lines = -(-elements * slot.bytes_per_element // SLOT_ALIGNMENT_BYTES)
+            lines = -(-slot.items(elements) * slot.bytes_per_item // SLOT_ALIGNMENT_BYTES)
             offsets.append(offsets[-1] + lines * SLOT_ALIGNMENT_BYTES)
         return tuple(offsets)
 
 
+GROUP_ELEMENTS = 128
+"""Elements that share their scales in the compact format."""
+
+_RESIDUE = Slot("residue", "int16", 2)
 _MOMENTS = (Slot("exp_avg", "float32", 4), Slot("exp_avg_sq", "float32", 4))
+_CODES = (
+    Slot("exp_avg", "int8", 1),
+    Slot("exp_avg_sq", "uint8", 1),
+    Slot("exp_avg_scale", "float32", 4, GROUP_ELEMENTS),
+    Slot("exp_avg_sq_scale", "float32", 4, GROUP_ELEMENTS),
+)
+_LION = Slot("exp_avg", "float32", 4)
+_SGD = Slot("momentum_buffer", "float32", 4)
+_BOTH = ("exact", "fp32")
 
 FORMATS: dict[str, StateFormat] = {
     row.name: row
     for row in (
         # The float32 master is the bfloat16 weight plus the residue: see `cpu_adam.split`.
-        StateFormat("exact", "bfloat16", (Slot("residue", "int16", 2), *_MOMENTS)),
+        StateFormat("exact", "bfloat16", (_RESIDUE, *_MOMENTS)),
         # A float32 weight is its own master.
-        StateFormat("fp32", "float32", _MOMENTS, serves=("exact", "fp32")),
+        StateFormat("fp32", "float32", _MOMENTS, serves=_BOTH),
+        StateFormat("lion_exact", "bfloat16", (_RESIDUE, _LION), rule="lion"),
+        StateFormat("lion_fp32", "float32", (_LION,), serves=_BOTH, rule="lion"),
+        StateFormat("sgd_exact", "bfloat16", (_RESIDUE, _SGD), rule="sgd"),
+        StateFormat("sgd_fp32", "float32", (_SGD,), serves=_BOTH, rule="sgd"),
     )
 }
 """Every state format there is, by name. To add one, add a row."""
 
 
-def format_for(weight_dtype: str, states: str = "exact") -> StateFormat:
+def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> StateFormat:
     """The state format for trainable weights of `weight_dtype` when the user asked for `states`.
 
-    Raises ValueError where no row of `FORMATS` serves the pair, saying what to do instead.
+    rule: the one that updates them. Raises ValueError where no row of `FORMATS` serves all three,
+    saying what to do instead.
 
     >>> format_for("bfloat16").name, format_for("float32").name
     ('exact', 'fp32')
     """
-    for row in FORMATS.values():
+    rows = [row for row in FORMATS.values() if row.rule == rule]
+    for row in rows:
         if row.weight_dtype == weight_dtype and states in row.serves:
             return row
     supported = ", ".join(
-        f"{row.weight_dtype} with states={name!r}"
-        for row in FORMATS.values()
-        for name in row.serves
+        f"{row.weight_dtype} with states={name!r}" for row in rows for name in row.serves
     )
-    if not any(states in row.serves for row in FORMATS.values()):
-        cause = f"states={states!r} is not a format that this version has"
+    if not rows:
+        cause = f"{rule!r} is not a rule that this version has"
+        remedy = f"use one of {', '.join(sorted({row.rule for row in FORMATS.values()}))}"
+    elif not any(states in row.serves for row in rows):
+        cause = f"states={states!r} is not a format that this version has for {rule}"
         remedy = "use states='exact'"
     elif weight_dtype == "float16":
         cause = (
             "the model was cast to half precision, whose range is too small for weights in training"
         )
         remedy = "keep the parameters in float32 and train under torch.autocast"
-    elif any(row.weight_dtype == weight_dtype for row in FORMATS.values()):
+    elif any(row.weight_dtype == weight_dtype for row in rows):
         cause = f"states={states!r} is a format for weights of another dtype"
         remedy = "use states='exact'"
     else:
         cause = "the model was built or cast in a dtype that no state format serves"
         remedy = "convert the model with model.to(torch.bfloat16) or model.float(), or freeze it"
     raise ValueError(
-        f"asked for an optimizer state of trainable {weight_dtype} weights with states={states!r}; "
-        f"found state formats only for {supported}; likely cause: {cause}; try: {remedy}"
+        f"asked for an optimizer state of trainable {weight_dtype} weights under {rule} with "
+        f"states={states!r}; found state formats only for {supported or 'other rules'}; likely "
+        f"cause: {cause}; try: {remedy}"
     )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,49 +21,98 @@ from cpu_adam import reference
 from cpu_adam.checks import (
     GRADIENT_DTYPES,
     check_gradient,
+    check_part,
     check_parts,
     check_span,
-    check_step,
+    check_start,
     check_sum,
+    check_turns,
 )
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
-from cpu_adam.reference import AdamHyper
+from cpu_adam.hyper import Hyper
 
 _FACTORS = 12  # numbers in a row of factors
+_ADDRESSES = 3  # the first column of a row of a table that is an address
 _NONE = np.zeros((1, _FACTORS), np.float32)
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
+
+Turns = Sequence[tuple[Hyper, int]]
+"""What spans are updated by: hyper-parameters and the number of the step."""
 
 
 def update(
     weight: Tensor,
     gradient: Tensor,
     record_views: Mapping[str, Tensor],
-    hyper: AdamHyper,
+    hyper: Hyper,
     *,
     step: int,
     gradient_scale: float = 1.0,
     format: StateFormat,
+    first_element: int = 0,
 ) -> None:
-    """One step of AdamW or Adam on a span, in place: see `reference.update`, which defines it."""
+    """One step of a rule on a span, in place: see `reference.update`, which defines it."""
+    whole = Part(0, weight.numel(), first_element, 0)
+    turns = [(hyper, step)]
+    update_parts(
+        weight,
+        gradient,
+        record_views,
+        [whole],
+        turns,
+        gradient_scale=gradient_scale,
+        format=format,
+    )
+
+
+class Part(NamedTuple):
+    """Elements of a chunk that are updated together."""
+
+    start: int
+    """Where they start in the chunk."""
+    elements: int
+    """How many they are."""
+    first_element: int = 0
+    """Where they start in their parameter."""
+    turn: int = 0
+    """Which of the turns handed to `update_parts` is theirs."""
+
+
+def update_parts(
+    weight: Tensor,
+    gradient: Tensor,
+    record_views: Mapping[str, Tensor],
+    parts: Sequence[Part],
+    turns: Turns,
+    *,
+    gradient_scale: float = 1.0,
+    format: StateFormat,
+) -> None:
+    """Update parts of one chunk, each by its turn, by one native call.
+
+    weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. The parts
+    must not overlap; what lies in none of them is left alone. turns: hyper-parameters and number of
+    the step. Raises ValueError where something does not fit, before anything is changed.
+    """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
-    check_step(step)
     check_span(weight, gradient, slots, format)
+    check_turns(turns, max((part.turn for part in parts), default=-1), format)
+    for part in parts:
+        check_part(part.start, part.elements, part.first_element, weight.numel(), format)
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
-        reference.update(
-            weight,
-            gradient,
-            record_views,
-            hyper,
-            step=step,
-            gradient_scale=gradient_scale,
-            format=format,
-        )
+        for part in parts:
+            span = _cut(weight, gradient, record_views, part, format)
+            _by_reference(span, turns, gradient_scale, format)
         return
-    rows = np.array([_row(weight, gradient, slots)], np.int64)
-    factors = np.array([_factors(hyper, step, gradient_scale)], np.float32)
-    _run(chosen, f"adam_{format.name}", gradient.dtype, rows, factors)
+    start, elements, first, turn = np.array(parts, np.int64).reshape(len(parts), 4).T
+    columns = [elements, turn, first]
+    columns += [x.data_ptr() + start * x.itemsize for x in (gradient, weight)]
+    for x, slot in zip(slots, format.slots):
+        columns.append(x.data_ptr() + start // slot.elements_per_item * slot.bytes_per_item)
+    rows = np.stack(columns, axis=1)
+    _run(chosen, format.name, gradient.dtype, rows, _factors(turns, gradient_scale))
     _written(weight, *slots)
 
 
@@ -75,6 +125,8 @@ class Span:
     record_views: Mapping[str, Tensor]
     turn: int = 0
     """Which of the turns handed to `UpdateTable.update` is this span's."""
+    first_element: int = 0
+    """Where in its parameter it starts."""
 
 
 class UpdateTable:
@@ -98,14 +150,14 @@ class UpdateTable:
         ]
         for span, slots in zip(self._spans, self._slots):
             check_span(span.weight, span.gradient, slots, format)
+            check_start(span.first_element, format)
         tensors = [x for s, slots in zip(spans, self._slots) for x in (s.weight, *slots)]
         self._native = _are_native(tensors)
         self._written = [x for x in tensors if not x.is_inference()]
-        self._turns = 1 + max((span.turn for span in spans), default=-1)
+        self._last_turn = max((span.turn for span in spans), default=-1)
         self._rows = np.array(
-            [_row(s.weight, s.gradient, slots, s.turn) for s, slots in zip(spans, self._slots)],
-            np.int64,
-        ).reshape(len(self._spans), 4 + len(format.slots))
+            [_row(span, slots) for span, slots in zip(spans, self._slots)], np.int64
+        ).reshape(len(self._spans), _ADDRESSES + 2 + len(format.slots))
         self._look_at_gradients()
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
@@ -117,41 +169,22 @@ class UpdateTable:
             )
         for k, (span, gradient) in enumerate(zip(self._spans, gradients)):
             check_span(span.weight, gradient, self._slots[k], self._format)
-            self._spans[k] = Span(span.weight, gradient, span.record_views, span.turn)
-        self._rows[:, 2] = [gradient.data_ptr() for gradient in gradients]
+            self._spans[k] = replace(span, gradient=gradient)
+        self._rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in gradients]
         self._look_at_gradients()
 
-    def update(
-        self, turns: Sequence[tuple[AdamHyper, int]], *, gradient_scale: float = 1.0
-    ) -> None:
+    def update(self, turns: Turns, *, gradient_scale: float = 1.0) -> None:
         """Update every span by its turn: the hyper-parameters and the number of the step."""
-        for _, step in turns:
-            check_step(step)
-        if self._turns > len(turns):
-            raise ValueError(
-                f"asked for the update of spans by their turns; found a span whose turn is not "
-                f"among the {len(turns)} given; likely cause: a parameter group was added after "
-                f"the table was built; try: build it anew"
-            )
+        check_turns(turns, self._last_turn, self._format)
         if not self._spans:
             return
         chosen = kernel()
         if chosen.native is None or not self._native or not self._native_gradients:
             for span in self._spans:
-                hyper, step = turns[span.turn]
-                reference.update(
-                    span.weight,
-                    span.gradient,
-                    span.record_views,
-                    hyper,
-                    step=step,
-                    gradient_scale=gradient_scale,
-                    format=self._format,
-                )
+                _by_reference(span, turns, gradient_scale, self._format)
             return
-        factors = [_factors(hyper, step, gradient_scale) for hyper, step in turns]
-        operation = f"adam_{self._format.name}"
-        _run(chosen, operation, self._dtype, self._rows, np.array(factors, np.float32))
+        factors = _factors(turns, gradient_scale)
+        _run(chosen, self._format.name, self._dtype, self._rows, factors)
         torch.autograd.graph.increment_version(self._written)
 
     def _look_at_gradients(self) -> None:
@@ -206,8 +239,8 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     if chosen is None:
         return reference.accumulate(into, gradient)
     name = "accumulate_float32" if into.dtype == torch.float32 else "accumulate_bfloat16"
-    rows = np.array([[into.numel(), 0, gradient.data_ptr(), into.data_ptr()]], np.int64)
-    _run(chosen, name, gradient.dtype, rows, _NONE)
+    row = (into.numel(), 0, 0, gradient.data_ptr(), into.data_ptr())
+    _run(chosen, name, gradient.dtype, np.array([row], np.int64), _NONE)
     _written(into)
 
 
@@ -224,6 +257,11 @@ def sum_of_squares(gradient: Tensor) -> float:
     return found
 
 
+def is_finite(gradient: Tensor) -> bool:
+    """Whether no element is NaN or infinite: see `reference.is_finite`."""
+    return math.isfinite(sum_of_squares(gradient))
+
+
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
     chosen = kernel()
@@ -234,40 +272,54 @@ def _are_native(tensors: Iterable[Tensor]) -> bool:
     return all(x.is_cpu and x.is_contiguous() for x in tensors)
 
 
-def _row(
-    weight: Tensor, gradient: Tensor, slots: Sequence[Tensor], factors: int = 0
-) -> tuple[int, ...]:
-    addresses = (x.data_ptr() for x in (gradient, weight, *slots))
-    return (weight.numel(), factors, *addresses)
-
-
-def _factors(hyper: AdamHyper, step: int, scale: float) -> tuple[float, ...]:
-    """The scalars of a step as the reference has them, in the order of src/kernel.inc.
-
-    The native sequence always multiplies by `scale` and `shrink`, where 1 is the same as nothing;
-    the sign of the scale climbs or descends.
-    """
-    decay = hyper.weight_decay
-    l2 = decay != 0.0 and not hyper.decoupled
-    decoupled = decay != 0.0 and hyper.decoupled
-    return (
-        -scale if hyper.maximize else scale,
-        decay if l2 else 0.0,
-        1.0 - hyper.beta1,
-        hyper.beta2,
-        1.0 - hyper.beta2,
-        math.sqrt(1.0 - hyper.beta2**step),
-        hyper.eps,
-        1.0 - hyper.lr * decay if decoupled else 1.0,
-        hyper.lr / (1.0 - hyper.beta1**step),
-        float(l2),
-        *(0.0,) * (_FACTORS - 10),
+def _by_reference(span: Span, turns: Turns, scale: float, format: StateFormat) -> None:
+    hyper, step = turns[span.turn]
+    reference.update(
+        span.weight,
+        span.gradient,
+        span.record_views,
+        hyper,
+        step=step,
+        gradient_scale=scale,
+        format=format,
+        first_element=span.first_element,
     )
+
+
+def _cut(
+    weight: Tensor,
+    gradient: Tensor,
+    record_views: Mapping[str, Tensor],
+    part: Part,
+    format: StateFormat,
+) -> Span:
+    """A part of a chunk as a span."""
+    here = slice(part.start, part.start + part.elements)
+    found = {}
+    for slot in format.slots:
+        first = part.start // slot.elements_per_item
+        found[slot.name] = record_views[slot.name][first : first + slot.items(part.elements)]
+    return Span(weight[here], gradient[here], found, part.turn, part.first_element)
+
+
+def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:
+    """A row of a table: see src/sweep.h."""
+    addresses = (x.data_ptr() for x in (span.gradient, span.weight, *slots))
+    return (span.weight.numel(), span.turn, span.first_element, *addresses)
+
+
+def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:
+    """A row for each turn, padded with zeros."""
+    rows = np.zeros((len(turns), _FACTORS), np.float32)
+    for row, (hyper, step) in zip(rows, turns):
+        factors = hyper.factors(step, scale)
+        row[: len(factors)] = factors
+    return rows
 
 
 def _run_on(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
     """An operation without gradient and factors, on whole tensors."""
-    row = (tensors[0].numel(), 0, *(x.data_ptr() for x in tensors))
+    row = (tensors[0].numel(), 0, 0, *(x.data_ptr() for x in tensors))
     _run(chosen, operation, GRADIENT_DTYPES[0], np.array([row], np.int64), _NONE)
 
 

@@ -1,33 +1,12 @@
 """The optimizer update in readable torch ops: the definition that every faster kernel must equal.
 
-[Note: Arithmetic]
-Every result is fixed by a written sequence of operations on float32, each rounded once, to
-nearest, ties to even: + - x / of two operands, and the square root. Nothing is contracted: no
-`alpha=`, lerp, addcmul, addcdiv, pow or foreach, which round once where the sequence rounds twice.
-Scalars are computed in float64 and rounded once to 0-d tensors on the device of the data (a divisor
-that is a number or lives on another device may become a multiplication by its reciprocal).
-Subnormal numbers count: the calling thread must not flush them (FTZ, DAZ). Under these rules block
-size, slicing, threads, instruction set and device cannot change a bit. One thing is left open, as
-IEEE 754 does: the sign and payload of a NaN among float32 values. (A bfloat16 weight that becomes
-NaN is always 0x7FC0: see `split`.)
-
-[Note: Square root]
-torch's float32 sqrt on a CPU is wrong in the last place for 17% of inputs, and its float64 sqrt is
-a threaded library call: with more than one thread each call waits for threads of its own, which on
-a busy machine costs a scheduling quantum per block. `1 / (1 / sqrt(x))` in float64, rounded to
-float32, is the correctly rounded float32 square root, and both its ops are plain vector loops. Why:
-scale x so that float32 square roots are the even integers below 2**25 and the midpoints between
-them the odd integers M. x is then an integer other than M*M, so sqrt(x) differs from M by at least
-1 / (2 * M*M) > 2**-51 of itself, whereas three float64 roundings err by less than
-3 * 2**-53 < 2**-51 of it: no midpoint is crossed. (Zero, infinity, and every subnormal, which is
-normal in float64, come out right by themselves.)
+What a step computes is in `cpu_adam.rules`, with the contract on arithmetic that all of it follows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,11 +15,13 @@ from cpu_adam.checks import (
     check_gradient,
     check_parts,
     check_span,
-    check_step,
+    check_start,
     check_sum,
-    refusal,
+    check_turn,
 )
 from cpu_adam.formats import StateFormat
+from cpu_adam.hyper import Hyper
+from cpu_adam.rules import RULES, Factors, Scratch
 
 BLOCK_ELEMENTS = 32 * 1024
 """Elements updated at a time on a CPU: a block and its temporaries stay in a core's cache, and
@@ -53,44 +34,12 @@ SUM_BLOCK_ELEMENTS = 1024
 _CANONICAL_NAN = 0x7FC0  # bfloat16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdamHyper:
-    """The hyper-parameters of one parameter group, frozen for one step.
-
-    Raises ValueError for values with which no step is defined.
-    """
-
-    lr: float
-    """Learning rate."""
-    beta1: float
-    """Decay of the first moment per step, in [0, 1)."""
-    beta2: float
-    """Decay of the second moment per step, in [0, 1)."""
-    eps: float
-    """Added to the root of the second moment after its bias was corrected."""
-    weight_decay: float
-    """Strength of the weight decay; 0 for none."""
-    decoupled: bool
-    """True for AdamW (the weight shrinks by lr * weight_decay), False for Adam with an L2 term."""
-    maximize: bool = False
-    """Whether to climb instead of descend."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "eps", "weight_decay"):
-            value = getattr(self, name)
-            if not 0.0 <= value < math.inf:
-                raise ValueError(refusal(f"{name}={value}", "a finite number, 0 or more"))
-        for name in ("beta1", "beta2"):
-            value = getattr(self, name)
-            if not 0.0 <= value < 1.0:
-                raise ValueError(refusal(f"{name}={value}", "a number from 0 up to but below 1"))
-
-
 def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tensor]:
     """Typed views of the slots of a record, by slot name; nothing is copied.
 
     record: uint8, 1-D, contiguous, at least `format.record_bytes(elements)` long (padding may
-    follow). Each view is 1-D of `elements` items. Raises ValueError if the record is anything else.
+    follow). Each view is 1-D of `slot.items(elements)` items. Raises ValueError if the record is
+    anything else.
     """
     need = format.record_bytes(elements)
     if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
@@ -107,7 +56,7 @@ def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tenso
         )
     found: dict[str, Tensor] = {}
     for slot, offset in zip(format.slots, format.slot_offsets(elements)):
-        raw = record[offset : offset + elements * slot.bytes_per_element]
+        raw = record[offset : offset + slot.items(elements) * slot.bytes_per_item]
         found[slot.name] = raw.view(getattr(torch, slot.dtype))
     return found
 
@@ -182,114 +131,58 @@ def _may_hold_nan(x: Tensor) -> bool:
     return x.numel() > 0 and math.isnan(x.amax().item())  # the maximum propagates NaN
 
 
-class _Factors:
-    """The scalars of one step, each computed in float64 and rounded once, to 0-d float32."""
-
-    def __init__(self, hyper: AdamHyper, step: int, scale: float, device: torch.device) -> None:
-        def rounded(value: float) -> Tensor:
-            return torch.full((), value, dtype=torch.float32, device=device)
-
-        decay = hyper.weight_decay
-        self.scale = rounded(scale) if scale != 1.0 else None
-        self.maximize = hyper.maximize
-        self.decay_l2 = rounded(decay) if decay != 0.0 and not hyper.decoupled else None
-        self.rest1 = rounded(1.0 - hyper.beta1)
-        self.beta2, self.rest2 = rounded(hyper.beta2), rounded(1.0 - hyper.beta2)
-        self.correction2 = rounded(math.sqrt(1.0 - hyper.beta2**step))
-        self.eps = rounded(hyper.eps)
-        self.shrink = rounded(1.0 - hyper.lr * decay) if decay != 0.0 and hyper.decoupled else None
-        self.step_size = rounded(hyper.lr / (1.0 - hyper.beta1**step))
-
-
-class _Scratch:
-    """The temporaries of one block: 24 bytes per element."""
-
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self.elements = elements
-        self.master = torch.empty(elements, dtype=torch.float32, device=device)
-        self.gradient = torch.empty_like(self.master)
-        self.term = torch.empty_like(self.master)
-        self.bits = torch.empty_like(self.master, dtype=torch.int32)
-        self.wide = torch.empty_like(self.master, dtype=torch.float64)
-
-
 @torch.no_grad()
 def update(
     weight: Tensor,
     gradient: Tensor,
     record_views: Mapping[str, Tensor],
-    hyper: AdamHyper,
+    hyper: Hyper,
     *,
     step: int,
     gradient_scale: float = 1.0,
     format: StateFormat,
+    first_element: int = 0,
 ) -> None:
-    """One step of AdamW (arXiv 1711.05101) or Adam (arXiv 1412.6980) on a span, in place.
+    """One step of a rule on a span, in place.
 
     weight: 1-D, of `format.weight_dtype`. gradient: 1-D bfloat16, float16 or float32, never
-    written. record_views: one 1-D tensor for each slot of `format`, by name. All of one length and
-    on one device; slices of a chunk are welcome, as elements do not depend on each other. step: the
-    number of this step, from 1. gradient_scale: what the gradient is multiplied by (unscale, clip).
+    written. record_views: one 1-D tensor for each slot of `format`, by name. All of one length (in
+    items of the slot) and on one device; slices of a chunk are welcome, as elements do not depend
+    on each other, but for groups, which must not be cut. hyper: of the rule that the format is
+    for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
+    (unscale, clip). first_element: where in its parameter the span starts.
 
-    With p the float32 master (`join` of weight and residue, or the weight itself), t the step, and
-    each operation rounded once to float32 as in [Note: Arithmetic]:
+    With p the float32 master (`join` of weight and residue, or the weight itself), and each
+    operation rounded once to float32 as in [Note: Arithmetic] of `cpu_adam.rules`:
 
         g = float32(gradient)
         g = g * gradient_scale                      unless the scale is 1
         g = -g                                      if maximize
-        g = g + weight_decay * p                    if L2 decay
-        m = m + (1 - beta1) * (g - m)
-        v = beta2 * v + (1 - beta2) * (g * g)
-        d = sqrt(v) / sqrt(1 - beta2**t) + eps
-        p = p * (1 - lr * weight_decay)             if decoupled decay
-        p = p - (lr / (1 - beta1**t)) * (m / d)
 
-    and p is written back (`split`). Raises ValueError if shapes, dtypes or the step do not fit.
+    then the rule (`cpu_adam.rules`) changes p and its state, and p is written back (`split`).
+    Raises ValueError if shapes, dtypes, the rule, the step or the start do not fit.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
-    check_step(step)
+    check_turn(hyper.rule, step, format)
+    check_start(first_element, format)
     check_span(weight, gradient, slots, format)
     elements = weight.numel()
     if elements == 0:
         return
     device = weight.device
-    factors = _Factors(hyper, step, gradient_scale, device)
+    factors = Factors(hyper.factors(step, gradient_scale), device)
     block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
-    scratch = _Scratch(block, device)
-    names = [slot.name for slot in format.slots]
+    scratch = Scratch(block, device)
+    rule, names = RULES[hyper.rule], [slot.name for slot in format.slots]
     for w, g, *states in zip(*(_pieces(x, block) for x in (weight, gradient, *slots))):
         if w.numel() != scratch.elements:
-            scratch = _Scratch(w.numel(), device)
+            scratch = Scratch(w.numel(), device)
         state = dict(zip(names, states))
         residue = state.get("residue")
         master = w if residue is None else join(w, residue, out=scratch.master)
-        _update_block(master, g, state["exp_avg"], state["exp_avg_sq"], factors, scratch)
+        rule(master, g, state, factors, scratch)
         if residue is not None:
             _split(master, w, residue, scratch.bits)
-
-
-def _update_block(p: Tensor, g: Tensor, m: Tensor, v: Tensor, f: _Factors, s: _Scratch) -> None:
-    """The written sequence of `update` on one block, one torch op per operation."""
-    if g.dtype != torch.float32:
-        g = s.gradient.copy_(g)
-    if f.scale is not None:
-        g = torch.mul(g, f.scale, out=s.gradient)
-    if f.maximize:
-        g = torch.neg(g, out=s.gradient)
-    if f.decay_l2 is not None:
-        g = torch.add(g, torch.mul(p, f.decay_l2, out=s.term), out=s.gradient)
-    m.add_(torch.sub(g, m, out=s.term).mul_(f.rest1))
-    v.mul_(f.beta2).add_(torch.mul(g, g, out=s.term).mul_(f.rest2))
-    denominator = _square_root(v, s.wide, out=s.term).div_(f.correction2).add_(f.eps)
-    ratio = torch.div(m, denominator, out=s.term)
-    if f.shrink is not None:
-        p.mul_(f.shrink)
-    p.sub_(ratio.mul_(f.step_size))
-
-
-def _square_root(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
-    """The correctly rounded float32 square root, by float64 scratch: see [Note: Square root]."""
-    return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())
 
 
 @torch.no_grad()
@@ -328,6 +221,15 @@ def sum_of_squares(gradient: Tensor) -> float:
         wide[: part.numel()].copy_(part)
         part_sums[:rows].copy_(_halving_tree(wide.mul_(wide).view(rows, SUM_BLOCK_ELEMENTS)))
     return float(_halving_tree(sums).item())
+
+
+def is_finite(gradient: Tensor) -> bool:
+    """Whether no element of a gradient is NaN or infinite.
+
+    gradient: bfloat16, float16 or float32. Look, then update or skip: nothing is changed before it
+    is known. (Squares of float32 cannot overflow the float64 in which they are summed.)
+    """
+    return math.isfinite(sum_of_squares(gradient))
 
 
 def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:

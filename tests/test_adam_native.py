@@ -13,8 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpu_adam
-from cpu_adam import FORMATS, AdamHyper, Span, UpdateTable, choice, native, reference
+from cpu_adam import (
+    FORMATS,
+    AdamHyper,
+    LionHyper,
+    Part,
+    SGDHyper,
+    Span,
+    UpdateTable,
+    choice,
+    native,
+    reference,
+)
 from cpu_adam.checks import GRADIENT_DTYPES
+from cpu_adam.hyper import Hyper
 
 COMPILED = [name for name in choice.available() if name != "python"]
 PIECE = 32 * 1024
@@ -35,6 +47,23 @@ def many_threads() -> Iterator[None]:
 def hyper(**changes: Any) -> AdamHyper:
     base = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
     return AdamHyper(**{**base, "decoupled": True, **changes})
+
+
+def hyper_of(name: str, **changes: Any) -> Hyper:
+    """Hyper-parameters of the rule of a state format."""
+    if FORMATS[name].rule == "adam":
+        return hyper(**changes)
+    if FORMATS[name].rule == "lion":
+        lion = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.01}
+        return LionHyper(**{**lion, **changes})
+    return SGDHyper(**{"lr": 1e-3, "momentum": 0.9, "weight_decay": 0.01, **changes})
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "adam": ({}, {"decoupled": False}, {"weight_decay": 0.0}, {"eps": 0.0, "beta1": 0.0}),
+    "lion": ({}, {"weight_decay": 0.0}, {"beta1": 0.0}, {"lr": 0.3, "beta2": 0.0}),
+    "sgd": ({"nesterov": True}, {"weight_decay": 0.0}, {"momentum": 0.0}, {"dampening": 0.3}),
+}
 
 
 def special(elements: int, seed: int) -> torch.Tensor:
@@ -61,16 +90,16 @@ class State:
 
         self.format = FORMATS[name]
         self.gradient = cut(special(elements, seed), dtype)
-        master = special(elements, seed + 1)
-        self.slots = {"exp_avg": cut(special(elements, seed + 2))}
-        self.slots["exp_avg_sq"] = cut(special(elements, seed + 3).abs())
-        if name == "exact":
+        self.weight = cut(special(elements, seed + 1))
+        self.slots: dict[str, torch.Tensor] = {}
+        for k, slot in enumerate(self.format.slots):
+            numbers = special(elements, seed + 2 + k)
+            self.slots[slot.name] = cut(numbers.abs() if slot.name == "exp_avg_sq" else numbers)
+        if "residue" in self.slots:
             # Any pair of bits, not only those that split writes.
             bits = torch.randint(-(1 << 15), 1 << 15, (2, elements), dtype=torch.int16)
             self.slots["residue"] = cut(bits[0])
             self.weight = cut(bits[1].view(torch.bfloat16))
-        else:
-            self.weight = cut(master)
 
     def clone(self) -> State:
         other = object.__new__(State)
@@ -109,12 +138,10 @@ def assert_same_state(got: State, want: State) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> None:
     options = itertools.product(
-        ({}, {"decoupled": False}, {"weight_decay": 0.0}, {"eps": 0.0, "beta1": 0.0}),
-        (False, True),
-        (1.0, 0.37, float("nan")),
+        VARIANTS[FORMATS[name].rule], (False, True), (1.0, 0.37, float("nan"))
     )
     for (changes, maximize, scale), elements in zip(options, itertools.cycle(LENGTHS)):
-        by = hyper(**changes, maximize=maximize)
+        by = hyper_of(name, **changes, maximize=maximize)
         for step, offset in ((1, 0), (2, 1), (1_000_000, 5)):
             got = State(name, elements, dtype, seed=step, offset=offset)
             want = got.clone()
@@ -139,7 +166,7 @@ def test_update_is_the_reference_for_any_factors(kernel: str, data: st.DataObjec
         maximize=data.draw(st.booleans()),
     )
     name, dtype = (
-        data.draw(st.sampled_from(list(FORMATS))),
+        data.draw(st.sampled_from([name for name, row in FORMATS.items() if row.rule == "adam"])),
         data.draw(st.sampled_from(GRADIENT_DTYPES)),
     )
     step, scale = data.draw(st.integers(1, 1 << 40)), data.draw(st.floats(-1e6, 1e6, width=32))
@@ -160,8 +187,8 @@ def test_threads_do_not_matter(kernel: str, name: str, count: int, many_threads:
     cpu_adam.set_threads(count)
     with choice.forced(kernel):
         assert cpu_adam.threads() == count
-        got.update(native, hyper(), step=3)
-    want.update(reference, hyper(), step=3)
+        got.update(native, hyper_of(name), step=3)
+    want.update(reference, hyper_of(name), step=3)
     assert_same_state(got, want)
 
 
@@ -173,11 +200,22 @@ def test_table_is_the_spans(kernel: str, name: str, many_threads: None) -> None:
     want = whole.clone()
     ends = list(itertools.accumulate(lengths))
     cuts = [slice(end - length, end) for length, end in zip(lengths, ends)]
-    turns = [(hyper(lr=10.0**-k), k + 1) for k in range(3)]
+    turns = [(hyper_of(name, lr=10.0**-k), k + 1) for k in range(3)]
     parts = [whole.copy_in_place(cut) for cut in cuts]
     spans = [Span(p.weight, p.gradient, p.record_views, k % 3) for k, p in enumerate(parts)]
+    again = whole.clone()
     with choice.forced(kernel):
         UpdateTable(spans, whole.format).update(turns, gradient_scale=0.5)
+        native.update_parts(
+            again.weight,
+            again.gradient,
+            again.slots,
+            [Part(cut.start, cut.stop - cut.start, 0, k % 3) for k, cut in enumerate(cuts)],
+            turns,
+            gradient_scale=0.5,
+            format=again.format,
+        )
+    assert_same_state(again, whole)
     for k, cut in enumerate(cuts):
         part = want.copy_in_place(cut)
         by, step = turns[k % 3]
@@ -218,10 +256,47 @@ def test_table_refuses_what_does_not_fit() -> None:
     table = UpdateTable([Span(span.weight, span.gradient, span.record_views, 1)], state.format)
     with pytest.raises(ValueError, match="turn"):
         table.update([(hyper(), 1)])
+    with pytest.raises(ValueError, match="hyper-parameters of lion"):
+        table.update([(hyper_of("lion_fp32"), 1)] * 2)
     with pytest.raises(ValueError, match="step=0"):
         table.update([(hyper(), 0), (hyper(), 0)])
     with pytest.raises(ValueError, match="found 2"):
         table.set_gradients([span.gradient] * 2)
+
+
+@pytest.mark.parametrize("kernel", choice.available())
+def test_parts_of_a_chunk_leave_the_rest_alone(kernel: str) -> None:
+    got = State("exact", 1000, torch.bfloat16)
+    want = got.clone()
+    parts = [Part(10, 100, 7, 1), Part(500, 0), Part(110, 1), Part(999, 1, 3, 1)]
+    turns: list[tuple[Hyper, int]] = [(hyper(), 2), (hyper(lr=0.1), 5)]
+    with choice.forced(kernel):
+        native.update_parts(got.weight, got.gradient, got.slots, parts, turns, format=got.format)
+        native.update_parts(got.weight, got.gradient, got.slots, [], [], format=got.format)
+    for part in parts:
+        span = want.copy_in_place(slice(part.start, part.start + part.elements))
+        by, step = turns[part.turn]
+        reference.update(
+            span.weight, span.gradient, span.record_views, by, step=step, format=want.format
+        )
+    assert_same_state(got, want)
+
+
+def test_parts_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
+    state = State("exact", 100, torch.bfloat16)
+    before = state.clone()
+    good = Part(0, 10)
+    for wrong in (Part(95, 6), Part(-1, 3), Part(0, -1), Part(0, 10, -1), Part(0, 10, 0, 1)):
+        with pytest.raises(ValueError, match=r"asked for .*; found .*; likely cause: .*; try: "):
+            native.update_parts(
+                state.weight,
+                state.gradient,
+                state.slots,
+                [good, wrong],
+                [(hyper(), 1)],
+                format=state.format,
+            )
+    assert_same_state(state, before)
 
 
 @every_kernel
@@ -291,3 +366,6 @@ def test_sum_of_squares_is_the_reference(
         x = torch.ones(3000, dtype=dtype).index_fill(0, torch.tensor(2000), odd)
         with choice.forced(kernel):
             assert str(native.sum_of_squares(x)) == str(reference.sum_of_squares(x))
+            assert not native.is_finite(x)
+            assert native.is_finite(x[:2000])
+    assert native.is_finite(torch.full((3000,), torch.finfo(dtype).max, dtype=dtype))

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpu_adam
-from cpu_adam import FORMATS, Slot, StateFormat, format_for, views
-from cpu_adam import reference as implementation
+from cpu_adam import FORMATS, Slot, StateFormat, format_for, rules, views
 from cpu_adam.reference import accumulate, join, rebase, split
 
 Words = npt.NDArray[np.int64]
@@ -218,11 +217,13 @@ def test_split_refuses_other_dtypes_and_shapes() -> None:
 def test_slots_are_aligned_and_do_not_overlap(name: str, elements: int) -> None:
     row = FORMATS[name]
     offsets, total = row.slot_offsets(elements), row.record_bytes(elements)
-    ends = [start + elements * slot.bytes_per_element for slot, start in zip(row.slots, offsets)]
+    sizes = [slot.items(elements) * slot.bytes_per_item for slot in row.slots]
+    ends = [start + size for start, size in zip(offsets, sizes)]
     assert len(offsets) == len(row.slots)
     assert all(offset % 64 == 0 for offset in (*offsets, total))
     assert all(0 <= following - end < 64 for end, following in zip(ends, (*offsets[1:], total)))
-    payload = elements * row.bytes_per_element
+    payload = sum(sizes)
+    assert 0 <= payload - elements * row.bytes_per_element < 8
     assert payload <= total < payload + 64 * len(row.slots) or elements == total == 0
 
 
@@ -237,12 +238,12 @@ def test_views_cover_their_slots_and_nothing_else(name: str, elements: int, extr
     for slot, offset in zip(row.slots, row.slot_offsets(elements)):
         view = found[slot.name]
         assert view.dtype == getattr(torch, slot.dtype)
-        assert view.shape == (elements,)
-        assert view.element_size() == slot.bytes_per_element
+        assert view.shape == (-(-elements // slot.elements_per_item),)
+        assert view.element_size() == slot.bytes_per_item
         view.view(torch.uint8).add_(1)  # writes through, once to each of its bytes
-        end = offset + elements * slot.bytes_per_element
+        end = offset + slot.items(elements) * slot.bytes_per_item
         assert bool((record[offset:end] == 1).all())
-    assert int(record.sum()) == elements * row.bytes_per_element
+    assert int(record.sum()) == sum(s.items(elements) * s.bytes_per_item for s in row.slots)
 
 
 def test_views_refuse_what_is_no_record() -> None:
@@ -260,10 +261,14 @@ def test_the_table() -> None:
     assert [slot.name for slot in FORMATS["exact"].slots] == ["residue", "exp_avg", "exp_avg_sq"]
     assert FORMATS["exact"].bytes_per_element == 10
     assert FORMATS["fp32"].bytes_per_element == 8
+    assert format_for("bfloat16", rule="lion") is FORMATS["lion_exact"]
+    assert format_for("float32", rule="sgd") is FORMATS["sgd_fp32"]
+    with pytest.raises(ValueError, match="'muon' is not a rule"):
+        format_for("bfloat16", rule="muon")
     for name, row in FORMATS.items():
         assert name == row.name
         for slot in row.slots:
-            assert getattr(torch, slot.dtype).itemsize == slot.bytes_per_element
+            assert getattr(torch, slot.dtype).itemsize == slot.bytes_per_item
     assert StateFormat("one", "float32", (Slot("a", "uint8", 1),)).record_bytes(65) == 128
     assert cpu_adam.formats.SLOT_ALIGNMENT_BYTES == 64
 
@@ -332,7 +337,7 @@ def test_ops_equal_numpy(op: str) -> None:
 def square_root(x: npt.NDArray[np.float32]) -> torch.Tensor:
     source = torch.from_numpy(x)
     wide = torch.empty_like(source, dtype=torch.float64)
-    return implementation._square_root(source, wide, out=torch.empty_like(source))
+    return rules.square_root(source, wide, out=torch.empty_like(source))
 
 
 def test_square_root_is_correctly_rounded() -> None:

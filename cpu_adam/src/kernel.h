@@ -9,7 +9,7 @@
 // lies in its piece; the operation goes through it vector by vector, each byte read and written
 // once. No element depends on another, so neither the cuts nor the threads can change a bit.
 //
-// Adding an optimizer or a state format is a rule in kernel.inc, a name in OPERATIONS below and a
+// Adding an optimizer or a state format is a rule in rules.inc, a name in OPERATIONS below and a
 // row of the table at the end of kernel.inc.
 #pragma once
 
@@ -33,6 +33,10 @@ enum Gradient : int { BFLOAT16, FLOAT16, FLOAT32, GRADIENTS };
 enum Operation : int {
     ADAM_EXACT,
     ADAM_FP32,
+    LION_EXACT,
+    LION_FP32,
+    SGD_EXACT,
+    SGD_FP32,
     ACCUMULATE_FLOAT32,
     ACCUMULATE_BFLOAT16,
     SPLIT,
@@ -43,27 +47,35 @@ enum Operation : int {
     OPERATIONS_COUNT
 };
 
+// An update has the name of its state format.
 constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
-    "adam_exact", "adam_fp32", "accumulate_float32", "accumulate_bfloat16",
-    "split",      "join",      "rebase",             "stream",
+    "exact",    "fp32",     "lion_exact",         "lion_fp32",
+    "sgd_exact", "sgd_fp32", "accumulate_float32", "accumulate_bfloat16",
+    "split",    "join",     "rebase",             "stream",
     "stream_exact",
 };
 
 // One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per element. Arrays
 // need no alignment, and do not overlap. `call` is null for a gradient dtype that is not served.
 struct Elementwise {
-    void (*call)(Byte* const* arrays, int64_t elements, const float* factors);
+    void (*call)(Byte* const* arrays, int64_t elements, int64_t first_element,
+                 const float* factors);
     int arrays;
     int bytes[ARRAYS_MAX];
+};
+
+// One operation for each dtype of the gradient; one without a gradient lies under BFLOAT16.
+struct Row {
+    Elementwise of[GRADIENTS];
 };
 
 // Sums of the squares of the blocks of `gradient`, to `sums`; the last block may be short.
 using BlockSums = void (*)(const Byte* gradient, int64_t elements, double* sums);
 
-// All of one instruction set. Operations without a gradient lie under BFLOAT16.
+// All of one instruction set.
 struct Kernel {
     const char* name;
-    Elementwise operations[OPERATIONS_COUNT][GRADIENTS];
+    Row operations[OPERATIONS_COUNT];
     BlockSums block_sums[GRADIENTS];
     int gradient_bytes[GRADIENTS];
 };

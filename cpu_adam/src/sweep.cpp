@@ -28,7 +28,8 @@ void run_part(const Elementwise& operation, const Table& table, int64_t row, int
         arrays[k] = reinterpret_cast<Byte*>(columns[ADDRESS_COLUMNS + k]) +
                     first * operation.bytes[k];
     }
-    operation.call(arrays, last - first, table.factors + columns[FACTORS_COLUMN] * FACTORS);
+    operation.call(arrays, last - first, columns[FIRST_COLUMN] + first,
+                   table.factors + columns[FACTORS_COLUMN] * FACTORS);
 }
 
 }  // namespace

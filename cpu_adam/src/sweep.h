@@ -6,14 +6,14 @@
 namespace cpu_adam {
 
 // Spans of one operation, as rows of integers: number of elements, index of the row of factors,
-// then an address for each array of the operation.
+// where the span starts in its parameter, then an address for each array of the operation.
 struct Table {
     const int64_t* rows;
     int64_t count;
     int64_t columns;
     const float* factors;  // rows of FACTORS
 };
-constexpr int ELEMENTS_COLUMN = 0, FACTORS_COLUMN = 1, ADDRESS_COLUMNS = 2;
+constexpr int ELEMENTS_COLUMN = 0, FACTORS_COLUMN = 1, FIRST_COLUMN = 2, ADDRESS_COLUMNS = 3;
 
 void sweep(const Elementwise& operation, const Table& table);
 

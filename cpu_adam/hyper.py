@@ -1,0 +1,168 @@
+"""The hyper-parameters of the rules by which weights are updated, and the scalars of one step.
+
+A rule is named by its hyper-parameters (`rule`); which state it keeps is a row of
+`cpu_adam.formats.FORMATS`. `factors` computes, in float64, what of a step is the same for all its
+elements; the reference and the kernels round each number once to float32 and use it in that order.
+Each begins with the scale of the gradient, whose sign climbs or descends, and has the L2 decay
+second where the rule has one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+STEP_LOW = 1 << 24
+"""A step number goes into factors as remainder and quotient by this: each exact in float32."""
+
+
+def refusal(found: str, asked: str) -> str:
+    """The message for a hyper-parameter with which no step is defined."""
+    return (
+        f"asked for {asked}; found {found}; likely cause: a wrong value in a parameter group or a "
+        f"scheduler; try: print optimizer.param_groups before the step"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamHyper:
+    """The hyper-parameters of one parameter group under AdamW or Adam, frozen for one step.
+
+    Raises ValueError for values with which no step is defined.
+    """
+
+    rule: ClassVar[str] = "adam"
+
+    lr: float
+    """Learning rate."""
+    beta1: float
+    """Decay of the first moment per step, in [0, 1)."""
+    beta2: float
+    """Decay of the second moment per step, in [0, 1)."""
+    eps: float
+    """Added to the root of the second moment after its bias was corrected."""
+    weight_decay: float
+    """Strength of the weight decay; 0 for none."""
+    decoupled: bool
+    """True for AdamW (the weight shrinks by lr * weight_decay), False for Adam with an L2 term."""
+    maximize: bool = False
+    """Whether to climb instead of descend."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
+        _check_decays(beta1=self.beta1, beta2=self.beta2)
+
+    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
+        """Scale, L2 decay, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias
+        correction, eps, what the weight shrinks by, step size, step modulo and over 2**24."""
+        return (
+            -gradient_scale if self.maximize else gradient_scale,
+            0.0 if self.decoupled else self.weight_decay,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            math.sqrt(1.0 - self.beta2**step),
+            self.eps,
+            1.0 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            self.lr / (1.0 - self.beta1**step),
+            float(step % STEP_LOW),
+            float(step // STEP_LOW),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LionHyper:
+    """The hyper-parameters of one parameter group under Lion (arXiv 2302.06675).
+
+    Raises ValueError for values with which no step is defined.
+    """
+
+    rule: ClassVar[str] = "lion"
+
+    lr: float
+    """Learning rate: what each weight moves by in a step."""
+    beta1: float
+    """Share of the momentum, against the gradient, in the direction of the step; in [0, 1)."""
+    beta2: float
+    """Decay of the momentum per step, in [0, 1)."""
+    weight_decay: float
+    """The weight shrinks by lr * weight_decay; 0 for none."""
+    maximize: bool = False
+    """Whether to climb instead of descend."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(lr=self.lr, weight_decay=self.weight_decay)
+        _check_decays(beta1=self.beta1, beta2=self.beta2)
+
+    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
+        """Scale, beta1, 1 - beta1, beta2, 1 - beta2, what the weight shrinks by, lr."""
+        return (
+            -gradient_scale if self.maximize else gradient_scale,
+            self.beta1,
+            1.0 - self.beta1,
+            self.beta2,
+            1.0 - self.beta2,
+            1.0 - self.lr * self.weight_decay,
+            self.lr,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SGDHyper:
+    """The hyper-parameters of one parameter group under SGD, as in torch.optim.SGD.
+
+    Raises ValueError for values with which no step is defined.
+    """
+
+    rule: ClassVar[str] = "sgd"
+
+    lr: float
+    """Learning rate."""
+    momentum: float
+    """Decay of the momentum buffer per step; 0 for no momentum."""
+    dampening: float = 0.0
+    """Share of the gradient that is kept out of the buffer, from the second step on."""
+    weight_decay: float = 0.0
+    """Strength of the weight decay, an L2 term; 0 for none."""
+    nesterov: bool = False
+    """Whether the step looks ahead: gradient + momentum * buffer. Without dampening only."""
+    maximize: bool = False
+    """Whether to climb instead of descend."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        if not math.isfinite(self.dampening):
+            raise ValueError(refusal(f"dampening={self.dampening}", "a finite number"))
+        if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
+            found = f"momentum={self.momentum} and dampening={self.dampening}"
+            raise ValueError(refusal(found, "nesterov, which needs a momentum and no dampening"))
+
+    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
+        """Scale, L2 decay, momentum, 1 - dampening, lr; then 1 or 0: whether the buffer starts
+        from the gradient (at step 1, and always without momentum), whether nesterov."""
+        return (
+            -gradient_scale if self.maximize else gradient_scale,
+            self.weight_decay,
+            self.momentum,
+            1.0 - self.dampening,
+            self.lr,
+            float(step == 1 or self.momentum == 0.0),
+            float(self.nesterov),
+        )
+
+
+Hyper = AdamHyper | LionHyper | SGDHyper
+"""The hyper-parameters of any rule."""
+
+
+def _check_sizes(**sizes: float) -> None:
+    for name, value in sizes.items():
+        if not 0.0 <= value < math.inf:
+            raise ValueError(refusal(f"{name}={value}", "a finite number, 0 or more"))
+
+
+def _check_decays(**decays: float) -> None:
+    for name, value in decays.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(refusal(f"{name}={value}", "a number from 0 up to but below 1"))

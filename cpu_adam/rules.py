@@ -1,0 +1,143 @@
+"""The rules by which a step changes a master and its state: one torch op per operation.
+
+[Note: Arithmetic]
+Every result is fixed by a written sequence of operations on float32, each rounded once, to
+nearest, ties to even: + - x / of two operands, and the square root. Nothing is contracted: no
+`alpha=`, lerp, addcmul, addcdiv, pow or foreach, which round once where the sequence rounds twice.
+Scalars are computed in float64 and rounded once to 0-d tensors on the device of the data (a divisor
+that is a number or lives on another device may become a multiplication by its reciprocal).
+Subnormal numbers count: the calling thread must not flush them (FTZ, DAZ). Under these rules block
+size, slicing, threads, instruction set and device cannot change a bit. One thing is left open, as
+IEEE 754 does: the sign and payload of a NaN among float32 values. (A bfloat16 weight that becomes
+NaN is always 0x7FC0: see `split`.)
+
+[Note: Square root]
+torch's float32 sqrt on a CPU is wrong in the last place for 17% of inputs, and its float64 sqrt is
+a threaded library call: with more than one thread each call waits for threads of its own, which on
+a busy machine costs a scheduling quantum per block. `1 / (1 / sqrt(x))` in float64, rounded to
+float32, is the correctly rounded float32 square root, and both its ops are plain vector loops. Why:
+scale x so that float32 square roots are the even integers below 2**25 and the midpoints between
+them the odd integers M. x is then an integer other than M*M, so sqrt(x) differs from M by at least
+1 / (2 * M*M) > 2**-51 of itself, whereas three float64 roundings err by less than
+3 * 2**-53 < 2**-51 of it: no midpoint is crossed. (Zero, infinity, and every subnormal, which is
+normal in float64, come out right by themselves.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class Factors:
+    """The scalars of one step, each rounded once to float32."""
+
+    def __init__(self, factors: Sequence[float], device: torch.device) -> None:
+        """factors: what the `factors` of the hyper-parameters gave, in their order."""
+        rounded = torch.tensor(factors, dtype=torch.float32)
+        self.numbers: list[float] = rounded.tolist()
+        """To decide by."""
+        self.tensors: Sequence[Tensor] = rounded.to(device).unbind()
+        """To compute with: 0-d, on the device of the data."""
+
+
+class Scratch:
+    """The temporaries of one block: 24 bytes per element."""
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        self.elements = elements
+        self.master = torch.empty(elements, dtype=torch.float32, device=device)
+        self.gradient = torch.empty_like(self.master)
+        self.term = torch.empty_like(self.master)
+        self.bits = torch.empty_like(self.master, dtype=torch.int32)
+        self.wide = torch.empty_like(self.master, dtype=torch.float64)
+
+
+Rule = Callable[[Tensor, Tensor, Mapping[str, Tensor], Factors, Scratch], None]
+"""Changes a float32 master and its states, by name, in place, by a gradient that it only reads."""
+
+
+def adam(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
+    """AdamW (arXiv 1711.05101) or Adam (arXiv 1412.6980), with t the number of the step:
+
+    g = g + weight_decay * p                    if L2 decay
+    m = m + (1 - beta1) * (g - m)
+    v = beta2 * v + (1 - beta2) * (g * g)
+    d = sqrt(v) / sqrt(1 - beta2**t) + eps
+    p = p * (1 - lr * weight_decay)             if decoupled decay
+    p = p - (lr / (1 - beta1**t)) * (m / d)
+    """
+    m, v = states["exp_avg"], states["exp_avg_sq"]
+    _, _, rest1, beta2, rest2, correction2, eps, shrink, step_size = f.tensors[:9]
+    g = _decayed(p, _scaled(g, f, s), f, s)
+    m.add_(torch.sub(g, m, out=s.term).mul_(rest1))
+    v.mul_(beta2).add_(torch.mul(g, g, out=s.term).mul_(rest2))
+    denominator = square_root(v, s.wide, out=s.term).div_(correction2).add_(eps)
+    ratio = torch.div(m, denominator, out=s.term)
+    p.mul_(shrink).sub_(ratio.mul_(step_size))
+
+
+def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
+    """Lion (arXiv 2302.06675). The sign of 0 is 0, that of NaN is NaN.
+
+    u = beta1 * m + (1 - beta1) * g
+    m = beta2 * m + (1 - beta2) * g
+    p = p * (1 - lr * weight_decay)             if decay
+    p = p - lr * sign(u)
+    """
+    m = states["exp_avg"]
+    _, beta1, rest1, beta2, rest2, shrink, lr = f.tensors
+    g = _scaled(g, f, s)
+    u = torch.mul(m, beta1).add_(torch.mul(g, rest1, out=s.term))
+    m.mul_(beta2).add_(torch.mul(g, rest2, out=s.term))
+    sign = torch.where(u.isnan(), u, u.sign())
+    p.mul_(shrink).sub_(sign.mul_(lr))
+
+
+def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
+    """SGD as in torch.optim.SGD, whose buffer b always has a place here:
+
+    g = g + weight_decay * p                    if decay
+    b = g                                       at step 1, and without momentum
+    b = momentum * b + (1 - dampening) * g      else
+    p = p - lr * (g + momentum * b)             with nesterov
+    p = p - lr * b                              else
+    """
+    buffer = states["momentum_buffer"]
+    _, _, momentum, rest, lr = f.tensors[:5]
+    fresh, nesterov = f.numbers[5:]
+    g = _decayed(p, _scaled(g, f, s), f, s)
+    if fresh:
+        buffer.copy_(g)
+    else:
+        buffer.mul_(momentum).add_(torch.mul(g, rest, out=s.term))
+    if nesterov:
+        direction = torch.mul(buffer, momentum, out=s.term)
+        p.sub_(torch.add(g, direction, out=s.term).mul_(lr))
+    else:
+        p.sub_(torch.mul(buffer, lr, out=s.term))
+
+
+RULES: dict[str, Rule] = {"adam": adam, "lion": lion, "sgd": sgd}
+"""Every rule there is, by the name that its hyper-parameters have."""
+
+
+def _scaled(g: Tensor, f: Factors, s: Scratch) -> Tensor:
+    """The gradient in float32, multiplied by the scale unless that is 1."""
+    if g.dtype != torch.float32:
+        g = s.gradient.copy_(g)
+    return g if f.numbers[0] == 1.0 else torch.mul(g, f.tensors[0], out=s.gradient)
+
+
+def _decayed(p: Tensor, g: Tensor, f: Factors, s: Scratch) -> Tensor:
+    """The gradient with its L2 term, where there is one."""
+    if f.numbers[1] == 0.0:
+        return g
+    return torch.add(g, torch.mul(p, f.tensors[1], out=s.term), out=s.gradient)
+
+
+def square_root(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:
+    """The correctly rounded float32 square root, by float64 scratch: see [Note: Square root]."""
+    return out.copy_(wide.copy_(x).rsqrt_().reciprocal_())

@@ -1,0 +1,174 @@
+"""Lion and SGD: the reference against numpy bit for bit, against torch, and their properties."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, reference
+from cpu_adam.hyper import Hyper
+from cpu_adam.rules import RULES
+
+Float32 = npt.NDArray[np.float32]
+f = np.float32
+
+
+def lion(**changes: Any) -> LionHyper:
+    base = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
+    return LionHyper(**{**base, **changes})
+
+
+def sgd(**changes: Any) -> SGDHyper:
+    return SGDHyper(**{"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1, **changes})
+
+
+def random(elements: int, seed: int) -> Float32:
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.integers(-6, 3, elements)
+    return (rng.normal(size=elements) * scale).astype("f4")
+
+
+def numpy_lion(p: Float32, g: Float32, m: Float32, by: LionHyper) -> tuple[Float32, Float32]:
+    u = f(by.beta1) * m + f(1.0 - by.beta1) * g
+    m = f(by.beta2) * m + f(1.0 - by.beta2) * g
+    return p * f(1.0 - by.lr * by.weight_decay) - f(by.lr) * np.sign(u), m
+
+
+def numpy_sgd(
+    p: Float32, g: Float32, b: Float32, by: SGDHyper, step: int
+) -> tuple[Float32, Float32]:
+    if by.weight_decay != 0.0:
+        g = g + f(by.weight_decay) * p
+    if step == 1 or by.momentum == 0.0:
+        b = g
+    else:
+        b = f(by.momentum) * b + f(1.0 - by.dampening) * g
+    return p - f(by.lr) * (g + f(by.momentum) * b if by.nesterov else b), b
+
+
+def numpy_step(
+    p: Float32, g: Float32, state: Float32, by: Hyper, step: int, scale: float
+) -> tuple[Float32, Float32]:
+    g = g * f(scale)
+    g = -g if by.maximize else g
+    if isinstance(by, LionHyper):
+        return numpy_lion(p, g, state, by)
+    assert isinstance(by, SGDHyper)
+    return numpy_sgd(p, g, state, by, step)
+
+
+RULES_WITH_ONE_STATE: list[Hyper] = [
+    *(lion(), lion(weight_decay=0.0, maximize=True), lion(beta1=0.0)),
+    *(sgd(), sgd(momentum=0.0), sgd(nesterov=True, maximize=True), sgd(dampening=0.5)),
+    sgd(weight_decay=0.0),
+]
+
+
+def stepped(
+    name: str, p: Float32, gradients: list[Float32], by: Hyper, scale: float = 1.0
+) -> tuple[Float32, Float32]:
+    """Master and state after steps of the reference from a state of zeros."""
+    form = FORMATS[name]
+    master, state = torch.from_numpy(p.copy()), torch.zeros(p.size)
+    slots = {form.slots[-1].name: state}
+    weight = master
+    if name.endswith("exact"):
+        weight = torch.empty(p.size, dtype=torch.bfloat16)
+        slots["residue"] = torch.empty(p.size, dtype=torch.int16)
+        reference.split(master, weight, slots["residue"])
+    for step, g in enumerate(gradients, 1):
+        options: dict[str, Any] = {"step": step, "gradient_scale": scale, "format": form}
+        reference.update(weight, torch.from_numpy(g), slots, by, **options)
+    if weight is not master:
+        reference.join(weight, slots["residue"], out=master)
+    return master.numpy(), state.numpy()
+
+
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+@pytest.mark.parametrize("by", RULES_WITH_ONE_STATE, ids=repr)
+def test_update_equals_numpy(by: Hyper, master: str) -> None:
+    start = random(1021, 0)
+    gradients = [random(1021, seed) for seed in (1, 2, 3)]
+    gradients[1][:99] = 0.0
+    for scale in (1.0, 0.37):
+        p, state = start, np.zeros_like(start)
+        for step, g in enumerate(gradients, 1):
+            p, state = numpy_step(p, g, state, by, step, scale)
+        found = stepped(f"{by.rule}_{master}", start, gradients, by, scale)
+        np.testing.assert_array_equal(found[0].view("i4"), p.view("i4"))
+        np.testing.assert_array_equal(found[1].view("i4"), state.view("i4"))
+
+
+@pytest.mark.parametrize("by", [by for by in RULES_WITH_ONE_STATE if by.rule == "sgd"], ids=repr)
+def test_sgd_is_that_of_torch(by: SGDHyper) -> None:
+    start = random(500, 0)
+    gradients = [random(500, seed) for seed in (1, 2, 3)]
+    parameter = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = torch.optim.SGD(
+        [parameter],
+        by.lr,
+        by.momentum,
+        by.dampening,
+        by.weight_decay,
+        by.nesterov,
+        maximize=by.maximize,
+        foreach=False,
+    )
+    for g in gradients:
+        parameter.grad = torch.from_numpy(g)
+        optimizer.step()
+    p, buffer = stepped("sgd_fp32", start, gradients, by)
+    torch.testing.assert_close(torch.from_numpy(p), parameter.detach())
+    if by.momentum:
+        theirs = optimizer.state[parameter]["momentum_buffer"]
+        torch.testing.assert_close(torch.from_numpy(buffer), theirs)
+
+
+def test_lion_moves_every_weight_by_the_learning_rate() -> None:
+    g = np.array([1e-30, -1e30, 0.0, -0.0, np.nan, np.inf, 2.0], "f4")
+    p, _ = stepped("lion_fp32", np.ones_like(g), [g], lion(lr=0.25, weight_decay=0.0))
+    np.testing.assert_array_equal(p, np.array([0.75, 1.25, 1.0, 1.0, np.nan, 0.75, 0.75], "f4"))
+
+
+def test_sgd_without_momentum_reads_no_buffer() -> None:
+    form, by = FORMATS["sgd_fp32"], sgd(momentum=0.0, weight_decay=0.0, lr=0.5)
+    p, slots = torch.ones(3), {"momentum_buffer": torch.full((3,), torch.nan)}
+    reference.update(p, torch.ones(3), slots, by, step=7, format=form)
+    assert p.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].rule != "adam"])
+def test_it_converges_on_a_quadratic(name: str) -> None:
+    target = random(257, 3).clip(-1, 1)
+    rule, form = FORMATS[name].rule, FORMATS[name]
+    weight = torch.zeros(257, dtype=getattr(torch, form.weight_dtype))
+    slots = {slot.name: torch.zeros(257, dtype=getattr(torch, slot.dtype)) for slot in form.slots}
+    for step in range(1, 401):
+        lr = 0.05 * (1 - step / 401)
+        make = {"lion": lion, "sgd": sgd}[rule]
+        gradient = weight.float() - torch.from_numpy(target)
+        by = make(lr=lr, weight_decay=0.0)
+        reference.update(weight, gradient, slots, by, step=step, format=form)
+    assert float((weight.float() - torch.from_numpy(target)).abs().max()) < 1e-2
+
+
+def test_every_rule_has_rows_and_hyper_parameters() -> None:
+    assert set(RULES) == {row.rule for row in FORMATS.values()}
+    assert set(RULES) == {kind.rule for kind in (AdamHyper, LionHyper, SGDHyper)}
+
+
+@pytest.mark.parametrize(
+    ("make", "changes"),
+    [
+        *((lion, {"lr": -1.0}), (lion, {"beta2": 1.0}), (lion, {"weight_decay": np.inf})),
+        *((sgd, {"momentum": -0.1}), (sgd, {"dampening": np.nan}), (sgd, {"lr": np.inf})),
+        *((sgd, {"nesterov": True, "dampening": 0.1}), (sgd, {"nesterov": True, "momentum": 0.0})),
+    ],
+)
+def test_hyper_parameters_without_a_step_are_refused(make: Any, changes: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=r"asked for .*; found .*=.*; likely cause: .*; try: "):
+        make(**changes)
