@@ -102,6 +102,8 @@ FORMATS: dict[str, StateFormat] = {
         StateFormat("exact", "bfloat16", (_RESIDUE, *_MOMENTS)),
         # A float32 weight is its own master.
         StateFormat("fp32", "float32", _MOMENTS, serves=_BOTH),
+        # A byte per moment: see `cpu_adam.compact`.
+        StateFormat("compact", "bfloat16", (_RESIDUE, *_CODES), serves=("compact",)),
         StateFormat("lion_exact", "bfloat16", (_RESIDUE, _LION), rule="lion"),
         StateFormat("lion_fp32", "float32", (_LION,), serves=_BOTH, rule="lion"),
         StateFormat("sgd_exact", "bfloat16", (_RESIDUE, _SGD), rule="sgd"),

@@ -103,7 +103,9 @@ def update_parts(
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
         for part in parts:
-            span = _cut(weight, gradient, record_views, part, format)
+            here = slice(part.start, part.start + part.elements)
+            cut = reference.cut(record_views, format, part.start, part.elements)
+            span = Span(weight[here], gradient[here], cut, part.turn, part.first_element)
             _by_reference(span, turns, gradient_scale, format)
         return
     start, elements, first, turn = np.array(parts, np.int64).reshape(len(parts), 4).T
@@ -284,22 +286,6 @@ def _by_reference(span: Span, turns: Turns, scale: float, format: StateFormat) -
         format=format,
         first_element=span.first_element,
     )
-
-
-def _cut(
-    weight: Tensor,
-    gradient: Tensor,
-    record_views: Mapping[str, Tensor],
-    part: Part,
-    format: StateFormat,
-) -> Span:
-    """A part of a chunk as a span."""
-    here = slice(part.start, part.start + part.elements)
-    found = {}
-    for slot in format.slots:
-        first = part.start // slot.elements_per_item
-        found[slot.name] = record_views[slot.name][first : first + slot.items(part.elements)]
-    return Span(weight[here], gradient[here], found, part.turn, part.first_element)
 
 
 def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:

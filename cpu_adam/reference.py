@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from cpu_adam import compact
 from cpu_adam.checks import (
     check_gradient,
     check_parts,
@@ -58,6 +59,17 @@ def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tenso
     for slot, offset in zip(format.slots, format.slot_offsets(elements)):
         raw = record[offset : offset + slot.items(elements) * slot.bytes_per_item]
         found[slot.name] = raw.view(getattr(torch, slot.dtype))
+    return found
+
+
+def cut(
+    record_views: Mapping[str, Tensor], format: StateFormat, start: int, elements: int
+) -> dict[str, Tensor]:
+    """Views of the slots of part of a chunk: `elements` from `start` on, which starts a group."""
+    found = {}
+    for slot in format.slots:
+        first = start // slot.elements_per_item
+        found[slot.name] = record_views[slot.name][first : first + slot.items(elements)]
     return found
 
 
@@ -172,15 +184,22 @@ def update(
     device = weight.device
     factors = Factors(hyper.factors(step, gradient_scale), device)
     block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
+    group = format.group_elements
+    block = -(-block // group) * group
     scratch = Scratch(block, device)
-    rule, names = RULES[hyper.rule], [slot.name for slot in format.slots]
-    for w, g, *states in zip(*(_pieces(x, block) for x in (weight, gradient, *slots))):
-        if w.numel() != scratch.elements:
-            scratch = Scratch(w.numel(), device)
-        state = dict(zip(names, states))
+    rule, coded = RULES[hyper.rule], group > 1
+    for start in range(0, elements, block):
+        count = min(block, elements - start)
+        if count != scratch.elements:
+            scratch = Scratch(count, device)
+        w, g = weight[start : start + count], gradient[start : start + count]
+        state = cut(record_views, format, start, count)
         residue = state.get("residue")
         master = w if residue is None else join(w, residue, out=scratch.master)
-        rule(master, g, state, factors, scratch)
+        moments = compact.decode(state) if coded else state
+        rule(master, g, moments, factors, scratch)
+        if coded:
+            compact.encode(moments, state, first_element + start, step)
         if residue is not None:
             _split(master, w, residue, scratch.bits)
 

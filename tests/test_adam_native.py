@@ -85,7 +85,7 @@ class State:
         self, name: str, elements: int, dtype: torch.dtype, seed: int = 0, offset: int = 0
     ) -> None:
         def cut(x: torch.Tensor, to: torch.dtype | None = None) -> torch.Tensor:
-            held = torch.empty(elements + offset, dtype=to or x.dtype)[offset:]
+            held = torch.empty(x.numel() + offset, dtype=to or x.dtype)[offset:]
             return held.copy_(x)
 
         self.format = FORMATS[name]
@@ -93,13 +93,16 @@ class State:
         self.weight = cut(special(elements, seed + 1))
         self.slots: dict[str, torch.Tensor] = {}
         for k, slot in enumerate(self.format.slots):
-            numbers = special(elements, seed + 2 + k)
+            numbers = special(slot.items(elements), seed + 2 + k)
+            if slot.dtype != "float32":
+                # Any bits, not only those that an update writes.
+                kind: torch.dtype = getattr(torch, slot.dtype)
+                least, most = torch.iinfo(kind).min, torch.iinfo(kind).max
+                numbers = torch.randint(least, most + 1, (elements,), dtype=kind)
             self.slots[slot.name] = cut(numbers.abs() if slot.name == "exp_avg_sq" else numbers)
         if "residue" in self.slots:
-            # Any pair of bits, not only those that split writes.
-            bits = torch.randint(-(1 << 15), 1 << 15, (2, elements), dtype=torch.int16)
-            self.slots["residue"] = cut(bits[0])
-            self.weight = cut(bits[1].view(torch.bfloat16))
+            bits = torch.randint(-(1 << 15), 1 << 15, (elements,), dtype=torch.int16)
+            self.weight = cut(bits.view(torch.bfloat16))
 
     def clone(self) -> State:
         other = object.__new__(State)
@@ -108,9 +111,11 @@ class State:
         other.slots = {name: slot.clone() for name, slot in self.slots.items()}
         return other
 
-    def copy_in_place(self, elements: slice) -> Span:
-        part = {name: slot[elements] for name, slot in self.slots.items()}
-        return Span(self.weight[elements], self.gradient[elements], part)
+    def copy_in_place(self, elements: slice, turn: int = 0, first_element: int = 0) -> Span:
+        start, stop, _ = elements.indices(self.weight.numel())
+        part = reference.cut(self.slots, self.format, start, stop - start)
+        weight, gradient = self.weight[elements], self.gradient[elements]
+        return Span(weight, gradient, part, turn, first_element)
 
     def update(self, by: Any, *args: Any, **options: Any) -> None:
         by.update(self.weight, self.gradient, self.slots, *args, format=self.format, **options)
@@ -123,7 +128,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
         nan = want.isnan()
         assert torch.equal(got.isnan(), nan)
         got, want = got.masked_fill(nan, 0.0), want.masked_fill(nan, 0.0)
-    words = {2: torch.int16, 4: torch.int32}[got.element_size()]
+    words = {1: torch.int8, 2: torch.int16, 4: torch.int32}[got.element_size()]
     assert torch.equal(got.contiguous().view(words), want.contiguous().view(words))
 
 
@@ -196,38 +201,25 @@ def test_threads_do_not_matter(kernel: str, name: str, count: int, many_threads:
 @pytest.mark.parametrize("name", FORMATS)
 def test_table_is_the_spans(kernel: str, name: str, many_threads: None) -> None:
     lengths = [*LENGTHS, PIECE, PIECE + 1, *(37,) * 300, 2 * PIECE + 3]
+    group = FORMATS[name].group_elements
+    lengths = [-(-length // group) * group for length in lengths[:-1]] + lengths[-1:]
     whole = State(name, sum(lengths), torch.float16)
-    want = whole.clone()
+    want, again = whole.clone(), whole.clone()
     ends = list(itertools.accumulate(lengths))
     cuts = [slice(end - length, end) for length, end in zip(lengths, ends)]
     turns = [(hyper_of(name, lr=10.0**-k), k + 1) for k in range(3)]
-    parts = [whole.copy_in_place(cut) for cut in cuts]
-    spans = [Span(p.weight, p.gradient, p.record_views, k % 3) for k, p in enumerate(parts)]
-    again = whole.clone()
+    spans = [whole.copy_in_place(cut, k % 3, k * group) for k, cut in enumerate(cuts)]
+    parts = [Part(cut.start, cut.stop - cut.start, k * group, k % 3) for k, cut in enumerate(cuts)]
+    options: dict[str, Any] = {"gradient_scale": 0.5, "format": whole.format}
     with choice.forced(kernel):
         UpdateTable(spans, whole.format).update(turns, gradient_scale=0.5)
-        native.update_parts(
-            again.weight,
-            again.gradient,
-            again.slots,
-            [Part(cut.start, cut.stop - cut.start, 0, k % 3) for k, cut in enumerate(cuts)],
-            turns,
-            gradient_scale=0.5,
-            format=again.format,
-        )
+        native.update_parts(again.weight, again.gradient, again.slots, parts, turns, **options)
     assert_same_state(again, whole)
     for k, cut in enumerate(cuts):
         part = want.copy_in_place(cut)
         by, step = turns[k % 3]
-        reference.update(
-            part.weight,
-            part.gradient,
-            part.record_views,
-            by,
-            step=step,
-            gradient_scale=0.5,
-            format=whole.format,
-        )
+        options.update(step=step, first_element=k * group)
+        reference.update(part.weight, part.gradient, part.record_views, by, **options)
     assert_same_state(whole, want)
 
 

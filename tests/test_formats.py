@@ -261,6 +261,8 @@ def test_the_table() -> None:
     assert [slot.name for slot in FORMATS["exact"].slots] == ["residue", "exp_avg", "exp_avg_sq"]
     assert FORMATS["exact"].bytes_per_element == 10
     assert FORMATS["fp32"].bytes_per_element == 8
+    assert format_for("bfloat16", "compact") is FORMATS["compact"]
+    assert FORMATS["compact"].bytes_per_element == 4.0625
     assert format_for("bfloat16", rule="lion") is FORMATS["lion_exact"]
     assert format_for("float32", rule="sgd") is FORMATS["sgd_fp32"]
     with pytest.raises(ValueError, match="'muon' is not a rule"):
@@ -278,8 +280,9 @@ def test_the_table() -> None:
     [
         ("float16", "exact", "torch.autocast"),
         ("float64", "exact", r"model\.float\(\)"),
-        ("bfloat16", "compact", "states='exact'"),
-        ("float16", "compact", "states='exact'"),
+        ("float32", "compact", "states='exact'"),
+        ("float16", "compact", "torch.autocast"),
+        ("bfloat16", "tiny", "states='exact'"),
         ("bfloat16", "fp32", "states='exact'"),
     ],
 )

@@ -1,16 +1,17 @@
 // What a kernel is: functions over arrays, compiled once per instruction set from kernel.inc.
 //
 // [Note: The way of the data]
-// An operation (one update rule, one state format, one gradient dtype) is elementwise over a fixed
-// number of arrays: the gradient, the weight, the slots of the record. A *span* is one address for
-// each of them and a number of elements. A *table* is any number of spans and the factors (scalars)
-// that they use. `sweep` lays the spans of a table end to end, cuts the whole into pieces and hands
-// the pieces to the threads of the pool; a thread calls the operation on the part of a span that
-// lies in its piece; the operation goes through it vector by vector, each byte read and written
-// once. No element depends on another, so neither the cuts nor the threads can change a bit.
+// An operation (one update rule, one state format, one gradient dtype) goes element by element, or
+// group by group, over a fixed number of arrays: the gradient, the weight, the slots of the record.
+// A *span* is one address for each of them and a number of elements. A *table* is any number of
+// spans and the factors (scalars) that they use. `sweep` lays the spans of a table end to end, cuts
+// the whole into pieces and hands the pieces to the threads of the pool; a thread calls the
+// operation on the part of a span that lies in its piece; the operation goes through it vector by
+// vector, each byte read and written once. No group depends on another, so neither the cuts nor the
+// threads can change a bit.
 //
-// Adding an optimizer or a state format is a rule in rules.inc, a name in OPERATIONS below and a
-// row of the table at the end of kernel.inc.
+// Adding an optimizer or a state format is a rule in rules.inc or groups.inc, a name in OPERATIONS
+// below and a row of the table at the end of kernel.inc.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +21,13 @@ namespace cpu_adam {
 
 using Byte = unsigned char;
 
-// Most arrays that an operation may have: gradient, weight and four slots.
-constexpr int ARRAYS_MAX = 6;
+// Most arrays that an operation may have: gradient, weight and five slots.
+constexpr int ARRAYS_MAX = 7;
 // Numbers in a row of factors.
 constexpr int FACTORS = 12;
+// Elements that share an item of some arrays: spans of an operation with such arrays start and are
+// cut at multiples of this, counted from the first element of the parameter.
+constexpr int GROUP_ELEMENTS = 128;
 // Elements of one inner tree of the sum of squares. Part of its definition.
 constexpr int64_t SUM_BLOCK_ELEMENTS = 1024;
 
@@ -33,6 +37,7 @@ enum Gradient : int { BFLOAT16, FLOAT16, FLOAT32, GRADIENTS };
 enum Operation : int {
     ADAM_EXACT,
     ADAM_FP32,
+    ADAM_COMPACT,
     LION_EXACT,
     LION_FP32,
     SGD_EXACT,
@@ -44,29 +49,32 @@ enum Operation : int {
     REBASE,
     STREAM,
     STREAM_EXACT,
+    STREAM_COMPACT,
     OPERATIONS_COUNT
 };
 
 // An update has the name of its state format.
 constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
-    "exact",    "fp32",     "lion_exact",         "lion_fp32",
-    "sgd_exact", "sgd_fp32", "accumulate_float32", "accumulate_bfloat16",
-    "split",    "join",     "rebase",             "stream",
-    "stream_exact",
+    "exact",     "fp32",         "compact",   "lion_exact",         "lion_fp32",
+    "sgd_exact", "sgd_fp32",     "accumulate_float32", "accumulate_bfloat16",
+    "split",     "join",         "rebase",    "stream",
+    "stream_exact", "stream_compact",
 };
 
-// One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per element. Arrays
-// need no alignment, and do not overlap. `call` is null for a gradient dtype that is not served.
-struct Elementwise {
+// One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per item, where an item
+// is for one element or for a group. Arrays need no alignment, and do not overlap. `call` is null
+// for a gradient dtype that is not served.
+struct Action {
     void (*call)(Byte* const* arrays, int64_t elements, int64_t first_element,
                  const float* factors);
     int arrays;
     int bytes[ARRAYS_MAX];
+    int elements_per_item[ARRAYS_MAX];
 };
 
 // One operation for each dtype of the gradient; one without a gradient lies under BFLOAT16.
 struct Row {
-    Elementwise of[GRADIENTS];
+    Action of[GRADIENTS];
 };
 
 // Sums of the squares of the blocks of `gradient`, to `sums`; the last block may be short.

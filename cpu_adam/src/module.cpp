@@ -38,7 +38,7 @@ static std::vector<std::string> kernel_names() {
 static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors) {
     if (operation < 0 || operation >= OPERATIONS_COUNT || gradient < 0 || gradient >= GRADIENTS)
         throw nb::index_error("no such operation");
-    const Elementwise& chosen = kernel_at(kernel).operations[operation].of[gradient];
+    const Action& chosen = kernel_at(kernel).operations[operation].of[gradient];
     if (chosen.call == nullptr || int64_t(rows.shape(1)) != ADDRESS_COLUMNS + chosen.arrays)
         throw nb::value_error("the table does not fit the operation");
     const Table table{rows.data(), int64_t(rows.shape(0)), int64_t(rows.shape(1)), factors.data()};

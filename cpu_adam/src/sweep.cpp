@@ -9,24 +9,24 @@
 namespace cpu_adam {
 namespace {
 
-// Spans are cut at multiples of this, so that no two threads write to one cache line of a span
-// that starts on one.
-constexpr int64_t GRAIN_ELEMENTS = 64;
+// Spans are cut at multiples of this, so that no group is cut and no two threads write to one cache
+// line of a span that starts on one (but for lines of scales, a thousandth of the lines).
+constexpr int64_t GRAIN_ELEMENTS = GROUP_ELEMENTS;
 // A piece is small enough to even out threads that are held up, and large enough (some tens of
 // microseconds) that taking one costs nothing.
-constexpr int64_t PIECE_GRAINS = 512;
+constexpr int64_t PIECE_GRAINS = 256;
 constexpr int64_t PIECE_SUM_BLOCKS = 64;
 
 int64_t grains(int64_t elements) { return (elements + GRAIN_ELEMENTS - 1) / GRAIN_ELEMENTS; }
 
 // The operation on elements [first, last) of one span.
-void run_part(const Elementwise& operation, const Table& table, int64_t row, int64_t first,
+void run_part(const Action& operation, const Table& table, int64_t row, int64_t first,
               int64_t last) {
     const int64_t* columns = table.rows + row * table.columns;
     Byte* arrays[ARRAYS_MAX];
     for (int k = 0; k < operation.arrays; k++) {
         arrays[k] = reinterpret_cast<Byte*>(columns[ADDRESS_COLUMNS + k]) +
-                    first * operation.bytes[k];
+                    first / operation.elements_per_item[k] * operation.bytes[k];
     }
     operation.call(arrays, last - first, columns[FIRST_COLUMN] + first,
                    table.factors + columns[FACTORS_COLUMN] * FACTORS);
@@ -34,7 +34,7 @@ void run_part(const Elementwise& operation, const Table& table, int64_t row, int
 
 }  // namespace
 
-void sweep(const Elementwise& operation, const Table& table) {
+void sweep(const Action& operation, const Table& table) {
     // Where each span starts when all lie end to end, in grains.
     std::vector<int64_t> starts(size_t(table.count) + 1);
     for (int64_t row = 0; row < table.count; row++) {

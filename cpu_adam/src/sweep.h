@@ -15,7 +15,7 @@ struct Table {
 };
 constexpr int ELEMENTS_COLUMN = 0, FACTORS_COLUMN = 1, FIRST_COLUMN = 2, ADDRESS_COLUMNS = 3;
 
-void sweep(const Elementwise& operation, const Table& table);
+void sweep(const Action& operation, const Table& table);
 
 // The sum of squares of a gradient, in the order that cpu_adam/reference.py defines.
 double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient, int64_t elements);

@@ -16,6 +16,8 @@ template <int N> struct Of {
     typedef uint32_t U32 __attribute__((vector_size(4 * N)));
     typedef uint16_t U16 __attribute__((vector_size(2 * N)));
     typedef int16_t I16 __attribute__((vector_size(2 * N)));
+    typedef uint8_t U8 __attribute__((vector_size(N)));
+    typedef int8_t I8 __attribute__((vector_size(N)));
 };
 
 constexpr int LANES = CPU_ADAM_LANES;
@@ -25,6 +27,8 @@ using U32 = Of<LANES>::U32;
 using I32 = Of<LANES>::I32;
 using U16 = Of<LANES>::U16;
 using I16 = Of<LANES>::I16;
+using U8 = Of<LANES>::U8;
+using I8 = Of<LANES>::I8;
 
 template <class V> INLINE V load(const Byte* from) {
     V v;
@@ -111,6 +115,57 @@ INLINE U16 high_half(U32 x) {
 #else
     return low_half(x >> 16);
 #endif
+}
+
+// Bytes to 32-bit integers, signed or not, and the low bytes of 32-bit integers.
+INLINE I32 widen_signed(I8 x) {
+#if CPU_ADAM_LANES == 16
+    return (I32)_mm512_cvtepi8_epi32((__m128i)x);
+#elif CPU_ADAM_LANES >= 8
+    return (I32)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+    return __builtin_convertvector(x, I32);
+#endif
+}
+INLINE I32 widen(U8 x) {
+#if CPU_ADAM_LANES == 16
+    return (I32)_mm512_cvtepu8_epi32((__m128i)x);
+#elif CPU_ADAM_LANES >= 8
+    return (I32)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else
+    return __builtin_convertvector(x, I32);
+#endif
+}
+INLINE U8 low_byte(U32 x) {
+#if CPU_ADAM_LANES == 16
+    return (U8)_mm512_cvtepi32_epi8((__m512i)x);
+#elif CPU_ADAM_LANES >= 8
+    // Low bytes of each 128-bit lane side by side, then the two lanes.
+    const __m128i low = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(low));
+    __m128i upper = _mm256_extracti128_si256(packed, 1);
+    return (U8)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(packed), upper));
+#else
+    return __builtin_convertvector(x, U8);
+#endif
+}
+
+INLINE F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+INLINE U32 lane_numbers() {
+    U32 numbers;
+    for (int i = 0; i < LANES; i++) numbers[i] = uint32_t(i);
+    return numbers;
+}
+
+template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
+template <int N = LANES> INLINE int32_t largest(typename Of<N>::I32 x) {
+    if constexpr (N == 1) {
+        return x[0];
+    } else {
+        typename Of<N / 2>::I32 halves[2];
+        __builtin_memcpy(halves, &x, sizeof x);
+        return largest<N / 2>(larger(halves[0], halves[1]));
+    }
 }
 
 // The square root, correctly rounded.

@@ -1,0 +1,143 @@
+"""The compact format: a byte per moment, in groups of 128 elements that share two float32 scales.
+
+[Note: Compact states]
+Groups are counted from the first element of the parameter. A group keeps the largest |m| and the
+largest sqrt(v) of its elements as scales, and for each element two codes, q in -127 ... 127 and r
+in 0 ... 255, which stand for
+
+    m = m_scale * (q * |q| / 127**2)        sqrt(v) = v_scale * (r**2 / 255**2)
+
+(the variance as its root, and a companding function, as in arXiv 2602.23349; the function is
+another, see below). A step decodes, updates in float32 as any Adam, and encodes what came out.
+
+Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.995 and
+be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer in 0 ...
+2**15 - 1 that is added to the code in fixed point with 15 bits of fraction, and the fraction cut
+off: unbiased over steps. The dither is a hash of the element's place in the parameter and the step,
+so no cut into chunks, thread or machine can change it. The largest of a group is kept as it is.
+
+Squares. Adam divides one moment by the root of the other, element by element, so both must reach
+far below the largest of the group, and about as far: a root that is too coarse freezes elements
+of small gradients, a momentum that is coarser than the root throws them about. With squares the
+smallest step of m is 1/16129 of the largest; the smallest root above 0 is r = 2, 1/16256.
+
+What is not finite. A group with a NaN or an infinity among its m, or its roots, has a scale of NaN
+and codes of 0: it decodes as NaN from then on. One whose largest is below 2**-80 is stored as zero
+(no root of a float32 above 0 is). Everything is a correctly rounded float32 operation or one of
+integers, so that compiled kernels find the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cpu_adam.formats import GROUP_ELEMENTS
+from cpu_adam.rules import square_root
+
+FRACTION_BITS = 15
+"""Bits of a code in fixed point below the point; the dither has as many."""
+LARGEST_MOMENTUM, LARGEST_ROOT, LEAST_ROOT = 127, 255, 2
+"""Codes."""
+TINY, INFINITE = 0x17800000, 0x7F800000
+"""Bits of 2**-80 and of infinity in float32."""
+
+
+def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
+    q, r = codes["exp_avg"].float(), codes["exp_avg_sq"].float()
+    m = q.mul(q.abs()).mul_(_scalar(1.0 / LARGEST_MOMENTUM**2, q))
+    root = r.mul(r).mul_(_scalar(1.0 / LARGEST_ROOT**2, r))
+    m.mul_(_spread(codes["exp_avg_scale"], m))
+    root.mul_(_spread(codes["exp_avg_sq_scale"], root))
+    return {"exp_avg": m, "exp_avg_sq": root.mul_(root)}
+
+
+def encode(
+    moments: Mapping[str, Tensor], codes: Mapping[str, Tensor], first_element: int, step: int
+) -> None:
+    """Write the slots of a span's record from its float32 moments, the inverse of `decode`.
+
+    first_element: where the span starts in its parameter, a multiple of 128. step: the number of
+    the step that made these moments.
+    """
+    m, v = moments["exp_avg"], moments["exp_avg_sq"]
+    root = square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
+    for_m, for_root = dither(first_element, m.numel(), step, m.device)
+
+    scale = _scales(m, codes["exp_avg_scale"])
+    fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM).copysign_(m)
+    code = _rounded(fixed, for_m, 1.5 * 2.0**23)
+    codes["exp_avg"].copy_(code.mul_(_spread(scale > 0, code)))
+
+    scale = _scales(root, codes["exp_avg_sq_scale"])
+    code = _rounded(_fixed(root, scale, LARGEST_ROOT), for_root, 2.0**23)
+    code = torch.maximum(code, (root > 0).int().mul_(LEAST_ROOT))
+    codes["exp_avg_sq"].copy_(code.mul_(_spread(scale > 0, code)))
+
+
+def dither(
+    first_element: int, elements: int, step: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Integers in 0 ... 2**15 - 1 for the codes of m and of the root, of each element of a span.
+
+    A group's seed is the upper half of a 64-bit hash (splitmix64) of its number and the step's; an
+    element's two numbers are parts of a 32-bit hash of the seed and its place in the group.
+    """
+    groups = -(-elements // GROUP_ELEMENTS)
+    x = torch.arange(groups, dtype=torch.int64, device=device)
+    x = x + _wrapped(first_element // GROUP_ELEMENTS + step * 0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
+    seed = _shifted(x, 32)
+    low = 0xFFFFFFFF
+    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device) * 0x9E3779B9
+    x = (seed[:, None] + places & low).view(-1)[:elements]
+    x = (x ^ x >> 16) * 0x7FEB352D & low
+    x = x ^ x >> 15
+    return (x >> 17).int(), (x & 0x7FFF).int()
+
+
+def _scales(x: Tensor, into: Tensor) -> Tensor:
+    """Each group's largest magnitude, or NaN, or 0: see [Note: Compact states]."""
+    bits = pad(x.view(torch.int32), (0, -x.numel() % GROUP_ELEMENTS)) & 0x7FFFFFFF
+    largest = bits.view(-1, GROUP_ELEMENTS).amax(1)  # of integers: NaN is above everything
+    kept = largest.where((largest >= TINY) & (largest < INFINITE), 0).view(torch.float32)
+    into.copy_(kept.masked_fill_(largest >= INFINITE, torch.nan))
+    return into
+
+
+def _fixed(x: Tensor, scale: Tensor, largest: int) -> Tensor:
+    """largest * sqrt(x / scale) in fixed point; anything where the scale is no number above 0."""
+    numerator = torch.full_like(scale, float(largest**2 << 2 * FRACTION_BITS))
+    product = x * _spread(numerator / scale, x)
+    return square_root(product, torch.empty_like(x, dtype=torch.float64), out=product)
+
+
+def _rounded(fixed: Tensor, dither: Tensor, power: float) -> Tensor:
+    """Codes from fixed point. Adding the power rounds to an integer, found in the low bits."""
+    zero = _scalar(power, fixed)
+    bits = (fixed + zero).view(torch.int32) - zero.view(torch.int32)
+    return (bits + dither) >> FRACTION_BITS
+
+
+def _spread(of_groups: Tensor, like: Tensor) -> Tensor:
+    """Each group's item, for each of the elements of `like`."""
+    return of_groups.repeat_interleave(GROUP_ELEMENTS)[: like.numel()]
+
+
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return torch.full((), value, dtype=torch.float32, device=like.device)
+
+
+def _wrapped(x: int) -> int:
+    """An integer modulo 2**64, as torch has it: signed."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """The unsigned shift to the right of 64-bit integers."""
+    return (x >> bits) & ((1 << 64 - bits) - 1)

@@ -1,0 +1,277 @@
+"""The compact format: its codes, its rounding, what it keeps of the moments, what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cpu_adam
+from cpu_adam import FORMATS, AdamHyper, compact, reference, views
+from cpu_adam.formats import GROUP_ELEMENTS
+
+COMPACT = FORMATS["compact"]
+CPU = torch.device("cpu")
+
+
+def hyper(**changes: Any) -> AdamHyper:
+    base = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
+    return AdamHyper(**{**base, "decoupled": True, **changes})
+
+
+class State:
+    """A weight of zeros and its record of zeros."""
+
+    def __init__(self, elements: int, name: str = "compact") -> None:
+        self.format, self.elements = FORMATS[name], elements
+        self.record = torch.zeros(self.format.record_bytes(elements), dtype=torch.uint8)
+        self.slots = views(self.record, self.format, elements)
+        self.weight = torch.zeros(elements, dtype=getattr(torch, self.format.weight_dtype))
+
+    def update(self, gradient: torch.Tensor, by: AdamHyper, step: int, **options: Any) -> None:
+        options = {"step": step, "format": self.format, **options}
+        cpu_adam.update(self.weight, gradient, self.slots, by, **options)
+
+    def moments(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """m and the root of v."""
+        found = self.slots if self.format.group_elements == 1 else compact.decode(self.slots)
+        return found["exp_avg"], found["exp_avg_sq"].double().sqrt().float()
+
+    def bits(self) -> bytes:
+        return self.weight.view(torch.uint8).numpy().tobytes() + self.record.numpy().tobytes()
+
+
+def random(elements: int, seed: int, decades: int = 0) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    scale = 10.0 ** rng.integers(-decades, 1, elements)
+    return torch.from_numpy((rng.normal(size=elements) * scale).astype("f4"))
+
+
+# Codes.
+
+
+def test_every_code_comes_back() -> None:
+    """But for one in thousands, where the float32 of a code is a hair below it."""
+    elements = 256 * GROUP_ELEMENTS
+    codes = State(elements).slots
+    codes["exp_avg"].copy_(torch.arange(elements) % 255 - 127)
+    codes["exp_avg_sq"].copy_((torch.arange(elements) * 7) % 254 + 2)
+    codes["exp_avg"][::GROUP_ELEMENTS] = -127
+    codes["exp_avg_sq"][::GROUP_ELEMENTS] = 255
+    codes["exp_avg_scale"].copy_(random(256, 1, 9).abs() + 1e-20)
+    codes["exp_avg_sq_scale"].copy_(random(256, 2, 9).abs() + 1e-20)
+    again = State(elements).slots
+    for step in (1, 2):
+        compact.encode(compact.decode(codes), again, 0, step)
+        for name in ("exp_avg", "exp_avg_sq"):
+            difference = (again[name].int() - codes[name].int()).abs()
+            assert int(difference.max()) <= 1
+            assert float(difference.float().mean()) < 1e-3
+            torch.testing.assert_close(
+                again[name + "_scale"], codes[name + "_scale"], rtol=3e-7, atol=0
+            )
+
+
+@pytest.mark.parametrize("decades", [0, 3, 30])
+def test_codes_are_the_two_nearest_and_the_largest_is_kept(decades: int) -> None:
+    m, root = random(10_000, 1, decades), random(10_000, 2, decades).abs() + 1e-18
+    codes = State(10_000).slots
+    compact.encode({"exp_avg": m, "exp_avg_sq": root * root}, codes, 0, 5)
+    decoded = compact.decode(codes)
+    for name, want, largest in (("exp_avg", m, 127), ("exp_avg_sq", root, 255)):
+        scale = codes[name + "_scale"].repeat_interleave(GROUP_ELEMENTS)[:10_000]
+        place = largest * (want.abs() / scale).double().sqrt()
+        code = codes[name].double().abs()
+        assert bool(((code - place).abs() < 1.001).logical_or(code == 2).all())
+        top = place > largest - 1e-4
+        assert bool((code[top] == largest).all())
+    assert bool((decoded["exp_avg"] * m >= 0).all())
+
+
+def test_dither_is_even_and_independent() -> None:
+    rows = []
+    for step in range(1, 65):
+        rows.append(torch.stack(compact.dither(GROUP_ELEMENTS * 3, 1000, step, CPU)))
+    found = torch.stack(rows).double() / 2**15 - 0.5  # step, which, element
+    assert float(found.min()) >= -0.5
+    assert float(found.max()) < 0.5
+    assert abs(float(found.mean())) < 4 / math.sqrt(12 * found.numel())
+    for dim in (0, 1, 2):  # of steps, of the two, of elements that follow one another
+        near = (
+            found.narrow(dim, 0, found.shape[dim] - 1)
+            * found.roll(-1, dim).narrow(dim, 0, found.shape[dim] - 1)
+        ).mean()
+        assert abs(float(near)) < 5 / 12 / math.sqrt(found.numel() / 2)
+    by_element = found.mean(0)
+    assert float(by_element.abs().max()) < 5 / math.sqrt(12 * 64)
+
+
+def test_dither_is_that_of_the_place_and_the_step() -> None:
+    whole = compact.dither(0, 1000, 7, CPU)
+    part = compact.dither(256, 300, 7, CPU)
+    assert torch.equal(whole[0][256:556], part[0])
+    assert torch.equal(whole[1][256:556], part[1])
+    for step in (8, 7 + (1 << 24), 7 + (1 << 40)):
+        assert not torch.equal(compact.dither(0, 1000, step, CPU)[0], whole[0])
+    assert not torch.equal(compact.dither(1 << 40, 1000, 7, CPU)[0], whole[0])
+
+
+# What is kept of the moments.
+
+GRADIENTS = {
+    "zero": lambda elements: torch.zeros(elements),
+    "tiny": lambda elements: random(elements, 3, 1) * 1e-6,
+    "constant": lambda elements: random(elements, 3, 1),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_moments_do_not_stall(name: str) -> None:
+    elements, steps = 8 * GROUP_ELEMENTS, 2000 if cpu_adam.kernel().native else 300
+    by = hyper(beta1=0.9999, beta2=0.9999, lr=1e-6)
+    ours, exact = State(elements), State(elements, "fp32")
+    start = random(elements, 4, 1)
+    exact.slots["exp_avg"].copy_(start)
+    exact.slots["exp_avg_sq"].copy_(start * start)
+    compact.encode(exact.slots, ours.slots, 0, 1)
+    gradient = GRADIENTS[name](elements)
+    before = [float(x.abs().sum()) for x in exact.moments()]
+    for step in range(2, steps + 2):
+        ours.update(gradient, by, step)
+        exact.update(gradient, by, step)
+    for found, want, was in zip(ours.moments(), exact.moments(), before):
+        change = float(want.abs().sum()) - was
+        assert abs(change) > 0.01 * was  # there is something to follow
+        error = float((found - want).abs().sum()) / float(want.abs().sum())
+        drift = float(found.abs().sum()) - float(want.abs().sum())
+        assert abs(drift) < 0.1 * abs(change), (drift, change)
+        assert error < 0.1
+
+
+def test_a_variance_above_zero_never_becomes_zero() -> None:
+    state = State(GROUP_ELEMENTS)
+    gradient = torch.full((GROUP_ELEMENTS,), 1e-12)
+    gradient[7], gradient[8] = 1e6, 0.0
+    for step in range(1, 20):
+        state.update(gradient, hyper(), step)
+    codes = state.slots["exp_avg_sq"]
+    assert codes[7] == 255
+    assert codes[8] == 0
+    assert int(codes[9:].min()) == compact.LEAST_ROOT
+    assert float(state.weight.abs().max()) < 20 * 1.2e-3
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_poisons_its_group_and_no_other(value: float) -> None:
+    state, clean = State(5 * GROUP_ELEMENTS), State(5 * GROUP_ELEMENTS)
+    for step in (1, 2, 3):
+        gradient = random(5 * GROUP_ELEMENTS, step)
+        clean.update(gradient, hyper(), step)
+        if step == 2:
+            gradient[GROUP_ELEMENTS + 5] = value
+        state.update(gradient, hyper(), step)
+    here = slice(GROUP_ELEMENTS, 2 * GROUP_ELEMENTS)
+    assert bool(state.weight[here].isnan().all())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert state.slots[name + "_scale"].isnan().tolist() == [False, True, False, False, False]
+        assert not state.slots[name][here].any()
+    others = torch.ones(5 * GROUP_ELEMENTS, dtype=torch.bool)
+    others[here] = False
+    assert torch.equal(state.weight[others], clean.weight[others])
+
+
+def test_subnormal_and_huge_gradients_stay_finite() -> None:
+    for size in (1e-45, 1e-40, 1e-30, 1e-20, 1e15, 1e18):
+        state = State(300)
+        for step in range(1, 6):
+            state.update(random(300, step) * size, hyper(), step)
+        assert bool(state.weight.isfinite().all())
+        assert bool(state.slots["exp_avg_scale"].isfinite().all())
+        assert float(state.weight.abs().max()) < 0.02
+    zero = State(300)
+    zero.update(torch.zeros(300), hyper(), 1)
+    assert not any(bool(slot.any()) for slot in zero.slots.values())
+
+
+# Independence of cuts; convergence; what is refused.
+
+
+@given(cuts=st.lists(st.integers(0, 8), max_size=5), first=st.integers(0, 1 << 33))
+@settings(deadline=None, max_examples=30)
+def test_pieces_equal_the_whole(cuts: list[int], first: int) -> None:
+    whole, pieces, elements = State(1000), State(1000), 1000
+    first *= GROUP_ELEMENTS
+    edges = [0, *(GROUP_ELEMENTS * cut for cut in sorted(cuts) if cut < 8), elements]
+    for step in (1, 2):
+        gradient = random(elements, step, 4)
+        whole.update(gradient, hyper(), step, first_element=first)
+        for start, end in itertools.pairwise(edges):
+            reference.update(
+                pieces.weight[start:end],
+                gradient[start:end],
+                reference.cut(pieces.slots, COMPACT, start, end - start),
+                hyper(),
+                step=step,
+                format=COMPACT,
+                first_element=first + start,
+            )
+    assert whole.bits() == pieces.bits()
+
+
+def test_block_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for block in (1 << 20, 1024, 61):
+        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block)
+        state = State(5000)
+        for step in (1, 2):
+            gradient = random(5000, step, 4)
+            reference.update(
+                state.weight, gradient, state.slots, hyper(), step=step, format=COMPACT
+            )
+        results.append(state.bits())
+    assert len(set(results)) == 1
+
+
+def test_it_converges_on_a_quadratic_as_exact_does() -> None:
+    target, errors = random(2570, 9, 3), []
+    for name in ("compact", "exact"):
+        state = State(2570, name)
+        for step in range(1, 401):
+            gradient = (state.weight.float() - target) * (1 + random(2570, step).abs())
+            state.update(gradient, hyper(lr=0.05 * (1 - step / 401)), step)
+        errors.append(float((state.weight.float() - target).abs().mean()))
+    assert errors[0] < 2 * errors[1] + 1e-3
+
+
+def test_a_span_that_cuts_a_group_is_refused() -> None:
+    state = State(300)
+    pattern = r"asked for .*multiple of 128.*; found .*; likely cause: .*; try: "
+    for by in (cpu_adam, reference):
+        with pytest.raises(ValueError, match=pattern):
+            by.update(
+                state.weight,
+                torch.zeros(300),
+                state.slots,
+                hyper(),
+                step=1,
+                format=COMPACT,
+                first_element=64,
+            )
+    with pytest.raises(ValueError, match=pattern):
+        cpu_adam.update_parts(
+            state.weight,
+            torch.zeros(300),
+            state.slots,
+            [cpu_adam.Part(100, 10)],
+            [(hyper(), 1)],
+            format=COMPACT,
+        )
+    short = {**state.slots, "exp_avg_scale": state.slots["exp_avg_scale"][:2]}
+    with pytest.raises(ValueError, match="compact update"):
+        cpu_adam.update(state.weight, torch.zeros(300), short, hyper(), step=1, format=COMPACT)
