@@ -3,9 +3,11 @@
 `formats` says which slots the optimizer state of a chunk has and where they lie in its record;
 `reference` is the update itself as readable torch ops, the definition. What is imported here equals
 it bit for bit: compiled kernels (`native`) where they are built and the tensors lie in CPU memory,
-the reference elsewhere. `kernel` tells which is in use and why.
+the reference elsewhere. `kernel` tells which is in use and why. `crc32c` is for whoever stores
+records and wants to know that they came back.
 """
 
+from cpu_adam.checksum import crc32c, crc32c_combine
 from cpu_adam.choice import Kernel, kernel, set_threads, threads
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
@@ -36,6 +38,8 @@ __all__ = [
     "StateFormat",
     "UpdateTable",
     "accumulate",
+    "crc32c",
+    "crc32c_combine",
     "format_for",
     "is_finite",
     "join",

@@ -8,9 +8,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-import google_crc32c
+from cpu_adam.checksum import crc32c
 
 BLOCK_BYTES = 4096
 """Everything on disk starts at a multiple of this and is padded to one, as O_DIRECT needs."""
@@ -30,7 +30,6 @@ _HEADER = struct.Struct("<8sIIII")  # magic, version, CRC32C, kind, chunks
 _CHUNK = struct.Struct("<QQII")  # bytes, step, CRC32C, segments
 _SEGMENT = struct.Struct("<IQQ")  # name index, start, stop
 _CRC_AT = 12  # of both headers: their CRC is taken with these four bytes zero
-_CRC_SLICE_BYTES = 1 << 20  # the GIL is held for as long as one slice takes: under 0.1 ms
 _U32, _U64 = 1 << 32, 1 << 64
 
 
@@ -155,20 +154,6 @@ def lay_out_file(values: Sequence[ValueSpec]) -> FileLayout:
         )
         at = data + end
     return FileLayout(tuple(extents), at)
-
-
-def crc32c(data: Any, crc: int = 0) -> int:
-    """CRC32C (Castagnoli; RFC 3720) of `data`, continuing from `crc` of the bytes before.
-
-    Args:
-        data: bytes, or a one-dimensional contiguous NumPy array of uint8, which is not copied.
-        crc: the result for what precedes `data`, 0 at the start.
-    """
-    compiled = google_crc32c.implementation == "c"
-    for start in range(0, len(data), _CRC_SLICE_BYTES):
-        piece = data[start : start + _CRC_SLICE_BYTES]
-        crc = google_crc32c.extend(crc, piece if compiled else bytes(piece))
-    return int(crc)
 
 
 def pack_file_header(layout: FileLayout) -> bytes:

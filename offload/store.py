@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 import aio
+from cpu_adam import crc32c
 from offload import records
 from offload.records import BLOCK_BYTES, ChunkEntry, Extent, FileLayout
 
@@ -111,7 +112,7 @@ class Store:
                 crc = 0
                 for piece, ticket in pieces:
                     self._wait(ticket, extent, number)
-                    crc = records.crc32c(piece, crc)
+                    crc = crc32c(piece, crc)
                 if crc != entry.crc:
                     raise self._mismatch(extent, number, entry.crc, crc)
 
@@ -141,7 +142,7 @@ class Store:
             for number, pieces in zip(numbers, parts):
                 crc = 0
                 for piece, _ in pieces:  # while the drive is at work
-                    crc = records.crc32c(piece, crc)
+                    crc = crc32c(piece, crc)
                 for _, ticket in pieces:
                     self._wait(ticket, extent, number)
                 with self._lock:

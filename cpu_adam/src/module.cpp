@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "crc32c.h"
 #include "kernel.h"
 #include "pool.h"
 #include "sweep.h"
@@ -19,6 +20,11 @@ using namespace cpu_adam;
 using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
     nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Up to here a CRC takes some microseconds at most: to hand the GIL over and wait for it is longer.
+constexpr int64_t CRC_UNDER_GIL_BYTES = 8192;
 
 static const Kernel& kernel_at(int index) {
     int count = 0;
@@ -61,6 +67,15 @@ static double squares(int kernel, int gradient, uintptr_t address, int64_t eleme
                           elements);
 }
 
+static uint32_t crc32c(int kernel, const Bytes& bytes, uint32_t value, bool threads) {
+    const Crc32c function = crc32c_of(kernel_at(kernel));
+    const Byte* data = bytes.data();
+    const int64_t count = int64_t(bytes.size());
+    if (count <= CRC_UNDER_GIL_BYTES) return function(value, data, count);
+    nb::gil_scoped_release released;
+    return threads ? crc32c_by_threads(function, value, data, count) : function(value, data, count);
+}
+
 static void configure(const std::vector<std::pair<int, std::vector<int>>>& places) {
     std::vector<Place> wanted;
     for (const auto& [node, processors] : places) wanted.push_back({node, processors});
@@ -79,6 +94,9 @@ NB_MODULE(_kernels, m) {
           nb::arg("rows"), nb::arg("factors"));
     m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
           nb::arg("elements"));
+    m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"),
+          nb::arg("threads"));
+    m.def("crc32c_combine", &crc32c_combine, nb::arg("a"), nb::arg("b"), nb::arg("bytes_of_b"));
     m.def("configure", &configure, nb::arg("places"));
     m.def("threads", [] { return Pool::get().threads(); });
 }
