@@ -30,6 +30,12 @@ def run(
 def sum_of_squares(kernel: int, gradient: int, address: int, elements: int) -> float:
     """The sum of squares of a gradient at an address, in the order of the reference."""
 
+def crc32c(kernel: int, bytes: npt.NDArray[np.uint8], value: int, threads: bool) -> int:
+    """The CRC32C of `value`'s bytes and these behind them, on one thread or by all."""
+
+def crc32c_combine(a: int, b: int, bytes_of_b: int) -> int:
+    """The CRC32C of two stretches of bytes, one behind the other."""
+
 def configure(places: Sequence[tuple[int, Sequence[int]]]) -> None:
     """Have a thread for each place: (NUMA node, processors to bind to or none)."""
 

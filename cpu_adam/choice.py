@@ -3,12 +3,14 @@
 [Note: Choice]
 The choice is made at the first use and holds for the process: the best kernel that was compiled and
 that the processor can run, or the one that `CPU_ADAM_KERNEL` names. All give the same bits. Without
-compiled kernels (no compiler at installation) the reference serves, with one warning.
+compiled kernels the reference serves, with one warning: an installation without a compiler is a
+choice, one whose compiler failed a mistake that pip does not show.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Iterator
@@ -74,6 +76,13 @@ def forced(name: str) -> Iterator[Kernel]:
         _kernel = before
 
 
+def compiler() -> str | None:
+    """Path of the C++ compiler with which an installation would build the kernels, if any."""
+    names = (os.environ.get("CXX", "").split()[:1], ["c++"], ["g++"], ["clang++"])
+    found = (shutil.which(name) for name, *_ in filter(None, names))
+    return next(filter(None, found), None)
+
+
 def threads() -> int:
     """Number of threads that an update uses, the caller's included; 1 with the reference."""
     native = kernel().native
@@ -133,11 +142,17 @@ def _chosen(asked: str | None) -> Kernel:
             f"{', '.join(names) or 'no compiled kernel'}; likely cause: "
             f"{cause or 'this processor cannot run it'}; try: one of those, or leave it unset"
         )
+    here = compiler()
+    if here is None:
+        likely = "no C++ compiler when it was installed"
+        remedy = "install g++ and reinstall"
+    else:
+        likely = f"they did not build when it was installed, though {here} is here now"
+        remedy = "reinstall with pip install -v and read its errors"
     warnings.warn(
         f"asked for the compiled update of cpu_adam; found only its Python reference, which gives "
-        f"the same bits more slowly; likely cause: no C++ compiler when it was installed "
-        f"({cause}); try: install g++ and reinstall, or set {KERNEL_VARIABLE}=python to say that "
-        f"this is meant",
+        f"the same bits more slowly ({cause}); likely cause: {likely}; try: {remedy}, or set "
+        f"{KERNEL_VARIABLE}=python to say that this is meant",
         RuntimeWarning,
         stacklevel=2,
     )

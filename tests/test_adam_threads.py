@@ -135,6 +135,26 @@ def test_the_reference_serves_with_one_warning_where_nothing_is_compiled() -> No
     assert forced.returncode != 0
 
 
+def test_the_warning_tells_a_failed_build_from_a_missing_compiler(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
+    none = {"CPU_ADAM_KERNEL": "", "CXX": "", "PATH": str(tmp_path)}
+    assert "likely cause: no C++ compiler" in python(hidden + USE, **none).stderr
+    compiler = tmp_path / "clang++"
+    compiler.touch(mode=0o755)
+    for there in ({}, {"CXX": f"{compiler} -O1", "PATH": ""}):
+        found = python(hidden + USE, **{**none, **there}).stderr
+        assert f"they did not build when it was installed, though {compiler}" in found
+
+
+def test_kernels_are_built_where_there_is_a_compiler() -> None:
+    if os.environ.get(choice.KERNEL_VARIABLE) == "python" or choice.compiler() is None:
+        pytest.skip("no kernel is asked for, or no compiler is here")
+    assert COMPILED, (
+        f"{choice.compiler()} is on the PATH, but the kernels of cpu_adam are not built: run "
+        f"`pip install -v -e .` and read the errors of the compiler"
+    )
+
+
 def test_a_kernel_that_does_not_exist_is_refused() -> None:
     found = python(USE, CPU_ADAM_KERNEL="sse9")
     assert "ValueError: asked for a kernel by CPU_ADAM_KERNEL=sse9" in found.stderr
