@@ -19,6 +19,7 @@ def run(
     gradient: int,
     rows: npt.NDArray[np.int64],
     factors: npt.NDArray[np.float32],
+    checksums: npt.NDArray[np.uint32] | None,
 ) -> None:
     """Do one operation on many spans, by all threads, without the GIL.
 

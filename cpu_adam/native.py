@@ -28,6 +28,7 @@ from cpu_adam.checks import (
     check_sum,
     check_turns,
 )
+from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
@@ -40,6 +41,9 @@ _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
 Turns = Sequence[tuple[Hyper, int]]
 """What spans are updated by: hyper-parameters and the number of the step."""
 
+Checksums = npt.NDArray[np.uint32]
+"""CRC32C of what an update has written: of the weight, then of each slot in the format's order."""
+
 
 def update(
     weight: Tensor,
@@ -51,11 +55,15 @@ def update(
     gradient_scale: float = 1.0,
     format: StateFormat,
     first_element: int = 0,
-) -> None:
-    """One step of a rule on a span, in place: see `reference.update`, which defines it."""
+    checksums: bool = False,
+) -> Checksums | None:
+    """One step of a rule on a span, in place: see `reference.update`, which defines it.
+
+    Returns the checksums of what it has written where they are asked for.
+    """
     whole = Part(0, weight.numel(), first_element, 0)
     turns = [(hyper, step)]
-    update_parts(
+    found = update_parts(
         weight,
         gradient,
         record_views,
@@ -63,7 +71,9 @@ def update(
         turns,
         gradient_scale=gradient_scale,
         format=format,
+        checksums=checksums,
     )
+    return None if found is None else found[0]
 
 
 class Part(NamedTuple):
@@ -88,12 +98,15 @@ def update_parts(
     *,
     gradient_scale: float = 1.0,
     format: StateFormat,
-) -> None:
+    checksums: bool = False,
+) -> Checksums | None:
     """Update parts of one chunk, each by its turn, by one native call.
 
     weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. The parts
     must not overlap; what lies in none of them is left alone. turns: hyper-parameters and number of
     the step. Raises ValueError where something does not fit, before anything is changed.
+
+    Returns, where they are asked for, a row of checksums for each part.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
     check_span(weight, gradient, slots, format)
@@ -102,20 +115,23 @@ def update_parts(
         check_part(part.start, part.elements, part.first_element, weight.numel(), format)
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
+        spans = []
         for part in parts:
             here = slice(part.start, part.start + part.elements)
             cut = reference.cut(record_views, format, part.start, part.elements)
             span = Span(weight[here], gradient[here], cut, part.turn, part.first_element)
-            _by_reference(span, turns, gradient_scale, format)
-        return
+            spans.append(span)
+        return _by_reference(spans, turns, gradient_scale, format, checksums)
     start, elements, first, turn = np.array(parts, np.int64).reshape(len(parts), 4).T
     columns = [elements, turn, first]
     columns += [x.data_ptr() + start * x.itemsize for x in (gradient, weight)]
     for x, slot in zip(slots, format.slots):
         columns.append(x.data_ptr() + start // slot.elements_per_item * slot.bytes_per_item)
     rows = np.stack(columns, axis=1)
-    _run(chosen, format.name, gradient.dtype, rows, _factors(turns, gradient_scale))
+    factors = _factors(turns, gradient_scale)
+    found = _run(chosen, format.name, gradient.dtype, rows, factors, checksums)
     _written(weight, *slots)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +191,21 @@ class UpdateTable:
         self._rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in gradients]
         self._look_at_gradients()
 
-    def update(self, turns: Turns, *, gradient_scale: float = 1.0) -> None:
-        """Update every span by its turn: the hyper-parameters and the number of the step."""
+    def update(
+        self, turns: Turns, *, gradient_scale: float = 1.0, checksums: bool = False
+    ) -> Checksums | None:
+        """Update every span by its turn: the hyper-parameters and the number of the step.
+
+        Returns, where they are asked for, a row of checksums for each span.
+        """
         check_turns(turns, self._last_turn, self._format)
-        if not self._spans:
-            return
         chosen = kernel()
         if chosen.native is None or not self._native or not self._native_gradients:
-            for span in self._spans:
-                _by_reference(span, turns, gradient_scale, self._format)
-            return
+            return _by_reference(self._spans, turns, gradient_scale, self._format, checksums)
         factors = _factors(turns, gradient_scale)
-        _run(chosen, self._format.name, self._dtype, self._rows, factors)
+        found = _run(chosen, self._format.name, self._dtype, self._rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
+        return found
 
     def _look_at_gradients(self) -> None:
         self._native_gradients = _are_native(span.gradient for span in self._spans)
@@ -274,18 +292,28 @@ def _are_native(tensors: Iterable[Tensor]) -> bool:
     return all(x.is_cpu and x.is_contiguous() for x in tensors)
 
 
-def _by_reference(span: Span, turns: Turns, scale: float, format: StateFormat) -> None:
-    hyper, step = turns[span.turn]
-    reference.update(
-        span.weight,
-        span.gradient,
-        span.record_views,
-        hyper,
-        step=step,
-        gradient_scale=scale,
-        format=format,
-        first_element=span.first_element,
-    )
+def _by_reference(
+    spans: Sequence[Span], turns: Turns, scale: float, format: StateFormat, checksums: bool
+) -> Checksums | None:
+    for span in spans:
+        hyper, step = turns[span.turn]
+        reference.update(
+            span.weight,
+            span.gradient,
+            span.record_views,
+            hyper,
+            step=step,
+            gradient_scale=scale,
+            format=format,
+            first_element=span.first_element,
+        )
+    if not checksums:
+        return None
+    found = np.zeros((len(spans), 1 + len(format.slots)), np.uint32)
+    for row, span in zip(found, spans):
+        slots = (span.record_views[slot.name] for slot in format.slots)
+        row[:] = [crc32c(x.cpu().contiguous()) for x in (span.weight, *slots)]
+    return found
 
 
 def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:
@@ -315,10 +343,15 @@ def _run(
     gradient: torch.dtype,
     rows: npt.NDArray[np.int64],
     factors: npt.NDArray[np.float32],
-) -> None:
+    checksums: bool = False,
+) -> Checksums | None:
+    """One native call; the checksums of every array but the first, where they are asked for."""
     assert chosen.native is not None
     number = chosen.native.OPERATIONS.index(operation)
-    chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors)
+    written = rows.shape[1] - _ADDRESSES - 1
+    found = np.zeros((len(rows), written), np.uint32) if checksums else None
+    chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors, found)
+    return found
 
 
 def _written(*tensors: Tensor) -> None:

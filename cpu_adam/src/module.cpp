@@ -1,10 +1,12 @@
 // What Python sees of the kernels: addresses and sizes in, nothing kept.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +23,7 @@ using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::c
 using Factors =
     nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
 
+using Checksums = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Up to here a CRC takes some microseconds at most: to hand the GIL over and wait for it is longer.
@@ -41,7 +44,8 @@ static std::vector<std::string> kernel_names() {
     return names;
 }
 
-static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors) {
+static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors,
+                const std::optional<Checksums>& checksums) {
     if (operation < 0 || operation >= OPERATIONS_COUNT || gradient < 0 || gradient >= GRADIENTS)
         throw nb::index_error("no such operation");
     const Action& chosen = kernel_at(kernel).operations[operation].of[gradient];
@@ -54,8 +58,13 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
             columns[FACTORS_COLUMN] >= int64_t(factors.shape(0)) || columns[FIRST_COLUMN] < 0)
             throw nb::index_error("a row of the table is out of range");
     }
+    if (checksums && (int64_t(checksums->shape(0)) != table.count ||
+                      int64_t(checksums->shape(1)) != chosen.arrays - 1))
+        throw nb::value_error("the checksums do not fit the table");
+    uint32_t* const sums = checksums ? checksums->data() : nullptr;
     nb::gil_scoped_release released;
-    sweep(chosen, table);
+    if (sums != nullptr) sweep_with_checksums(chosen, table, crc32c_of(kernel_at(kernel)), sums);
+    else sweep(chosen, table);
 }
 
 static double squares(int kernel, int gradient, uintptr_t address, int64_t elements) {
@@ -91,7 +100,7 @@ NB_MODULE(_kernels, m) {
     m.attr("FACTORS") = FACTORS;
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
-          nb::arg("rows"), nb::arg("factors"));
+          nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none());
     m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
           nb::arg("elements"));
     m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"),

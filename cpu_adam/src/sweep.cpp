@@ -15,19 +15,66 @@ constexpr int64_t GRAIN_ELEMENTS = GROUP_ELEMENTS;
 // A piece is small enough to even out threads that are held up, and large enough (some tens of
 // microseconds) that taking one costs nothing.
 constexpr int64_t PIECE_GRAINS = 256;
+// What is updated before its CRC is taken: all of it is still in a core's own cache, and the share
+// of each array is long enough for the full speed of every way to take a CRC.
+constexpr int64_t BLOCK_ELEMENTS = 16384;
 constexpr int64_t PIECE_SUM_BLOCKS = 64;
 
 int64_t grains(int64_t elements) { return (elements + GRAIN_ELEMENTS - 1) / GRAIN_ELEMENTS; }
+
+// The spans of a table laid end to end and cut into pieces.
+class Cuts {
+public:
+    explicit Cuts(const Table& table) : table_(table), starts_(size_t(table.count) + 1) {
+        for (int64_t row = 0; row < table.count; row++)
+            starts_[size_t(row) + 1] = starts_[size_t(row)] + grains(elements(row));
+    }
+
+    int64_t pieces() const { return (starts_.back() + PIECE_GRAINS - 1) / PIECE_GRAINS; }
+
+    // Call `part(row, first, last)` for elements [first, last) of each span that lies in a piece.
+    template <class Part> void parts(int64_t piece, const Part& part) const {
+        const int64_t begin = piece * PIECE_GRAINS;
+        const int64_t end = std::min(begin + PIECE_GRAINS, starts_.back());
+        auto after = std::upper_bound(starts_.begin(), starts_.end(), begin);
+        for (int64_t row = after - starts_.begin() - 1; row < table_.count; row++) {
+            const int64_t start = starts_[size_t(row)];
+            if (start >= end) break;
+            int64_t first = std::max(begin - start, int64_t{0}) * GRAIN_ELEMENTS;
+            int64_t last = std::min((end - start) * GRAIN_ELEMENTS, elements(row));
+            if (first < last) part(row, first, last);
+        }
+    }
+
+private:
+    int64_t elements(int64_t row) const {
+        return table_.rows[row * table_.columns + ELEMENTS_COLUMN];
+    }
+
+    const Table& table_;
+    std::vector<int64_t> starts_;  // of each span, in grains
+};
+
+// Bytes that the first `elements` of a span take of array `k`.
+int64_t bytes_of(const Action& operation, int k, int64_t elements) {
+    const int64_t per_item = operation.elements_per_item[k];
+    return (elements + per_item - 1) / per_item * operation.bytes[k];
+}
+
+// Where the elements of a span from `first` on lie in array `k`.
+Byte* array_at(const Action& operation, const Table& table, int64_t row, int k,
+               int64_t first) {
+    const int64_t* columns = table.rows + row * table.columns;
+    return reinterpret_cast<Byte*>(columns[ADDRESS_COLUMNS + k]) + bytes_of(operation, k, first);
+}
 
 // The operation on elements [first, last) of one span.
 void run_part(const Action& operation, const Table& table, int64_t row, int64_t first,
               int64_t last) {
     const int64_t* columns = table.rows + row * table.columns;
     Byte* arrays[ARRAYS_MAX];
-    for (int k = 0; k < operation.arrays; k++) {
-        arrays[k] = reinterpret_cast<Byte*>(columns[ADDRESS_COLUMNS + k]) +
-                    first / operation.elements_per_item[k] * operation.bytes[k];
-    }
+    for (int k = 0; k < operation.arrays; k++)
+        arrays[k] = array_at(operation, table, row, k, first);
     operation.call(arrays, last - first, columns[FIRST_COLUMN] + first,
                    table.factors + columns[FACTORS_COLUMN] * FACTORS);
 }
@@ -35,26 +82,44 @@ void run_part(const Action& operation, const Table& table, int64_t row, int64_t 
 }  // namespace
 
 void sweep(const Action& operation, const Table& table) {
-    // Where each span starts when all lie end to end, in grains.
-    std::vector<int64_t> starts(size_t(table.count) + 1);
-    for (int64_t row = 0; row < table.count; row++) {
-        int64_t elements = table.rows[row * table.columns + ELEMENTS_COLUMN];
-        starts[size_t(row) + 1] = starts[size_t(row)] + grains(elements);
-    }
-    const int64_t pieces = (starts.back() + PIECE_GRAINS - 1) / PIECE_GRAINS;
-    Pool::get().run(pieces, [&](int64_t piece) {
-        const int64_t begin = piece * PIECE_GRAINS;
-        const int64_t end = std::min(begin + PIECE_GRAINS, starts.back());
-        auto after = std::upper_bound(starts.begin(), starts.end(), begin);
-        for (int64_t row = after - starts.begin() - 1; row < table.count; row++) {
-            const int64_t start = starts[size_t(row)];
-            if (start >= end) break;
-            int64_t elements = table.rows[row * table.columns + ELEMENTS_COLUMN];
-            int64_t first = std::max(begin - start, int64_t{0}) * GRAIN_ELEMENTS;
-            int64_t last = std::min((end - start) * GRAIN_ELEMENTS, elements);
-            if (first < last) run_part(operation, table, row, first, last);
-        }
+    const Cuts cuts(table);
+    Pool::get().run(cuts.pieces(), [&](int64_t piece) {
+        cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
+            run_part(operation, table, row, first, last);
+        });
     });
+}
+
+// Parts follow one another in rows and in pieces, so that no two have the same sum of both numbers:
+// that is where the CRCs of a part lie until all are there and those of a span can be combined.
+void sweep_with_checksums(const Action& operation, const Table& table, Crc32c function,
+                          uint32_t* checksums) {
+    const Cuts cuts(table);
+    const int64_t written = operation.arrays - 1;
+    std::vector<uint32_t> found(size_t((table.count + cuts.pieces()) * written));
+    Pool::get().run(cuts.pieces(), [&](int64_t piece) {
+        cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
+            uint32_t* crcs = found.data() + (row + piece) * written;
+            for (int64_t at = first; at < last; at += BLOCK_ELEMENTS) {
+                const int64_t end = std::min(at + BLOCK_ELEMENTS, last);
+                run_part(operation, table, row, at, end);
+                for (int k = 1; k < operation.arrays; k++)
+                    crcs[k - 1] = function(crcs[k - 1], array_at(operation, table, row, k, at),
+                                           bytes_of(operation, k, end - at));
+            }
+        });
+    });
+    std::fill_n(checksums, table.count * written, 0);
+    for (int64_t piece = 0; piece < cuts.pieces(); piece++) {
+        cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
+            const uint32_t* crcs = found.data() + (row + piece) * written;
+            for (int k = 1; k < operation.arrays; k++) {
+                uint32_t& crc = checksums[row * written + k - 1];
+                const int64_t bytes = bytes_of(operation, k, last - first);
+                crc = crc32c_combine(crc, crcs[k - 1], uint64_t(bytes));
+            }
+        });
+    }
 }
 
 double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient,
