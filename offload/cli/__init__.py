@@ -8,12 +8,14 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TextIO
 
 COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
+    "bench": "measure what this machine gives: adam",
 }
 """What each command does, for the help; the module of the same name holds it."""
 
@@ -173,17 +175,64 @@ def _drop_unwritten() -> None:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    name = arguments[0] if arguments else "--help"
-    if name in ("-h", "--help"):
-        print(_help())
-    elif name == "--version":
+    if arguments[:1] == ["--version"]:
         from importlib import metadata
 
         print(f"offload {metadata.version('offload-engine')}")
-    elif name in COMMANDS:
-        importlib.import_module(f"offload.cli.{name}").command(arguments[1:])
     else:
-        raise BadInput(_unknown(name))
+        MENU.run(arguments)
+
+
+@dataclass(frozen=True)
+class Menu:
+    """Commands to choose from by name, each in a module with `command(arguments)`."""
+
+    typed: str
+    """What is typed before the name."""
+    purpose: str
+    """What all are for, in a sentence."""
+    kind: str
+    """What one of them is called."""
+    commands: Mapping[str, str]
+    """By name, what it does."""
+    modules: str
+    """Dotted name of the module of a command, but for its name at the end."""
+    more: str = ""
+    """A last word of the help."""
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Runs the command that the first argument names on the others, or shows the help.
+
+        Raises:
+            BadInput: there is none of that name.
+        """
+        name = arguments[0] if arguments else "--help"
+        if name in ("-h", "--help"):
+            print(self._help())
+        elif name in self.commands:
+            importlib.import_module(self.modules + name).command(arguments[1:])
+        else:
+            known = tuple(self.commands)
+            raise BadInput(
+                f"there is no {self.kind} {name!r}{nearest(name, known)}. "
+                f"{self.kind.capitalize()}s: {', '.join(known)}"
+            )
+
+    def _help(self) -> str:
+        name = self.kind.upper()
+        lines = [f"usage: {self.typed} {name} [OPTIONS]", "", self.purpose, ""]
+        lines += [f"  {name:<10} {purpose}" for name, purpose in self.commands.items()]
+        return "\n".join([*lines, "", f"{self.typed} {name} --help says more{self.more}."])
+
+
+MENU = Menu(
+    typed="offload",
+    purpose="Train models larger than the GPU.",
+    kind="command",
+    commands=COMMANDS,
+    modules="offload.cli.",
+    more="; offload --version",
+)
 
 
 def _say(message: str) -> None:
@@ -197,17 +246,6 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
     close = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _help() -> str:
-    lines = ["usage: offload COMMAND [OPTIONS]", "", "Train models larger than the GPU.", ""]
-    lines += [f"  {name:<10} {purpose}" for name, purpose in COMMANDS.items()]
-    return "\n".join([*lines, "", "offload COMMAND --help says more; offload --version."])
-
-
-def _unknown(name: str) -> str:
-    known = tuple(COMMANDS)
-    return f"there is no command {name!r}{nearest(name, known)}. Commands: {', '.join(known)}"
 
 
 def _failed(error: Exception) -> int:

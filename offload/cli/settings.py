@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 import os
@@ -18,12 +16,10 @@ import tyro
 
 from offload import config
 from offload.cli import BadInput, nearest
+from offload.cli.flags import Flags, flag
 from offload.config import Config
 
 NoText = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
-
-WIDE_COLUMNS = 100_000
-"""A terminal in which no message is wrapped."""
 
 COUNT_MAX = 2**40
 SEED_MAX = 2**64 - 1
@@ -125,11 +121,6 @@ class Train:
             raise ValueError(f"{flag(name)} {getattr(self, name)}: expected {expected}")
 
 
-def flag(name: str) -> str:
-    """The command-line spelling of a field: `seq_len` is `--seq-len`."""
-    return "--" + name.replace("_", "-")
-
-
 def parse(arguments: Sequence[str]) -> Train:
     """The settings that `arguments` and the file named by their `--config` ask for.
 
@@ -145,63 +136,12 @@ def parse(arguments: Sequence[str]) -> Train:
     found = _flags_in(path) if path is not None else {}
     given = [*itertools.chain(*found.values()), *arguments]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            return _parse(given)
-    except (SystemExit, ValueError) as stop:
-        if isinstance(stop, SystemExit) and not stop.code:
-            raise
-    for key, flags in found.items():
-        if told := _complaint(flags):
-            raise BadInput(f"--config {path}: key {key!r}: {told}")
-    raise BadInput(_complaint(given))
-
-
-def _parse(flags: list[str]) -> Train:
-    return tyro.cli(Train, prog="offload train", args=flags, registry=_registry())
-
-
-def _complaint(flags: list[str]) -> str:
-    """What tyro has against some flags, in one line and without the box; empty for nothing."""
-    told, columns = io.StringIO(), os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = str(WIDE_COLUMNS)
-    try:
-        with contextlib.redirect_stderr(told):
-            _parse(flags)
-            return ""
-    except ValueError as error:
-        return str(error)
-    except SystemExit as stop:
-        if not stop.code:
-            return ""
-    finally:
-        del os.environ["COLUMNS"]
-        if columns is not None:
-            os.environ["COLUMNS"] = columns
-    text = re.sub(r"\x1b\[[0-9;]*m", "", told.getvalue())
-    rows = [line.strip("│| ") for line in text.splitlines()]
-    # The title is in the frame, or where the terminal has ASCII only, above a line of its own.
-    rows = rows[2:] if len(rows) > 1 and not rows[1].strip("-") else rows[1:]
-    first = itertools.takewhile(lambda row: row.strip("─╰╯-"), rows)
-    line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
-    if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
-        name, known = unknown[1], [flag(key) for key in (*keys(), "config")]
-        if name in known:
-            return f"{name} comes after --, where options end: leave out the --"
-        if not name.startswith("-"):
-            return (
-                f"{name} belongs to no option: each takes one value, --json and --recompute none "
-                "(--no-json, --no-recompute for the contrary)"
-            )
-        return f"there is no option {name}{nearest(name, known)}: offload train --help has all"
-    for kind, told_by_python in _NO_NUMBER.items():
-        line = re.sub(told_by_python, rf"\1 is no {kind}", line)
-    return line or text
-
-
-_NO_NUMBER = {
-    "whole number": r"invalid literal for int\(\) with base 10: (.*)",
-    "number": r"could not convert string to float: (.*)",
-}
+        return _FLAGS.parse(given)
+    except BadInput:
+        for key, flags in found.items():
+            if told := _FLAGS.complaint(flags):
+                raise BadInput(f"--config {path}: key {key!r}: {told}") from None
+        raise
 
 
 def keys() -> tuple[str, ...]:
@@ -260,7 +200,7 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
     """What one key of a file is on the command line; null is as good as absent."""
     if value is None:
         return []
-    switch = key in _SWITCHES
+    switch = key in _FLAGS.switches
     if switch and isinstance(value, bool):
         return [flag(key) if value else flag(f"no_{key}")]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool) and not switch:
@@ -275,9 +215,6 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
     found = json.dumps(value, ensure_ascii=False)
     found = found if len(found) <= 60 else f"{found[:57]}..."
     raise BadInput(f"--config {path}: key {key!r} holds {found}: expected {wanted}")
-
-
-_SWITCHES = tuple(one.name for one in dataclasses.fields(Train) if isinstance(one.default, bool))
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
@@ -322,3 +259,6 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
         )
 
     return registry
+
+
+_FLAGS = Flags(kind=Train, command="offload train", known=(*keys(), "config"), registry=_registry())

@@ -1,0 +1,118 @@
+"""Flags derived from a dataclass by tyro, and what is wrong with them told in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import tyro
+
+from offload.cli import BadInput, nearest
+
+WIDE_COLUMNS = 100_000
+"""A terminal in which no message is wrapped."""
+
+Settings = TypeVar("Settings")
+
+
+def flag(name: str) -> str:
+    """The command-line spelling of a field: `seq_len` is `--seq-len`."""
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flags(Generic[Settings]):
+    """The flags of one command."""
+
+    kind: type[Settings]
+    """Frozen dataclass whose fields are the flags."""
+    command: str
+    """What is typed before them, such as `offload train`."""
+    known: tuple[str, ...]
+    """Names of all fields, those of nested dataclasses too."""
+    registry: tyro.constructors.ConstructorRegistry = field(
+        default_factory=tyro.constructors.ConstructorRegistry
+    )
+    """How unusual types are read."""
+
+    @property
+    def switches(self) -> tuple[str, ...]:
+        """Names of the fields that take no value."""
+        fields = dataclasses.fields(self.kind)  # type: ignore[arg-type]
+        return tuple(one.name for one in fields if isinstance(one.default, bool))
+
+    def parse(self, flags: Sequence[str]) -> Settings:
+        """The settings that `flags` ask for.
+
+        Raises:
+            BadInput: a flag is no setting or has a value that it cannot have.
+            SystemExit: help was asked for, and shown.
+        """
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                return self._parse(flags)
+        except (SystemExit, ValueError) as stop:
+            if isinstance(stop, SystemExit) and not stop.code:
+                raise
+        raise BadInput(self.complaint(flags))
+
+    def _parse(self, flags: Sequence[str]) -> Settings:
+        return tyro.cli(self.kind, prog=self.command, args=flags, registry=self.registry)
+
+    def complaint(self, flags: Sequence[str]) -> str:
+        """What there is against some flags, in one line and without a box; empty for nothing."""
+        told, columns = io.StringIO(), os.environ.get("COLUMNS")
+        os.environ["COLUMNS"] = str(WIDE_COLUMNS)
+        try:
+            with contextlib.redirect_stderr(told):
+                self._parse(flags)
+                return ""
+        except ValueError as error:
+            return str(error)
+        except SystemExit as stop:
+            if not stop.code:
+                return ""
+        finally:
+            del os.environ["COLUMNS"]
+            if columns is not None:
+                os.environ["COLUMNS"] = columns
+        return self._in_one_line(told.getvalue())
+
+    def _in_one_line(self, told: str) -> str:
+        text = re.sub(r"\x1b\[[0-9;]*m", "", told)
+        rows = [line.strip("│| ") for line in text.splitlines()]
+        # The title is in the frame, or where the terminal has ASCII only, above a line of its own.
+        rows = rows[2:] if len(rows) > 1 and not rows[1].strip("-") else rows[1:]
+        first = itertools.takewhile(lambda row: row.strip("─╰╯-"), rows)
+        line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
+        if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
+            return self._unknown(unknown[1])
+        for kind, told_by_python in _NO_NUMBER.items():
+            line = re.sub(told_by_python, rf"\1 is no {kind}", line)
+        return line or text
+
+    def _unknown(self, name: str) -> str:
+        known = [flag(key) for key in self.known]
+        if name in known:
+            return f"{name} comes after --, where options end: leave out the --"
+        if name.startswith("-"):
+            return f"there is no option {name}{nearest(name, known)}: {self.command} --help has all"
+        none = " and ".join(flag(key) for key in sorted(self.switches))
+        contrary = ", ".join(flag(f"no_{key}") for key in sorted(self.switches))
+        return (
+            f"{name} belongs to no option: each takes one value, {none} none ({contrary} for the "
+            "contrary)"
+        )
+
+
+_NO_NUMBER = {
+    "whole number": r"invalid literal for int\(\) with base 10: (.*)",
+    "number": r"could not convert string to float: (.*)",
+}
