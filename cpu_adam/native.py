@@ -282,6 +282,14 @@ def is_finite(gradient: Tensor) -> bool:
     return math.isfinite(sum_of_squares(gradient))
 
 
+def stream(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
+    """Read and write every byte of some tensors in place, with the threads of an update.
+
+    For benchmarks: the operation is `stream`, of one int32 tensor, or that of a state format.
+    """
+    _run_on(chosen, operation, *tensors)
+
+
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
     chosen = kernel()

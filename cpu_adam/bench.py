@@ -1,0 +1,392 @@
+"""The update measured against this machine's memory and against other optimizers; prints nothing.
+
+[Note: Fair figures]
+Speed is compared within *groups*: one state format with one number of threads. The jobs of a group
+run in turns, round after round, so that whatever else the machine does falls on all alike; ratios
+are taken within a round, and the median of them counts. A first round is not counted. All arrays
+lie in one mapping, touched before, on huge pages where the system gives them.
+
+What memory gives is an in-place stream: every byte that the update must move (gradient read; weight
+and state read and written) read and written back with an addition, by the same threads. It runs
+over one array, and over arrays like those of the update where the kernels have that; the faster
+counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cpu_adam import choice, native
+from cpu_adam.formats import FORMATS, StateFormat
+from cpu_adam.hyper import AdamHyper, Hyper, LionHyper, SGDHyper
+from cpu_adam.peers import Peer, PeerJob, arrays
+
+GRADIENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""Dtypes of gradients by their short names."""
+HYPERS: dict[str, Hyper] = {
+    hyper.rule: hyper
+    for hyper in (
+        AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True),
+        LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1),
+        SGDHyper(lr=1e-3, momentum=0.9),
+    )
+}
+"""Hyper-parameters by rule."""
+STEP = 10
+
+HUGE_PAGE_BYTES = 2 << 20
+ROUNDS_MIN = 3
+ROUNDS_MAX = 100
+SMALL_TENSORS, SMALL_ELEMENTS, SMALL_ROUNDS = 1000, 4096, 15
+"""Many small tensors in one call: how many, how large, how often."""
+
+Role = Literal["stream", "update", "peer"]
+Jobs = Mapping[tuple[Role, str], Callable[[], None]]
+Progress = Callable[[float, str], None]
+"""Told which share of the whole is done, and what is measured now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wanted:
+    """What to measure."""
+
+    elements: int
+    """Parameters in one update."""
+    formats: tuple[str, ...]
+    """Rows of `FORMATS`."""
+    kernels: tuple[str, ...]
+    """Kernels, of those that `choice.available` names."""
+    threads: tuple[int, ...]
+    """Numbers of threads."""
+    gradient: torch.dtype
+    """Dtype of the gradients."""
+    peers: tuple[Peer, ...]
+    """Optimizers to compare with, each where its rule is that of the format."""
+    seconds: float
+    """About how long it may take. `ROUNDS_MIN` rounds are done however long they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A figure that was taken several times."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> Spread:
+        """The median and the extremes."""
+        return cls(statistics.median(found), min(found), max(found))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """How fast one job was."""
+
+    role: Role
+    name: str
+    """Of the kernel, the peer or the stream."""
+    rounds: int
+    seconds: Spread
+    """Of the whole job."""
+    parameters_per_s: Spread
+    bytes_per_s: Spread
+    """Counted are the bytes that our update must move, also for peers, which move more."""
+    of_stream: Spread
+    """Speed as a share of the faster stream's."""
+    of_peer: Spread | None
+    """Speed in multiples of the faster peer's; None without peers."""
+
+    @property
+    def label(self) -> str:
+        """What to call it in a table."""
+        return f"stream, {self.name}" if self.role == "stream" else self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Small:
+    """Many small tensors in one call of the best kernel."""
+
+    kernel: str
+    tensors: int
+    elements: int
+    """Of each tensor."""
+    seconds: Spread
+    """Of one call."""
+    extra_us_per_tensor: Spread
+    """Microseconds more than the same call on one tensor of as many elements, by tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """What was found for one format with one number of threads."""
+
+    format: str
+    threads: int
+    elements: int
+    bytes_per_element: float
+    """That the update must move."""
+    figures: tuple[Figure, ...]
+    small: Small | None
+    """None where the memory of the job is too small for it."""
+
+    @property
+    def best(self) -> Figure:
+        """The fastest of our kernels."""
+        ours = (figure for figure in self.figures if figure.role == "update")
+        return min(ours, key=lambda figure: figure.seconds.median)
+
+
+def default_kernels() -> tuple[str, ...]:
+    """All compiled kernels that run here; the one that serves where none does, or it is forced."""
+    chosen = choice.kernel()
+    if chosen.native is None or chosen.reason == "asked for":
+        return (chosen.name,)
+    return tuple(name for name in choice.available() if name != "python")
+
+
+def needed_bytes(wanted: Wanted) -> int:
+    """Memory that measuring takes, beyond the process itself."""
+    return max(
+        sum(_padded(count * dtype.itemsize) for count, dtype in layout.values())
+        for layout in (_layout(FORMATS[name], wanted) for name in wanted.formats)
+    )
+
+
+def measure(wanted: Wanted, progress: Progress = lambda share, what: None) -> Iterator[Group]:
+    """Measures group by group, formats outermost, and yields what was found."""
+    started = time.perf_counter()
+    memory = _Memory(needed_bytes(wanted))
+    torch_threads = torch.get_num_threads()
+    count, done = len(wanted.formats) * len(wanted.threads), 0
+    try:
+        for name in wanted.formats:
+            job = _Job(FORMATS[name], wanted, memory)
+            for threads in wanted.threads:
+                choice.set_threads(threads)
+                torch.set_num_threads(threads)
+                left = started + wanted.seconds - time.perf_counter()
+                within = partial(_within, progress, f"{name}, threads: {threads}", done, count)
+                yield job.group(threads, left / (count - done), within)
+                done += 1
+    finally:
+        torch.set_num_threads(torch_threads)
+        choice.set_threads(None)
+
+
+def _within(progress: Progress, what: str, done: int, count: int, share: float) -> None:
+    """Progress within a group as progress of the whole."""
+    progress((done + share) / count, what)
+
+
+class _Memory:
+    """One mapping that tensors are cut from."""
+
+    def __init__(self, size: int) -> None:
+        held = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # A kernel without them.
+                held.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(held, dtype=torch.uint8)
+        start = -whole.data_ptr() % HUGE_PAGE_BYTES
+        self._bytes = whole[start : start + size]
+
+    def cut(self, layout: Mapping[str, tuple[int, torch.dtype]]) -> dict[str, Tensor]:
+        """Tensors of zeros over the whole mapping; earlier ones must be out of use."""
+        found, start = {}, 0
+        for name, (count, dtype) in layout.items():
+            size = count * dtype.itemsize
+            found[name] = self._bytes[start : start + size].view(dtype).zero_()
+            start += _padded(size)
+        return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def _lined(size: int) -> int:
+    """Whole cache lines."""
+    return -(-size // 64) * 64
+
+
+def _layout(format: StateFormat, wanted: Wanted) -> dict[str, tuple[int, torch.dtype]]:
+    """Items and dtype of every array of a job, by name."""
+    elements = wanted.elements
+    own = {"gradient": (elements, wanted.gradient)}
+    own["weight"] = (elements, getattr(torch, format.weight_dtype))
+    for slot in format.slots:
+        own[f"slot {slot.name}"] = (slot.items(elements), getattr(torch, slot.dtype))
+    size = sum(_lined(count * dtype.itemsize) for count, dtype in own.values())
+    own["words"] = (size // 4, torch.int32)
+    shared = arrays(wanted.peers, format, wanted.gradient)
+    return own | {f"peer {name}": (elements, dtype) for name, dtype in shared.items()}
+
+
+class _Job:
+    """The tensors of an update in one format, of streams of its bytes and of peers."""
+
+    def __init__(self, format: StateFormat, wanted: Wanted, memory: _Memory) -> None:
+        self._format = format
+        self._wanted = wanted
+        tensors = memory.cut(_layout(format, wanted))
+        self._gradient = _fill(tensors["gradient"], 1e-2)
+        self._weight = _fill(tensors["weight"], 1.0)
+        self._slots = {slot.name: tensors[f"slot {slot.name}"] for slot in format.slots}
+        self._words = tensors["words"]
+        written = [self._weight, *self._slots.values()]
+        self._moved_bytes = self._gradient.nbytes + 2 * sum(x.nbytes for x in written)
+        of_peers = arrays(wanted.peers, format, wanted.gradient)
+        shared = {name: tensors[f"peer {name}"] for name in of_peers}
+        self._peers = {
+            peer.name: PeerJob(peer, self._gradient, shared)
+            for peer in wanted.peers
+            if peer.rule == format.rule
+        }
+
+    def group(self, threads: int, seconds: float, progress: Callable[[float], None]) -> Group:
+        """Measures with the threads that are set now, for about so many seconds."""
+        jobs: dict[tuple[Role, str], Callable[[], None]] = {}
+        jobs |= {("stream", name): job for name, job in self._streams().items()}
+        jobs |= {("update", name): partial(self._update, name) for name in self._wanted.kernels}
+        jobs |= {("peer", name): job for name, job in self._peers.items()}
+        times = _in_turns(jobs, seconds, progress)
+        return Group(
+            format=self._format.name,
+            threads=threads,
+            elements=self._wanted.elements,
+            bytes_per_element=self._moved_bytes / self._wanted.elements,
+            figures=tuple(self._figures(times)),
+            small=self._small(),
+        )
+
+    def _update(self, kernel: str) -> None:
+        with choice.forced(kernel):
+            native.update(
+                self._weight,
+                self._gradient,
+                self._slots,
+                HYPERS[self._format.rule],
+                step=STEP,
+                format=self._format,
+            )
+
+    def _streams(self) -> dict[str, Callable[[], None]]:
+        """In-place streams of the update's bytes: half as many words, each read and written."""
+        words = self._words[: self._moved_bytes // 8]
+        chosen = choice.kernel()
+        if chosen.native is None:
+            return {"torch in-place add": partial(_add_one, words)}
+        found: dict[str, Callable[[], None]] = {}
+        found["one array"] = partial(native.stream, chosen, "stream", words)
+        name = f"stream_{self._format.name}"
+        if name in chosen.native.OPERATIONS and self._gradient.itemsize == 2:
+            like, start = [], 0
+            for x in (self._gradient, self._weight, *self._slots.values()):
+                like.append(self._words.view(torch.uint8)[start : start + x.nbytes].view(x.dtype))
+                start += _lined(x.nbytes)
+            found["as many arrays"] = partial(native.stream, chosen, name, *like)
+        return found
+
+    def _figures(self, times: Mapping[tuple[Role, str], Sequence[float]]) -> Iterator[Figure]:
+        def fastest(role: Role) -> Sequence[float] | None:
+            found = [took for (other, _), took in times.items() if other == role]
+            return min(found, key=statistics.median, default=None)
+
+        stream, peer = fastest("stream"), fastest("peer")
+        assert stream is not None
+        for (role, name), took in times.items():
+            yield Figure(
+                role=role,
+                name=name,
+                rounds=len(took),
+                seconds=Spread.of(took),
+                parameters_per_s=Spread.of([self._wanted.elements / t for t in took]),
+                bytes_per_s=Spread.of([self._moved_bytes / t for t in took]),
+                of_stream=Spread.of([a / b for a, b in zip(stream, took)]),
+                of_peer=None if peer is None else Spread.of([a / b for a, b in zip(peer, took)]),
+            )
+
+    def _small(self) -> Small | None:
+        """Many small tensors in one call, against one of as many elements."""
+        tensors = min(SMALL_TENSORS, self._wanted.elements // SMALL_ELEMENTS)
+        if not tensors:
+            return None
+        kernel = self._wanted.kernels[0]
+        turns = [(HYPERS[self._format.rule], STEP)]
+        jobs: dict[tuple[Role, str], Callable[[], None]] = {}
+        for name, count in (("many", tensors), ("one", 1)):
+            table = self._table(count, tensors * SMALL_ELEMENTS // count)
+            jobs["update", name] = partial(table.update, turns)
+        with choice.forced(kernel):
+            rounds = SMALL_ROUNDS if kernel != "python" else ROUNDS_MIN
+            times = _in_turns(jobs, 0.0, rounds_min=rounds)
+        many, one = times["update", "many"], times["update", "one"]
+        return Small(
+            kernel=kernel,
+            tensors=tensors,
+            elements=SMALL_ELEMENTS,
+            seconds=Spread.of(many),
+            extra_us_per_tensor=Spread.of([(a - b) / tensors * 1e6 for a, b in zip(many, one)]),
+        )
+
+    def _table(self, tensors: int, elements: int) -> native.UpdateTable:
+        """A table of spans side by side, each a parameter of its own."""
+        spans = []
+        for start in range(0, tensors * elements, elements):
+            cut = slice(start, start + elements)
+            slots = {}
+            for slot in self._format.slots:
+                first = start // slot.elements_per_item
+                slots[slot.name] = self._slots[slot.name][first : first + slot.items(elements)]
+            spans.append(native.Span(self._weight[cut], self._gradient[cut], slots))
+        return native.UpdateTable(spans, self._format)
+
+
+def _add_one(words: Tensor) -> None:
+    words.add_(1)
+
+
+def _fill(x: Tensor, scale: float) -> Tensor:
+    """Normal numbers, a block again and again."""
+    block = torch.randn(min(x.numel(), 1 << 20)).mul_(scale).to(x.dtype)
+    for start in range(0, x.numel(), block.numel()):
+        part = x[start : start + block.numel()]
+        part.copy_(block[: part.numel()])
+    return x
+
+
+def _in_turns(
+    jobs: Jobs,
+    seconds: float,
+    progress: Callable[[float], None] = lambda share: None,
+    rounds_min: int = ROUNDS_MIN,
+) -> dict[tuple[Role, str], list[float]]:
+    """Seconds of every job in every round, in the order of rounds."""
+    found: dict[tuple[Role, str], list[float]] = {key: [] for key in jobs}
+    started = time.perf_counter()
+    for count in range(ROUNDS_MAX + 1):
+        began = time.perf_counter()
+        for key, job in jobs.items():
+            start = time.perf_counter()
+            job()
+            took = time.perf_counter() - start
+            if count:
+                found[key].append(took)
+            spent = time.perf_counter() - started
+            progress(min(1.0, spent / seconds) if seconds > 0 else 0.0)
+        now = time.perf_counter()
+        if count >= rounds_min and now + (now - began) > started + seconds:
+            break
+    return found

@@ -1,0 +1,295 @@
+"""`offload bench adam`: the update against this machine's memory and against its peers."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Any, Literal
+
+import psutil
+import torch
+import tyro
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+import cpu_adam
+from cpu_adam import FORMATS, bench, choice, peers
+from offload.cli import Signals, bad_input, bench_adam_report, display, nearest
+from offload.cli.flags import Flags, flag
+from offload.config import format_bytes, parse_bytes
+from offload.machine import host_free_bytes
+
+ELEMENTS_MAX = 2**40
+THREADS_MAX = 1024
+SECONDS_MAX = 3600
+CACHED_ELEMENTS = 16 << 20
+"""With fewer, the caches of a large processor may hold what should stream from memory."""
+
+_List = tyro.conf.arg(help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adam:
+    """Measure the update of parameters in CPU memory: parameters per second by state format, kernel
+    and number of threads, as a share of what memory gives, beside torch's and DeepSpeed's.
+
+    Raises:
+        ValueError: a field holds what it cannot mean; the message names the flag.
+    """
+
+    elements: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "64Mi"
+    """Parameters in one update, such as 1Mi or 256Mi."""
+
+    formats: Annotated[tuple[str, ...], _List] = ()
+    """State formats, such as exact fp32. Default: all."""
+
+    kernels: Annotated[tuple[str, ...], _List] = ()
+    """Kernels, such as avx2 portable python. Default: all compiled ones that run here."""
+
+    threads: Annotated[tuple[int, ...], _List] = ()
+    """Numbers of threads, such as 2 1. Default: one per core, and 1."""
+
+    gradients: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Type of the gradients."""
+
+    seconds: float = 25.0
+    """About how long to measure. A few rounds are made however long they take."""
+
+    peers: bool = True
+    """Compare with torch's fused optimizers and, if installed, DeepSpeed's."""
+
+    plot: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    """Also draw a bar chart to this file (.png, .svg, .pdf); needs matplotlib."""
+
+    json: bool = False
+    """One JSON object on standard output, nothing else there."""
+
+    def __post_init__(self) -> None:
+        right = 1 <= self.count <= ELEMENTS_MAX
+        self._check("elements", right, "a number of parameters, such as 64Mi, at most 1Ti")
+        right = all(1 <= count <= THREADS_MAX for count in self.threads)
+        self._check("threads", right, f"numbers from 1 to {THREADS_MAX}")
+        right = 0 <= self.seconds <= SECONDS_MAX
+        self._check("seconds", right, f"0 to {SECONDS_MAX}")
+        self._check("plot", self.plot != "", "the path of a file")
+        self._check_names("formats", tuple(FORMATS))
+        self._check_names("kernels", choice.available())
+
+    @property
+    def count(self) -> int:
+        """`elements` as a number, 0 where it is none."""
+        try:
+            return parse_bytes(self.elements)
+        except ValueError:
+            return 0
+
+    def _check(self, name: str, right: bool, expected: str) -> None:
+        if not right:
+            value = getattr(self, name)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{flag(name)} {shown}: expected {expected}")
+
+    def _check_names(self, name: str, known: Sequence[str]) -> None:
+        for found in getattr(self, name):
+            if found not in known:
+                raise ValueError(
+                    f"{flag(name)} {found}: there is none of that name here"
+                    f"{nearest(found, known)}; there are {', '.join(known)}"
+                )
+
+
+_FLAGS = Flags(
+    kind=Adam,
+    command="offload bench adam",
+    known=tuple(field.name for field in dataclasses.fields(Adam)),
+)
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Measures as `arguments` say; what can be refused is refused before.
+
+    Raises:
+        BadInput: the arguments, or there is too little memory; nothing has been measured.
+        Stopped: by Ctrl-C or SIGTERM.
+    """
+    asked = _FLAGS.parse(arguments)
+    # Results go to standard output, progress and remarks to standard error.
+    console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
+    with Signals() as signals:
+        signals.where = "before the first figure"
+        with bad_input():
+            draw = _drawing(asked.plot) if asked.plot is not None else None
+            wanted, notices = _wanted(asked)
+            _check_memory(asked, wanted)
+        for notice in notices:
+            remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+        machine, versions = _machine(), _versions()
+        heading = f"{asked.elements} parameters, {asked.gradients} gradients; {machine['cpu']}, "
+        heading += f"{machine['cores']} cores; torch {versions['torch']}"
+        console.print(heading, highlight=False, soft_wrap=True)
+        groups: list[bench.Group] = []
+        with _bar(remarks) as progress:
+
+            def told(share: float, what: str) -> None:
+                signals.where = f"while measuring {what}"
+                progress(share, what)
+
+            for group in bench.measure(wanted, told):
+                groups.append(group)
+                if len(groups) % len(wanted.threads) == 0:
+                    console.print(bench_adam_report.table(groups[-len(wanted.threads) :]))
+        for line in (bench_adam_report.CAPTION, *bench_adam_report.small(groups)):
+            console.print(line, style="dim", highlight=False)
+        verdict = bench_adam_report.verdict(groups)
+        console.print(verdict, highlight=False)
+        if draw is not None:
+            signals.where = "while drawing"
+            draw(groups, heading)
+            remarks.print(f"drawn to {asked.plot}", highlight=False, soft_wrap=True)
+    if asked.json:
+        found = {
+            "kind": "bench adam",
+            "machine": machine,
+            "versions": versions,
+            "elements": wanted.elements,
+            "gradients": asked.gradients,
+            "notices": notices,
+            "groups": [asdict(group) for group in groups],
+            "verdict": verdict,
+        }
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+def _wanted(asked: Adam) -> tuple[bench.Wanted, list[str]]:
+    """What to measure, and what the user should know about it."""
+    notices = []
+    with warnings.catch_warnings(record=True):  # Said below, once.
+        warnings.simplefilter("always")
+        kernel = cpu_adam.kernel()
+    if kernel.native is None:
+        notices.append(
+            f"the Python reference serves, and memory is measured by torch ({kernel.reason})"
+        )
+    formats = asked.formats or tuple(FORMATS)
+    found: tuple[peers.Peer, ...] = ()
+    if asked.peers:
+        found, left_out = peers.usable({FORMATS[name].rule for name in formats})
+        notices += [f"without {name}: {why}" for name, why in left_out.items()]
+    if asked.count < CACHED_ELEMENTS:
+        notices.append(
+            f"{asked.elements} parameters may fit into the processor's caches: for the speed of "
+            "memory take more, such as --elements 64Mi"
+        )
+    busy, cores = os.getloadavg()[0], len(psutil.Process().cpu_affinity() or [0])
+    if busy > cores / 2:
+        notices.append(f"other programs are at work (load {busy:.1f}): all figures suffer")
+    wanted = bench.Wanted(
+        elements=asked.count,
+        formats=_once(formats),
+        kernels=_once(asked.kernels or bench.default_kernels()),
+        threads=_once(asked.threads or (cpu_adam.threads(), 1)),
+        gradient=bench.GRADIENTS[asked.gradients],
+        peers=found,
+        seconds=asked.seconds,
+    )
+    return wanted, notices
+
+
+def _once(found: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(found))
+
+
+def _check_memory(asked: Adam, wanted: bench.Wanted) -> None:
+    """Refuses what would be killed for its memory.
+
+    Raises:
+        ValueError: less is free than it needs.
+    """
+    needed, free = bench.needed_bytes(wanted), host_free_bytes()
+    if needed > free:
+        fits = wanted.elements * free // needed >> 20
+        remedy = f"--elements {fits}Mi" if fits else "end other programs"
+        raise ValueError(
+            f"asked for updates of {asked.elements} parameters, which take {format_bytes(needed)} "
+            f"of memory; found {format_bytes(free)} free; likely cause: more parameters than this "
+            f"machine, or the limit of its container, has room for; try: {remedy}"
+        )
+
+
+def _drawing(path: str) -> Callable[[Sequence[bench.Group], str], None]:
+    """What draws groups to the file at `path`.
+
+    Raises:
+        ValueError: matplotlib is missing, or knows no such kind of file.
+        OSError: the file cannot be written.
+    """
+    try:
+        from offload.cli import bench_adam_plot
+    except ImportError as error:
+        raise ValueError(
+            f"asked for a drawing by --plot {path}; found no matplotlib ({error}); likely cause: "
+            "it is an extra of this package; try: pip install 'offload-engine[plot]'"
+        ) from error
+    bench_adam_plot.check(path)
+    return lambda groups, title: bench_adam_plot.draw(groups, title, path)
+
+
+@contextlib.contextmanager
+def _bar(console: display.Output) -> Iterator[bench.Progress]:
+    """Progress as a bar on a terminal, as a line per group elsewhere."""
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        expand=True,
+        transient=True,
+    )
+    task, shown = bar.add_task("", total=1.0), ""
+
+    def told(share: float, what: str) -> None:
+        nonlocal shown
+        if what != shown and not console.is_terminal:
+            console.print(f"measuring {what}", highlight=False, soft_wrap=True)
+        shown = what
+        bar.update(task, completed=share, description=what)
+
+    with bar:
+        yield told
+
+
+def _machine() -> dict[str, Any]:
+    return {
+        "cpu": _processor(),
+        "cores": len(psutil.Process().cpu_affinity() or [0]),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.platform(),
+        "load": os.getloadavg()[0],
+        "kernel": cpu_adam.kernel().name,
+        "kernels": list(choice.available()),
+    }
+
+
+def _processor() -> str:
+    """Its name, as Linux tells it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("offload-engine", "numpy", "deepspeed"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
