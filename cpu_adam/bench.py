@@ -21,15 +21,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cpu_adam import choice, native
+from cpu_adam.figures import Figure, Group, Role, Small, Spread
 from cpu_adam.formats import FORMATS, StateFormat
 from cpu_adam.hyper import AdamHyper, Hyper, LionHyper, SGDHyper
-from cpu_adam.peers import Peer, PeerJob, arrays
+from cpu_adam.peers import STEPS_DONE, Peer, PeerJob, arrays
 
 GRADIENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes of gradients by their short names."""
@@ -42,7 +42,7 @@ HYPERS: dict[str, Hyper] = {
     )
 }
 """Hyper-parameters by rule."""
-STEP = 10
+STEP = STEPS_DONE + 1
 
 HUGE_PAGE_BYTES = 2 << 20
 ROUNDS_MIN = 3
@@ -50,7 +50,6 @@ ROUNDS_MAX = 100
 SMALL_TENSORS, SMALL_ELEMENTS, SMALL_ROUNDS = 1000, 4096, 15
 """Many small tensors in one call: how many, how large, how often."""
 
-Role = Literal["stream", "update", "peer"]
 Jobs = Mapping[tuple[Role, str], Callable[[], None]]
 Progress = Callable[[float, str], None]
 """Told which share of the whole is done, and what is measured now."""
@@ -74,78 +73,6 @@ class Wanted:
     """Optimizers to compare with, each where its rule is that of the format."""
     seconds: float
     """About how long it may take. `ROUNDS_MIN` rounds are done however long they take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A figure that was taken several times."""
-
-    median: float
-    min: float
-    max: float
-
-    @classmethod
-    def of(cls, found: Sequence[float]) -> Spread:
-        """The median and the extremes."""
-        return cls(statistics.median(found), min(found), max(found))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Figure:
-    """How fast one job was."""
-
-    role: Role
-    name: str
-    """Of the kernel, the peer or the stream."""
-    rounds: int
-    seconds: Spread
-    """Of the whole job."""
-    parameters_per_s: Spread
-    bytes_per_s: Spread
-    """Counted are the bytes that our update must move, also for peers, which move more."""
-    of_stream: Spread
-    """Speed as a share of the faster stream's."""
-    of_peer: Spread | None
-    """Speed in multiples of the faster peer's; None without peers."""
-
-    @property
-    def label(self) -> str:
-        """What to call it in a table."""
-        return f"stream, {self.name}" if self.role == "stream" else self.name
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Small:
-    """Many small tensors in one call of the best kernel."""
-
-    kernel: str
-    tensors: int
-    elements: int
-    """Of each tensor."""
-    seconds: Spread
-    """Of one call."""
-    extra_us_per_tensor: Spread
-    """Microseconds more than the same call on one tensor of as many elements, by tensor."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Group:
-    """What was found for one format with one number of threads."""
-
-    format: str
-    threads: int
-    elements: int
-    bytes_per_element: float
-    """That the update must move."""
-    figures: tuple[Figure, ...]
-    small: Small | None
-    """None where the memory of the job is too small for it."""
-
-    @property
-    def best(self) -> Figure:
-        """The fastest of our kernels."""
-        ours = (figure for figure in self.figures if figure.role == "update")
-        return min(ours, key=lambda figure: figure.seconds.median)
 
 
 def default_kernels() -> tuple[str, ...]:
@@ -249,6 +176,8 @@ class _Job:
         self._moved_bytes = self._gradient.nbytes + 2 * sum(x.nbytes for x in written)
         of_peers = arrays(wanted.peers, format, wanted.gradient)
         shared = {name: tensors[f"peer {name}"] for name in of_peers}
+        if shared:
+            shared["master"].copy_(self._weight)
         self._peers = {
             peer.name: PeerJob(peer, self._gradient, shared)
             for peer in wanted.peers

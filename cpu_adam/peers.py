@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from cpu_adam.formats import StateFormat
 
-STEP = 10
+STEPS_DONE = 9
 """Steps that the states of a peer have behind them."""
 
 
@@ -33,7 +33,7 @@ class Peer:
     """Names of its float32 states."""
     make: Callable[[nn.Parameter], torch.optim.Optimizer]
     """Make it for one parameter; ImportError where it is not installed."""
-    step: Callable[[], object]
+    steps_done: Callable[[], object]
     """Make the number of steps in its state."""
 
 
@@ -55,16 +55,20 @@ def _deepspeed_adam(parameter: nn.Parameter) -> torch.optim.Optimizer:
     return made
 
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
 PEERS = (
     Peer(
         "torch AdamW fused",
         "adam",
-        ("exp_avg", "exp_avg_sq"),
+        _MOMENTS,
         _torch_adamw,
-        lambda: torch.tensor(float(STEP)),
+        lambda: torch.tensor(float(STEPS_DONE)),
     ),
-    Peer("torch SGD fused", "sgd", ("momentum_buffer",), _torch_sgd, lambda: STEP),
-    Peer("DeepSpeed CPUAdam", "adam", ("exp_avg", "exp_avg_sq"), _deepspeed_adam, lambda: STEP),
+    Peer("torch SGD fused", "sgd", ("momentum_buffer",), _torch_sgd, lambda: STEPS_DONE),
+    Peer(
+        "DeepSpeed CPUAdam", "adam", ("exp_avg", "exp_avg_sq"), _deepspeed_adam, lambda: STEPS_DONE
+    ),
 )
 """Every peer there is. To add one, add a row."""
 
@@ -125,7 +129,7 @@ class PeerJob:
         self._optimizer = peer.make(self._master)
         states = {name: shared[name] for name in peer.states}
         # In the same memory as ours: what torch allocates might lie on small pages.
-        self._optimizer.state[self._master] = {"step": peer.step(), **states}
+        self._optimizer.state[self._master] = {"step": peer.steps_done(), **states}
 
     @torch.no_grad()
     def __call__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import platform
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import cpu_adam
 from cpu_adam import FORMATS, bench, choice, peers
+from cpu_adam.figures import Group
 from offload.cli import Signals, bad_input, bench_adam_report, display, nearest
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
@@ -124,6 +126,8 @@ def command(arguments: Sequence[str]) -> None:
     console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
     with Signals() as signals:
         signals.where = "before the first figure"
+        if asked.peers and importlib.util.find_spec("deepspeed") is not None:
+            remarks.print("note: DeepSpeed compiles its CPUAdam at its first use", soft_wrap=True)
         with bad_input():
             draw = _drawing(asked.plot) if asked.plot is not None else None
             wanted, notices = _wanted(asked)
@@ -134,7 +138,7 @@ def command(arguments: Sequence[str]) -> None:
         heading = f"{asked.elements} parameters, {asked.gradients} gradients; {machine['cpu']}, "
         heading += f"{machine['cores']} cores; torch {versions['torch']}"
         console.print(heading, highlight=False, soft_wrap=True)
-        groups: list[bench.Group] = []
+        groups: list[Group] = []
         with _bar(remarks) as progress:
 
             def told(share: float, what: str) -> None:
@@ -144,9 +148,8 @@ def command(arguments: Sequence[str]) -> None:
             for group in bench.measure(wanted, told):
                 groups.append(group)
                 if len(groups) % len(wanted.threads) == 0:
-                    console.print(bench_adam_report.table(groups[-len(wanted.threads) :]))
-        for line in (bench_adam_report.CAPTION, *bench_adam_report.small(groups)):
-            console.print(line, style="dim", highlight=False)
+                    console.print(bench_adam_report.table(groups[-len(wanted.threads) :]), "")
+        console.print(bench_adam_report.CAPTION, style="dim", highlight=False)
         verdict = bench_adam_report.verdict(groups)
         console.print(verdict, highlight=False)
         if draw is not None:
@@ -223,7 +226,7 @@ def _check_memory(asked: Adam, wanted: bench.Wanted) -> None:
         )
 
 
-def _drawing(path: str) -> Callable[[Sequence[bench.Group], str], None]:
+def _drawing(path: str) -> Callable[[Sequence[Group], str], None]:
     """What draws groups to the file at `path`.
 
     Raises:

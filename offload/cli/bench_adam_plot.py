@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure as Canvas
 from matplotlib.patches import Patch
 
-from cpu_adam.bench import Group
+from cpu_adam.figures import Group
 
 COLOURS = {"stream": "#b8b8b8", "update": "#2f6db3", "peer": "#d98032"}
 NAMES = {"stream": "in-place stream of the same bytes", "update": "this update", "peer": "peers"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
 
-from cpu_adam.bench import Figure, Group, Spread
+from cpu_adam.figures import Figure, Group, Spread
 
 VERDICT_PARAMETERS = 7e9
 BOUND_BY_MEMORY = 0.9
@@ -26,6 +26,8 @@ def table(groups: Sequence[Group]) -> Table:
     found = Table(
         title=f"{first.format}: {first.bytes_per_element:.4g} bytes moved per parameter",
         title_justify="left",
+        caption=_small(groups),
+        caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
     )
@@ -54,19 +56,17 @@ def _ratio(found: Spread) -> str:
     return f"{found.median:.2f} ({found.min:.2f}-{found.max:.2f})"
 
 
-def small(groups: Sequence[Group]) -> Iterator[str]:
-    """One line about many small tensors, if that was measured."""
-    told = []
-    for group in groups:
-        if group.small is not None:
-            extra = group.small.extra_us_per_tensor.median
-            told.append(f"{group.format} {extra:.2f} ({_threads(group.threads)})")
-    first = next((group.small for group in groups if group.small is not None), None)
-    if first is not None:
-        yield (
-            f"{first.tensors} tensors of {first.elements} in one call ({first.kernel}), "
-            f"microseconds per tensor on top of the memory's time: {', '.join(told)}."
-        )
+def _small(groups: Sequence[Group]) -> str | None:
+    """A line about many small tensors, if that was measured."""
+    measured = [(group.small, group.threads) for group in groups if group.small is not None]
+    if not measured:
+        return None
+    first = measured[0][0]
+    told = [f"{s.extra_us_per_tensor.median:.2f} ({_threads(n)})" for s, n in measured]
+    return (
+        f"{first.tensors} tensors of {first.elements} in one call: microseconds each on top of the "
+        f"memory's time: {', '.join(told)}"
+    )
 
 
 def verdict(groups: Sequence[Group]) -> str:

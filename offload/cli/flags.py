@@ -94,8 +94,8 @@ class Flags(Generic[Settings]):
         line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
         if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
             return self._unknown(unknown[1])
-        for kind, told_by_python in _NO_NUMBER.items():
-            line = re.sub(told_by_python, rf"\1 is no {kind}", line)
+        for found, clearer in _CLEARER.items():
+            line = re.sub(found, clearer, line)
         return line or text
 
     def _unknown(self, name: str) -> str:
@@ -112,7 +112,9 @@ class Flags(Generic[Settings]):
         )
 
 
-_NO_NUMBER = {
-    "whole number": r"invalid literal for int\(\) with base 10: (.*)",
-    "number": r"could not convert string to float: (.*)",
+_CLEARER = {
+    r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no whole number",
+    r"could not convert string to float: (.*)": r"\1 is no number",
+    r"Could not find valid parse for arguments: \[(.*)\]": r"\1 is not what this option takes",
 }
+"""What Python and tyro say, and how to say it to a user."""
