@@ -1,5 +1,6 @@
 """The command line: its surface, where settings come from, what is refused, how it stops."""
 
+import io
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, gpt, main, settings, train
+from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, display, gpt, main, settings, train
 from offload.config import FIELDS
 
 needs_engine = pytest.mark.skipif(not hasattr(offload, "attach"), reason="needs the engine")
@@ -315,6 +316,15 @@ def test_json_is_one_object_per_step_and_nothing_else(capsys):
         assert tier["peak_bytes"] <= tier["budget_bytes"]
     assert "What lives where" in shown.err
     assert "step 3/3" in shown.err
+
+
+def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
+    """`offload train --json > file`, started from a terminal."""
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    terminal = display.Output(file=io.StringIO(), force_terminal=True)
+    with display.Progress(terminal, 3):
+        sys.stdout.write("a record\n")
+    assert sys.stdout.getvalue() == "a record\n"
 
 
 @needs_engine

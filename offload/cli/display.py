@@ -142,6 +142,7 @@ class Progress:
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
+            redirect_stdout=sys.stdout.isatty(),
             expand=True,
             transient=True,
         )
