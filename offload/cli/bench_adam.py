@@ -253,6 +253,7 @@ def _bar(console: display.Output) -> Iterator[bench.Progress]:
         TimeRemainingColumn(),
         console=console,
         disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
         expand=True,
         transient=True,
     )
