@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Wanted:
 def default_kernels() -> tuple[str, ...]:
     """All compiled kernels that run here; the one that serves where none does, or it is forced."""
     chosen = choice.kernel()
-    if chosen.native is None or chosen.reason == "asked for":
+    if chosen.native is None or os.environ.get(choice.KERNEL_VARIABLE):
         return (chosen.name,)
     return tuple(name for name in choice.available() if name != "python")
 

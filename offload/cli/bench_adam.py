@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import psutil
@@ -190,7 +191,7 @@ def _wanted(asked: Adam) -> tuple[bench.Wanted, list[str]]:
             f"{asked.elements} parameters may fit into the processor's caches: for the speed of "
             "memory take more, such as --elements 64Mi"
         )
-    busy, cores = os.getloadavg()[0], len(psutil.Process().cpu_affinity() or [0])
+    busy, cores = os.getloadavg()[0], _cores()
     if busy > cores / 2:
         notices.append(f"other programs are at work (load {busy:.1f}): all figures suffer")
     wanted = bench.Wanted(
@@ -257,7 +258,7 @@ def _bar(console: display.Output) -> Iterator[bench.Progress]:
         expand=True,
         transient=True,
     )
-    task, shown = bar.add_task("", total=1.0), ""
+    task, shown = bar.add_task("preparing", total=1.0), ""
 
     def told(share: float, what: str) -> None:
         nonlocal shown
@@ -273,13 +274,29 @@ def _bar(console: display.Output) -> Iterator[bench.Progress]:
 def _machine() -> dict[str, Any]:
     return {
         "cpu": _processor(),
-        "cores": len(psutil.Process().cpu_affinity() or [0]),
+        "cores": _cores(),
         "memory_bytes": psutil.virtual_memory().total,
+        "huge_pages": _huge_pages(),
         "system": platform.platform(),
         "load": os.getloadavg()[0],
         "kernel": cpu_adam.kernel().name,
         "kernels": list(choice.available()),
     }
+
+
+def _cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _huge_pages() -> str:
+    """When Linux gives them: always, madvise (which is asked for) or never."""
+    with contextlib.suppress(OSError):
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text("utf-8")
+        return text.partition("[")[2].partition("]")[0]
+    return "unknown"
 
 
 def _processor() -> str:
