@@ -29,6 +29,11 @@ def terminal(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def at_rest(monkeypatch):
+    monkeypatch.setattr(bench_adam.psutil, "cpu_percent", lambda interval: 0.0)
+
+
+@pytest.fixture(autouse=True)
 def not_deepspeed(monkeypatch):
     """Its first use would compile for minutes."""
     ours = tuple(peer for peer in peers.PEERS if not peer.name.startswith("DeepSpeed"))
@@ -119,6 +124,15 @@ def test_without_compiled_kernels_it_runs_and_says_so(monkeypatch, capsys):
     assert any("the Python reference serves" in notice for notice in found["notices"])
     figures = [figure["name"] for figure in found["groups"][0]["figures"]]
     assert figures == ["torch in-place add", "python", "torch AdamW fused"]
+
+
+def test_a_busy_machine_is_remarked_on_at_both_ends(monkeypatch, capsys):
+    monkeypatch.setattr(bench_adam.psutil, "cpu_percent", lambda interval: 60.0)
+    assert run(*TINY, "--formats", "exact", "--threads", "1", "--no-peers") == 0
+    shown = capsys.readouterr()
+    remark = "other programs keep 60% of the processors busy"
+    assert f"note: {remark}" in shown.err
+    assert f"But {remark}" in " ".join(shown.out.split())
 
 
 REFUSED = {

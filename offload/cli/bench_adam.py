@@ -34,6 +34,8 @@ THREADS_MAX = 1024
 SECONDS_MAX = 3600
 CACHED_ELEMENTS = 16 << 20
 """With fewer, the caches of a large processor may hold what should stream from memory."""
+BUSY_PERCENT = 15
+"""Of all processors' time: others may take as much before it is remarked on."""
 
 _List = tyro.conf.arg(help_behavior_hint="")
 
@@ -126,13 +128,14 @@ def command(arguments: Sequence[str]) -> None:
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
     with Signals() as signals:
-        signals.where = "before the first figure"
+        signals.where, busy = "before the first figure", _busy()
         if asked.peers and importlib.util.find_spec("deepspeed") is not None:
             remarks.print("note: DeepSpeed compiles its CPUAdam at its first use", soft_wrap=True)
         with bad_input():
             draw = _drawing(asked.plot) if asked.plot is not None else None
             wanted, notices = _wanted(asked)
             _check_memory(asked, wanted)
+        notices += [busy] if busy else []
         for notice in notices:
             remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
         machine, versions = _machine(), _versions()
@@ -152,6 +155,7 @@ def command(arguments: Sequence[str]) -> None:
                     console.print(bench_adam_report.table(groups[-len(wanted.threads) :]), "")
         console.print(bench_adam_report.CAPTION, style="dim", highlight=False)
         verdict = bench_adam_report.verdict(groups)
+        verdict += f" But {busy}." if busy else ""
         console.print(verdict, highlight=False)
         if draw is not None:
             signals.where = "while drawing"
@@ -191,9 +195,6 @@ def _wanted(asked: Adam) -> tuple[bench.Wanted, list[str]]:
             f"{asked.elements} parameters may fit into the processor's caches: for the speed of "
             "memory take more, such as --elements 64Mi"
         )
-    busy, cores = os.getloadavg()[0], _cores()
-    if busy > cores / 2:
-        notices.append(f"other programs are at work (load {busy:.1f}): all figures suffer")
     wanted = bench.Wanted(
         elements=asked.count,
         formats=_once(formats),
@@ -278,10 +279,17 @@ def _machine() -> dict[str, Any]:
         "memory_bytes": psutil.virtual_memory().total,
         "huge_pages": _huge_pages(),
         "system": platform.platform(),
-        "load": os.getloadavg()[0],
         "kernel": cpu_adam.kernel().name,
         "kernels": list(choice.available()),
     }
+
+
+def _busy() -> str | None:
+    """A remark where other programs take so much that figures say little."""
+    percent = psutil.cpu_percent(interval=0.2)
+    if percent <= BUSY_PERCENT:
+        return None
+    return f"other programs keep {percent:.0f}% of the processors busy: all figures suffer"
 
 
 def _cores() -> int:
