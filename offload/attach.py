@@ -19,7 +19,7 @@ from offload.hooks import Hooks
 from offload.interrupt import whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, probe
-from offload.optimizer import Optimizer, give_back
+from offload.optimizer import Optimizer, give_back, rule_of
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
@@ -51,8 +51,8 @@ def attach(
         model: stays the same object; its parameters keep their identity, names and shapes.
             Parameters on the meta device get memory here, unit by unit, so that the whole model
             never lies in memory at once; those are new objects, in the optimizer's groups too.
-        optimizer: `torch.optim.AdamW` or `Adam` over parameters of the model, with or without
-            states; None serves the model forward-only.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` over parameters of the model, with or
+            without states; None serves the model forward-only.
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
@@ -75,7 +75,7 @@ def attach(
     check_model(model, optimizer, groups)
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
-    placed = plan(profile_of(specs), config, found)
+    placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
     return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
 
 

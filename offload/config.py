@@ -93,8 +93,9 @@ class Config:
     nvme_space: int | str | None = None
     """Most bytes taken on nvme_path. Default: nine tenths of what is free."""
 
-    states: Literal["exact"] = "exact"
-    """Format of the optimizer states. `exact`: fp32 master weights and moments, bit for bit."""
+    states: Literal["exact", "compact"] = "exact"
+    """Format of the optimizer states. `exact`: fp32 master weights and moments, bit for bit.
+    `compact`: the moments in a byte each (Adam on bfloat16 weights), half the bytes."""
 
     gradient_dtype: Literal["param", "fp32"] = "param"
     """Type in which gradients are kept and accumulated: the parameter's own, or fp32."""
@@ -149,7 +150,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "params": ("auto", *TIERS),
     "gradients": ("auto", *TIERS),
     "optimizer": ("auto", *TIERS),
-    "states": ("exact",),
+    "states": ("exact", "compact"),
     "gradient_dtype": ("param", "fp32"),
 }
 

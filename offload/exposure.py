@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from cpu_adam import rebase, views
-from cpu_adam.formats import format_for
 from offload.arena import typed
 from offload.config import format_bytes
 from offload.executor import Executor
@@ -173,7 +172,7 @@ class Exposures:
         spec = self._plan.profile.units[unit]
         piece = spec.chunks[chunk]
         dtype = spec.segments[piece.segment].dtype
-        fmt = format_for(dtype, self._plan.states)
+        fmt = self._plan.states.format(dtype)
         if all(slot.name != "residue" for slot in fmt.slots):
             return
         self._executor.quiesce("state", unit)

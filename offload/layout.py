@@ -12,9 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from cpu_adam.formats import format_for
 from offload.config import TIERS, Tier
-from offload.profile import BLOCK_BYTES, Chunk, Profile, Unit, round_up
+from offload.profile import BLOCK_BYTES, Chunk, Profile, StateChoice, Unit, round_up
 from offload.records import ChunkSpec, FileLayout, ValueSpec, lay_out_file
 from offload.records import Kind as StoredKind
 from offload.records import Segment as StoredRange
@@ -102,7 +101,7 @@ class Plan:
     file: FileLayout
     budgets: Mapping[Tier, int]
     clips: bool
-    states: str
+    states: StateChoice
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -158,22 +157,22 @@ class Plan:
         return tuple(uses)
 
 
-def _record_bytes(unit: Unit, chunk: Chunk, states: str) -> int:
+def _record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
     return _padded_record_bytes(unit.segments[chunk.segment].dtype, states, chunk.elements)
 
 
 @functools.lru_cache(maxsize=1024)
-def _padded_record_bytes(dtype: str, states: str, elements: int) -> int:
-    return round_up(format_for(dtype, states).record_bytes(elements), BLOCK_BYTES)
+def _padded_record_bytes(dtype: str, states: StateChoice, elements: int) -> int:
+    return round_up(states.format(dtype).record_bytes(elements), BLOCK_BYTES)
 
 
-def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: str) -> int:
+def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: StateChoice) -> int:
     if kind == "weight":
         return chunk.weight_bytes
     return chunk.gradient_bytes if kind == "gradient" else _record_bytes(unit, chunk, states)
 
 
-def _value_bytes(unit: Unit, kind: Kind, states: str) -> int:
+def _value_bytes(unit: Unit, kind: Kind, states: StateChoice) -> int:
     if kind == "weight":
         return unit.weight_bytes
     if kind == "gradient":
@@ -184,7 +183,7 @@ def _value_bytes(unit: Unit, kind: Kind, states: str) -> int:
 class Sizes:
     """Bytes of every value of a profile: in memory, of its largest chunk, and in the file."""
 
-    def __init__(self, profile: Profile, states: str):
+    def __init__(self, profile: Profile, states: StateChoice):
         self._in_file: dict[object, int] = {}
         self._states = states
         self.value: dict[Kind, list[int]] = {}
@@ -215,7 +214,9 @@ class Sizes:
         return self._in_file[alike]
 
 
-def file_layout(profile: Profile, placements: Sequence[Placement], states: str) -> FileLayout:
+def file_layout(
+    profile: Profile, placements: Sequence[Placement], states: StateChoice
+) -> FileLayout:
     """The layout of the store's file: the values whose home is nvme, in order of kind and unit.
 
     Names are indices into the list of all parameters, unit after unit.
@@ -230,7 +231,7 @@ def file_layout(profile: Profile, placements: Sequence[Placement], states: str) 
     return lay_out_file(values)
 
 
-def _stored_chunks(unit: Unit, kind: Kind, states: str, base: int) -> Iterator[ChunkSpec]:
+def _stored_chunks(unit: Unit, kind: Kind, states: StateChoice, base: int) -> Iterator[ChunkSpec]:
     for chunk in unit.chunks:
         ranges = tuple(
             StoredRange(
@@ -301,7 +302,7 @@ def lay_out(
     *,
     budgets: Mapping[Tier, int],
     clips: bool,
-    states: str,
+    states: StateChoice,
     weight_slots: int = WEIGHT_SLOTS_MAX,
     reserve: Iterable[Kind] = (),
 ) -> Plan:

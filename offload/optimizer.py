@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_adam import AdamHyper
+from cpu_adam import AdamHyper, SGDHyper
+from cpu_adam.hyper import Hyper
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.states import States
 from offload.updates import Turn
 
-RULES: dict[type[torch.optim.Optimizer], bool] = {
-    torch.optim.AdamW: True,
-    torch.optim.Adam: False,
+
+def _adam(group: Mapping[str, Any], *, decoupled: bool) -> AdamHyper:
+    return AdamHyper(
+        lr=float(group["lr"]),
+        beta1=float(group["betas"][0]),
+        beta2=float(group["betas"][1]),
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+def _sgd(group: Mapping[str, Any]) -> SGDHyper:
+    return SGDHyper(
+        lr=float(group["lr"]),
+        momentum=float(group["momentum"]),
+        dampening=float(group["dampening"]),
+        weight_decay=float(group["weight_decay"]),
+        nesterov=bool(group["nesterov"]),
+        maximize=bool(group.get("maximize", False)),
+    )
+
+
+HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
+    torch.optim.AdamW: functools.partial(_adam, decoupled=True),
+    torch.optim.Adam: functools.partial(_adam, decoupled=False),
+    torch.optim.SGD: _sgd,
 }
-"""Optimizers that can be attached, and whether their weight decay is decoupled."""
+"""Optimizers that can be attached, and what a parameter group of theirs is frozen to."""
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 """Options that change the mathematics or the graph in ways that are not offered."""
@@ -28,11 +55,11 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Refuse by name what cannot be attached.
 
     Raises:
-        TypeError: not an optimizer of `RULES`.
+        TypeError: not an optimizer of `HYPER_OF`.
         ValueError: an option that is not offered.
     """
-    if type(optimizer) not in RULES:
-        names = ", ".join(f"torch.optim.{rule.__name__}" for rule in RULES)
+    if type(optimizer) not in HYPER_OF:
+        names = ", ".join(f"torch.optim.{known.__name__}" for known in HYPER_OF)
         raise TypeError(
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be attached: its "
             f"update is not known here. Use one of {names}"
@@ -44,6 +71,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     f"{option}=True in parameter group {number} is not offered by the offloaded "
                     f"update: build the optimizer with {option}=False"
                 )
+
+
+def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """The update's rule of an optimizer that passed `check_optimizer`; of none, any will do."""
+    if optimizer is None:
+        return "adam"
+    return HYPER_OF[type(optimizer)](optimizer.param_groups[0]).rule
 
 
 def _refuse_original(*_: object, **__: object) -> None:
@@ -106,7 +140,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         engine.finality.freeze = lambda unit: self._freeze(unit).get(unit, {})
-        self._decoupled = RULES[type(original)]
+        self._hyper_of = HYPER_OF[type(original)]
         vars(original)["_offload_step"] = vars(original).get("step")
         vars(original)["step"] = _refuse_original
 
@@ -201,15 +235,7 @@ class Optimizer(torch.optim.Optimizer):
         """What a step taken now does to every parameter with a gradient, or to those of a unit."""
         frozen: dict[int, dict[int, Turn]] = {}
         for group in self.param_groups:
-            hyper = AdamHyper(
-                lr=float(group["lr"]),
-                beta1=float(group["betas"][0]),
-                beta2=float(group["betas"][1]),
-                eps=float(group["eps"]),
-                weight_decay=float(group["weight_decay"]),
-                decoupled=bool(group.get("decoupled_weight_decay", self._decoupled)),
-                maximize=bool(group.get("maximize", False)),
-            )
+            hyper = self._hyper_of(group)
             for parameter in group["params"]:
                 unit, index = self._places.get(parameter, (-1, -1))
                 if unit < 0:
@@ -263,7 +289,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            if name != "step" and tuple(value.shape) != tuple(parameter.shape):
+            if name == "step" or value is None:
+                continue
+            if tuple(value.shape) != tuple(parameter.shape):
                 raise ValueError(
                     f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
                     f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
@@ -273,5 +301,7 @@ class Optimizer(torch.optim.Optimizer):
         """Take over one parameter's state, or make it fresh where `state` is empty."""
         place = self._places[parameter]
         self.engine.settle_edits(place[0])  # Edits reset residues, so they come first.
-        self._states.write(*place, {k: v for k, v in state.items() if k != "step"})
-        self._states.steps[place] = int(state.get("step", 0))
+        slots = {k: v for k, v in state.items() if k != "step" and v is not None}
+        self._states.write(*place, slots)
+        # torch's SGD counts no steps; what a buffer holds came of one at least.
+        self._states.steps[place] = int(state.get("step", 1 if slots else 0))

@@ -26,7 +26,7 @@ from offload.layout import (
     lay_out_memory,
 )
 from offload.machine import Machine
-from offload.profile import Profile
+from offload.profile import Profile, StateChoice
 
 
 class BudgetError(ValueError):
@@ -48,13 +48,13 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
     return {"device": device, "cpu": cpu, "nvme": nvme if config.nvme_path else 0}
 
 
-def plan(profile: Profile, config: Config, machine: Machine) -> Plan:
-    """Decide where everything lives.
+def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:
+    """Decide where everything lives, the states those of an update's `rule`.
 
     Raises:
         BudgetError: no arrangement that the config allows fits the budgets or the machine.
     """
-    budgets, search = budgets_of(config, machine), _Search(profile, config)
+    budgets, search = budgets_of(config, machine), _Search(profile, config, rule)
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
         _check_machine(found, machine)
@@ -82,14 +82,14 @@ class _Search:
     on the cpu, is in no value slower than what fits smaller budgets.
     """
 
-    def __init__(self, profile: Profile, config: Config) -> None:
-        self.profile, self.states = profile, config.states
+    def __init__(self, profile: Profile, config: Config, rule: str) -> None:
+        self.profile, self.states = profile, StateChoice(rule, config.states)
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
         choices = (config.params, config.gradients, config.optimizer)
         self.forced: dict[Kind, Choice] = dict(zip(PLACED, choices))
         self.auto: list[Kind] = [kind for kind in PLACED if self.forced[kind] == "auto"]
         self.reserve = self.auto if self.open else []
-        self.sizes = Sizes(profile, config.states)
+        self.sizes = Sizes(profile, self.states)
         self.count = len(self.auto) * len(profile.units)
         self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
 

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from cpu_adam.formats import StateFormat, format_for
+
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the piece in which states are stored and updates stream."""
 
@@ -159,6 +161,20 @@ class Profile:
     backward: tuple[int, ...]
     rank: int = 0
     world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateChoice:
+    """What decides the state format of a weight, next to its dtype."""
+
+    rule: str = "adam"
+    """The update's rule, as `cpu_adam.StateFormat` has it."""
+    states: str = "exact"
+    """What the user asked for: `Config.states`."""
+
+    def format(self, weight_dtype: str) -> StateFormat:
+        """The state format of trainable weights of a dtype."""
+        return format_for(weight_dtype, self.states, self.rule)
 
 
 def profile_of(

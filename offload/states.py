@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from cpu_adam import views
-from cpu_adam.formats import StateFormat, format_for
+from cpu_adam.formats import StateFormat
 from offload.executor import Executor
 from offload.program import Value
 
@@ -24,9 +24,7 @@ class States:
 
     def format(self, unit: int, parameter: int) -> StateFormat:
         """The state format of a parameter."""
-        return format_for(
-            self._plan.profile.units[unit].parameters[parameter].dtype, self._plan.states
-        )
+        return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
 
     def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, slice, slice]]:
         """(chunk, elements in the chunk, elements in the parameter)."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cpu_adam import AdamHyper, sum_of_squares, update, views
-from cpu_adam.formats import format_for
+from cpu_adam import Part, sum_of_squares, update_parts, views
+from cpu_adam.hyper import Hyper
 from offload.executor import BytesOf, Executor
 from offload.program import Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
@@ -30,7 +30,7 @@ CLIP_EPS = 1e-6
 class Turn:
     """What one parameter's update in one step was frozen to."""
 
-    hyper: AdamHyper
+    hyper: Hyper
     step: int
     """Number of the parameter's step, from 1."""
 
@@ -130,27 +130,21 @@ class Updates:
         _, unit, chunk = op.value
         spec = self._plan.profile.units[unit]
         piece = spec.chunks[chunk]
-        fmt = format_for(spec.segments[piece.segment].dtype, self._plan.states)
+        fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
+        spans = [span for span in piece.spans if span.parameter in turns]
+        parts = [
+            Part(span.chunk_start, span.elements, span.parameter_start, turn)
+            for turn, span in enumerate(spans)
+        ]
+        frozen = [(turns[span.parameter].hyper, turns[span.parameter].step) for span in spans]
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
 
         def run(bytes_of: BytesOf) -> None:
             weight = self._typed(uses["weight"], bytes_of)
             gradient = self._typed(uses["gradient"], bytes_of)
             record = views(bytes_of(uses["state"]), fmt, piece.elements)
-            for span in piece.spans:
-                turn = turns.get(span.parameter)
-                if turn is None:
-                    continue
-                here = slice(span.chunk_start, span.chunk_start + span.elements)
-                update(
-                    weight[here],
-                    gradient[here],
-                    {name: slot[here] for name, slot in record.items()},
-                    turn.hyper,
-                    step=turn.step,
-                    gradient_scale=1.0 if clip is None else clip.factor,
-                    format=fmt,
-                )
+            scale = 1.0 if clip is None else clip.factor
+            update_parts(weight, gradient, record, parts, frozen, gradient_scale=scale, format=fmt)
 
         return run
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from offload.config import TIERS, Tier
 from offload.layout import Placement, Plan, lay_out
-from offload.profile import Profile, Unit, Wanted, lay_out_unit, profile_of
+from offload.profile import Profile, StateChoice, Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Phase, Program, compile_program
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
@@ -56,7 +56,7 @@ def plan_of(
         placements,
         budgets=budgets,
         clips=clips,
-        states="exact",
+        states=StateChoice(),
         weight_slots=weight_slots,
     )
 
@@ -170,6 +170,6 @@ def plans(draw: st.DrawFn, *, most: int = 6) -> Plan:
         placements,
         budgets=AMPLE,
         clips=draw(st.booleans()),
-        states="exact",
+        states=StateChoice(),
         weight_slots=draw(st.integers(1, 3)),
     )

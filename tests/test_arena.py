@@ -15,7 +15,7 @@ import torch
 from offload import arena
 from offload.arena import Arena, Memory, host_tensor, typed
 from offload.layout import Buffer, Placement, lay_out
-from offload.profile import Wanted, lay_out_unit, profile_of
+from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
 
 CPU = torch.device("cpu")
@@ -169,7 +169,9 @@ def test_every_home_and_slot_is_its_own_stretch_of_aligned_memory() -> None:
         Placement("nvme", "nvme", "device"),
     ]
     budgets: Any = {"device": 1 << 30, "cpu": 1 << 30, "nvme": 1 << 30}
-    plan = lay_out(profile_of(units), placements, budgets=budgets, clips=False, states="exact")
+    plan = lay_out(
+        profile_of(units), placements, budgets=budgets, clips=False, states=StateChoice()
+    )
     memory = Memory(plan, CPU)
     buffers: list[Buffer] = [*plan.homes.values(), *plan.slots.values()]
     spans = []

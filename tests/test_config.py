@@ -106,7 +106,7 @@ def test_one_path_in_any_form(given: object) -> None:
         ({"params": "gpu"}, "Config.params='gpu': expected one of auto, device, cpu, nvme"),
         ({"gradients": None}, "Config.gradients=None"),
         ({"optimizer": "disk"}, "Config.optimizer='disk'"),
-        ({"states": "tiny"}, "Config.states='tiny': expected one of exact"),
+        ({"states": "tiny"}, "Config.states='tiny': expected one of exact, compact"),
         ({"gradient_dtype": "fp64"}, "Config.gradient_dtype='fp64'"),
         ({"cpu_memory": "lots"}, "Config.cpu_memory: 'lots' is not a size"),
         ({"device_memory": -1}, "Config.device_memory: -1 is not a size"),

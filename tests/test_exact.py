@@ -287,6 +287,14 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
 def fp32(**options: Any) -> dict[str, Any]:
     return {"dtype": torch.float32, **options}
 
@@ -340,6 +348,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "skipped step": (skipped_step, {}),
     "failed forward": (failed_forward, {}),
     "groups, L2 decay": (accumulation, {"optimizer": grouped}),
+    "SGD": (accumulation, {"optimizer": momentum}),
+    "SGD, fp32, edits": (edits_at_rest, fp32(optimizer=plain_sgd)),
+    "compact": (accumulation, {"states": "compact", "steps": 4}),
+    "compact, tied, own clipping": (
+        own_clipping,
+        {"states": "compact", "max_grad_norm": 0.5, "build": partial(Net, tied=True)},
+    ),
+    "compact, edits": (edits_at_rest, {"states": "compact"}),
     "groups, fp32": (accumulation, fp32(optimizer=grouped, max_grad_norm=1.0)),
 }
 

@@ -26,6 +26,10 @@ from tests.training import (
 )
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
 def test_add_param_group(tmp_path: Path) -> None:
     results = []
     for placement in (RESIDENT, MIXED):
@@ -110,16 +114,17 @@ def test_the_state_is_that_of_torch(tmp_path: Path) -> None:
         assert len(dict(optimizer.state.items())) == len(list(ours.parameters()))
 
 
+@pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_torchs_state_goes_in_and_ours_goes_out(
-    placement: tuple[str, str, str], tmp_path: Path
+    placement: tuple[str, str, str], make: Any, tmp_path: Path
 ) -> None:
     theirs = small()
-    reference = adamw(theirs)
+    reference = make(theirs)
     for seed in range(2):
         torch_step(theirs, reference, seed)
     ours = small()
-    _, optimizer = offload.attach(ours, adamw(ours), config(placement, tmp_path))
+    _, optimizer = offload.attach(ours, make(ours), config(placement, tmp_path))
     with optimizer.engine:
         torch_step(ours, optimizer, 9)
         ours.load_state_dict(theirs.state_dict())
@@ -129,7 +134,7 @@ def test_torchs_state_goes_in_and_ours_goes_out(
             assert all(same_bits(states[key][name], value) for name, value in slots.items())
         losses = [torch_step(ours, optimizer, seed) for seed in (2, 3)]
         back = small()
-        plain_again = adamw(back)
+        plain_again = make(back)
         back.load_state_dict(ours.state_dict())
         plain_again.load_state_dict(optimizer.state_dict())
         last = torch_step(ours, optimizer, 4), torch_step(ours, optimizer, 5)
@@ -186,13 +191,14 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(tmp_path: Path)
             assert all(same_bits(after["state"][key][name], slots[name]) for name in slots)
 
 
+@pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_existing_states_and_gradients_are_imported(
-    placement: tuple[str, str, str], tmp_path: Path
+    placement: tuple[str, str, str], make: Any, tmp_path: Path
 ) -> None:
     def started() -> tuple[Net, torch.optim.Optimizer]:
         model = small()
-        optimizer = adamw(model)
+        optimizer = make(model)
         torch_step(model, optimizer, 1)
         optimizer.zero_grad()
         loss_of(model, tokens(2)).backward()

@@ -15,7 +15,7 @@ from offload.config import TIERS, Config, Tier
 from offload.layout import PLACED, Placement, Plan, lay_out, route, site
 from offload.machine import Machine
 from offload.plan import BudgetError, _Search, budgets_of, plan
-from offload.profile import BLOCK_BYTES, Profile, profile_of
+from offload.profile import BLOCK_BYTES, Profile, StateChoice, profile_of
 from offload.program import compile_program
 from offload.verify import verify
 from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
@@ -152,7 +152,9 @@ def test_the_same_input_gives_the_same_plan(profile: Profile, config: Config) ->
 @given(profiles(), st.lists(st.sampled_from(list(all_placements())), min_size=6, max_size=6))
 @settings(max_examples=80, deadline=None)
 def test_buffers_are_aligned_and_disjoint(profile: Profile, some: list[Placement]) -> None:
-    found = lay_out(profile, some[: len(profile.units)], budgets=AMPLE, clips=True, states="exact")
+    found = lay_out(
+        profile, some[: len(profile.units)], budgets=AMPLE, clips=True, states=StateChoice()
+    )
     for tier in ("device", "cpu"):
         buffers = [b for b in (*found.homes.values(), *found.slots.values()) if b.tier == tier]
         buffers.sort(key=lambda b: b.offset)
@@ -178,7 +180,9 @@ def test_all_placements_of_a_small_model(clips: bool) -> None:
     profile = blocks(2, 5000)
     for first in all_placements():
         for second in all_placements():
-            found = lay_out(profile, [first, second], budgets=AMPLE, clips=clips, states="exact")
+            found = lay_out(
+                profile, [first, second], budgets=AMPLE, clips=clips, states=StateChoice()
+            )
             for kind in PLACED:
                 for u in range(2):
                     assert found.home(kind, u).tier == found.placements[u].of(kind)
@@ -212,7 +216,7 @@ def test_a_unit_without_parameters_takes_nothing() -> None:
     empty = unit("empty", 0, frozen=[0])
     for placement in all_placements():
         profile = profile_of([empty, unit("block", 500)])
-        found = lay_out(profile, [placement] * 2, budgets=AMPLE, clips=True, states="exact")
+        found = lay_out(profile, [placement] * 2, budgets=AMPLE, clips=True, states=StateChoice())
         assert all(u == 1 for _, u in found.homes)
         verify(compile_program(found))
 
@@ -273,7 +277,7 @@ FIELDS = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
 def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
     if attempt(profile, config) is not None:
         return
-    search, budgets = _Search(profile, config), budgets_of(config, HUGE)
+    search, budgets = _Search(profile, config, "adam"), budgets_of(config, HUGE)
     for tier in TIERS:
         needed = search.least(tier, budgets)
         given = 1 << 60 if needed is None else needed - 1
@@ -290,7 +294,7 @@ def test_the_search_finds_what_trying_everything_finds(
     profile: Profile, config: Config, data: st.DataObject
 ) -> None:
     """Budgets at the very edge of what some arrangement takes, or one byte less."""
-    search = _Search(profile, config)
+    search = _Search(profile, config, "adam")
     taken = {
         (on_device, on_cpu, slots): {
             "device": search.device(on_device, slots),
@@ -320,7 +324,7 @@ def test_one_unit_of_one_element_needs_the_least_where_all_is_in_memory() -> Non
     """The weight at home on the device would pass through more of the cpu than it takes there."""
     profile = profile_of([unit("one", 1)])
     config = Config(device_memory="1GiB", cpu_memory=0, optimizer="cpu", gradients="cpu")
-    search, budgets = _Search(profile, config), budgets_of(config, HUGE)
+    search, budgets = _Search(profile, config, "adam"), budgets_of(config, HUGE)
     at_home = [search.cpu(on_device, 1) for on_device in (0, 1)]
     assert at_home[0] < at_home[1]
     assert search.least("cpu", budgets) == at_home[0]

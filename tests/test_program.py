@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from offload.layout import Place, Placement, Plan, lay_out
-from offload.profile import profile_of
+from offload.profile import StateChoice, profile_of
 from offload.program import (
     FACTOR,
     WHOLE,
@@ -118,7 +118,7 @@ def test_carry_out_puts_the_first_gradient_and_adds_the_next() -> None:
     ],
 )
 def test_update_brings_what_it_needs(placement: Placement, moves: list[object]) -> None:
-    plan = lay_out(blocks(1), [placement], budgets=AMPLE, clips=False, states="exact")
+    plan = lay_out(blocks(1), [placement], budgets=AMPLE, clips=False, states=StateChoice())
     ops = update(plan, 0, 0, 0)
     assert path(ops) == moves
     one = next(op for op in ops if op.verb is Verb.UPDATE)

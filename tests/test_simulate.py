@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload.layout import PLACED, Placement, Plan, lay_out, site
 from offload.machine import Machine
-from offload.profile import Profile, profile_of
+from offload.profile import Profile, StateChoice, profile_of
 from offload.program import Lane, Op, Program, Verb, compile_program
 from offload.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, all_placements, blocks, plans, program_of, unit
@@ -282,7 +282,7 @@ def _program(profile: Profile, placement: Placement, *, clips: bool = False) -> 
         [placement] * len(profile.units),
         budgets=AMPLE,
         clips=clips,
-        states="exact",
+        states=StateChoice(),
         weight_slots=1,
     )
     return compile_program(plan)
@@ -361,7 +361,7 @@ def test_frozen_units_are_only_fetched() -> None:
 
 def _plan(profile: Profile) -> Plan:
     placements = [Placement("cpu", "cpu", "cpu")] * len(profile.units)
-    return lay_out(profile, placements, budgets=AMPLE, clips=False, states="exact")
+    return lay_out(profile, placements, budgets=AMPLE, clips=False, states=StateChoice())
 
 
 def test_seconds_of_reads_and_writes_differ() -> None:

@@ -174,19 +174,21 @@ def smallest_budgets(
     *,
     build: Callable[[], nn.Module] = Net,
     dtype: torch.dtype = torch.bfloat16,
-    optimizer: Any = None,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     **config: Any,
 ) -> dict[str, int]:
     """What `plan` just accepts: the least of the device, of the cpu given that, then of nvme."""
-    with attached(placement, directory, build=build, dtype=dtype, **config) as run:
-        profile = run.engine.plan.profile
+    kept = {"build": build, "dtype": dtype, "optimizer": optimizer}
+    with attached(placement, directory, **kept, **config) as run:
+        profile, rule = run.engine.plan.profile, run.engine.plan.states.rule
     asked, free = config_of(placement, directory, **config), 1 << 60
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
 
     def least(name: str, given: dict[str, int]) -> int:
         def fits(blocks: int) -> bool:
             try:
-                plan(profile, replace(asked, **given, **{name: blocks * BLOCK_BYTES}), machine)
+                given_here = {**given, name: blocks * BLOCK_BYTES}
+                plan(profile, replace(asked, **given_here), machine, rule=rule)
             except offload.BudgetError:
                 return False
             return True
