@@ -59,14 +59,29 @@ def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def encode(
     moments: Mapping[str, Tensor], codes: Mapping[str, Tensor], first_element: int, step: int
 ) -> None:
-    """Write the slots of a span's record from its float32 moments, the inverse of `decode`.
+    """Write the slots of a span's record from the float32 moments that a step came to.
 
     first_element: where the span starts in its parameter, a multiple of 128. step: the number of
-    the step that made these moments.
+    that step.
     """
+    m = moments["exp_avg"]
+    _encode(moments, codes, *dither(first_element, m.numel(), step, m.device))
+
+
+def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
+    """Write the slots of a span's record from float32 moments that come from elsewhere.
+
+    Rounds to the nearest code: what `decode` gave comes back bit for bit.
+    """
+    half = torch.full((), 1 << (FRACTION_BITS - 1), device=codes["exp_avg"].device)
+    _encode(moments, codes, half, half)
+
+
+def _encode(
+    moments: Mapping[str, Tensor], codes: Mapping[str, Tensor], for_m: Tensor, for_root: Tensor
+) -> None:
     m, v = moments["exp_avg"], moments["exp_avg_sq"]
     root = square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
-    for_m, for_root = dither(first_element, m.numel(), step, m.device)
 
     scale = _scales(m, codes["exp_avg_scale"])
     fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM).copysign_(m)

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from cpu_adam import views
 from cpu_adam.formats import StateFormat
+from cpu_adam.plain import from_plain, plain_dtypes, to_plain
+from cpu_adam.reference import cut, views
 from offload.executor import Executor
 from offload.program import Value
 
@@ -26,33 +27,33 @@ class States:
         """The state format of a parameter."""
         return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
 
-    def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, slice, slice]]:
-        """(chunk, elements in the chunk, elements in the parameter)."""
+    def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, int, slice]]:
+        """(chunk, first element in the chunk, elements in the parameter)."""
         for index, chunk in enumerate(self._plan.profile.units[unit].chunks):
             for span in chunk.spans:
                 if span.parameter == parameter:
-                    here, there, count = span.chunk_start, span.parameter_start, span.elements
-                    yield index, slice(here, here + count), slice(there, there + count)
+                    there = span.parameter_start
+                    yield index, span.chunk_start, slice(there, there + span.elements)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """The slots of a parameter's state in its shape, each in memory of its own."""
+        """A parameter's state as torch has it, in the parameter's shape and memory of its own."""
         self._executor.quiesce("state", unit)
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         out = {
-            slot.name: torch.empty(
-                one.elements, dtype=getattr(torch, slot.dtype), device=self._executor.device
-            )
-            for slot in fmt.slots
+            name: torch.empty(one.elements, dtype=dtype, device=self._executor.device)
+            for name, dtype in plain_dtypes(fmt).items()
         }
         for chunk, here, there in self._spans(unit, parameter):
             record = self._executor.peek(Value("state", unit, chunk))
-            for name, view in views(record, fmt, spec.chunks[chunk].elements).items():
-                out[name][there].copy_(view[here])
+            slots = views(record, fmt, spec.chunks[chunk].elements)
+            count = there.stop - there.start
+            for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
+                out[name][there].copy_(part)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
     def write(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Replace slots of a parameter's state; slots that `state` lacks become zero.
+        """Replace a parameter's state, given as `read` gives it; what it lacks becomes zero.
 
         Raises:
             ValueError: a slot of another shape than the parameter.
@@ -60,20 +61,18 @@ class States:
         self._executor.quiesce("state", unit)
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
-        for slot in fmt.slots:
-            if slot.name in state and tuple(state[slot.name].shape) != one.shape:
+        for name in plain_dtypes(fmt):
+            if name in state and tuple(state[name].shape) != one.shape:
                 raise ValueError(
-                    f"state {slot.name} of {one.name} has shape {tuple(state[slot.name].shape)}, "
+                    f"state {name} of {one.name} has shape {tuple(state[name].shape)}, "
                     f"the parameter {one.shape}: the state is of another model"
                 )
         for chunk, here, there in self._spans(unit, parameter):
             value = Value("state", unit, chunk)
             record = self._executor.peek(value)
-            for name, view in views(record, fmt, spec.chunks[chunk].elements).items():
-                if name in state:
-                    view[here].copy_(state[name].reshape(-1)[there])
-                else:
-                    view[here].zero_()
+            slots = views(record, fmt, spec.chunks[chunk].elements)
+            part = {name: whole.reshape(-1)[there] for name, whole in state.items()}
+            from_plain(part, cut(slots, fmt, here, there.stop - there.start), fmt)
             self._executor.poke(value, record)
 
     def clear(self) -> None:

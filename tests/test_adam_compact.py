@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, compact, reference, views
 from cpu_adam.formats import GROUP_ELEMENTS
+from cpu_adam.plain import from_plain, to_plain
 
 COMPACT = FORMATS["compact"]
 CPU = torch.device("cpu")
@@ -76,6 +77,34 @@ def test_every_code_comes_back() -> None:
             torch.testing.assert_close(
                 again[name + "_scale"], codes[name + "_scale"], rtol=3e-7, atol=0
             )
+
+
+def test_what_was_decoded_is_restored_bit_for_bit() -> None:
+    """Every pair of codes, with scales from the smallest that is kept to huge ones."""
+    elements = 256 * GROUP_ELEMENTS
+    codes, again = State(elements).slots, State(elements).slots
+    codes["exp_avg"].copy_(torch.arange(elements) // 2 % 255 - 127)
+    codes["exp_avg_sq"].copy_((torch.arange(elements) * 7) % 254 + 2)
+    for name in ("exp_avg", "exp_avg_sq"):
+        codes[name][::GROUP_ELEMENTS] = int(codes[name].max())
+        scales = random(256, 1).abs() * 2.0 ** torch.linspace(-50, 50, 256) + 2.0**-60
+        codes[name + "_scale"].copy_(scales)
+    weights = torch.arange(elements, dtype=torch.int16)
+    codes["residue"].copy_(weights)
+    from_plain(to_plain(codes, COMPACT), again, COMPACT)
+    for name, slot in codes.items():
+        assert torch.equal(again[name], slot), name
+
+
+def test_what_is_missing_is_restored_as_zero() -> None:
+    state = State(200)
+    for slot in state.slots.values():
+        slot.fill_(3)
+    from_plain({"exp_avg": torch.ones(200, dtype=torch.bfloat16)}, state.slots, COMPACT)
+    found = to_plain(state.slots, COMPACT)
+    assert found["exp_avg"].eq(1).all()
+    assert not found["exp_avg_sq"].any()
+    assert not found["residue"].any()
 
 
 @pytest.mark.parametrize("decades", [0, 3, 30])

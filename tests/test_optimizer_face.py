@@ -146,9 +146,15 @@ def test_torchs_state_goes_in_and_ours_goes_out(
         )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_move_between_placements_bit_for_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    with attached(("cpu", "cpu", "nvme"), tmp_path, dtype=dtype) as run:
+@pytest.mark.parametrize(
+    ("dtype", "states"),
+    [(torch.float32, "exact"), (torch.bfloat16, "exact"), (torch.bfloat16, "compact")],
+)
+def test_states_move_between_placements_bit_for_bit(
+    dtype: torch.dtype, states: str, tmp_path: Path
+) -> None:
+    options: Any = {"dtype": dtype, "states": states}
+    with attached(("cpu", "cpu", "nvme"), tmp_path, **options) as run:
         for number in range(2):
             plain(run, number)
         buffer = io.BytesIO()
@@ -158,11 +164,11 @@ def test_states_move_between_placements_bit_for_bit(dtype: torch.dtype, tmp_path
         expected = result_of(run)
     for placement in (RESIDENT, ("nvme", "nvme", "cpu")):
         buffer.seek(0)
-        weights, states = torch.load(buffer, weights_only=True)
-        with attached(placement, tmp_path, dtype=dtype) as run:
+        weights, saved = torch.load(buffer, weights_only=True)
+        with attached(placement, tmp_path, **options) as run:
             plain(run, 0)
             run.model.load_state_dict(weights)
-            run.optimizer.load_state_dict(states)
+            run.optimizer.load_state_dict(saved)
             run.losses[:] = expected.losses[:2]
             run.generator.manual_seed(7)
             batch(run.generator), batch(run.generator)

@@ -1,0 +1,60 @@
+"""The state of a span as torch's own optimizers have it: a number per element for each moment.
+
+What checkpoints and people read. For most formats these are the slots of the record; `compact` is
+decoded, and encoded again to the nearest code, which brings back the very bits that were decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cpu_adam import compact
+from cpu_adam.formats import StateFormat
+
+
+def plain_dtypes(format: StateFormat) -> dict[str, torch.dtype]:
+    """The dtype of each part of the plain state, by name."""
+    coded = format.group_elements > 1
+    return {
+        slot.name: torch.float32 if coded and slot.name in _MOMENTS else getattr(torch, slot.dtype)
+        for slot in format.slots
+        if slot.elements_per_item == 1
+    }
+
+
+@torch.no_grad()
+def to_plain(record_views: Mapping[str, Tensor], format: StateFormat) -> dict[str, Tensor]:
+    """The plain state of a span, 1-D each; parts that need no decoding are the slots themselves.
+
+    record_views: the slots of the span, which starts a group.
+    """
+    decoded = compact.decode(record_views) if format.group_elements > 1 else {}
+    return {name: decoded.get(name, record_views[name]) for name in plain_dtypes(format)}
+
+
+@torch.no_grad()
+def from_plain(
+    state: Mapping[str, Tensor], record_views: Mapping[str, Tensor], format: StateFormat
+) -> None:
+    """Write the slots of a span from its plain state; what `state` lacks becomes zero.
+
+    state: 1-D tensors of the span's length, of any floating dtype (the residue: int16).
+    """
+    whole = {}
+    for name, dtype in plain_dtypes(format).items():
+        slot = record_views[name]
+        given = state.get(name)
+        whole[name] = torch.zeros_like(slot, dtype=dtype)
+        if given is not None:
+            whole[name].copy_(given)
+    if format.group_elements > 1:
+        compact.restore(whole, record_views)
+        whole = {name: value for name, value in whole.items() if name not in _MOMENTS}
+    for name, value in whole.items():
+        record_views[name].copy_(value)
+
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
