@@ -24,9 +24,13 @@ from cpu_adam.native import (
     update,
     update_parts,
 )
+from cpu_adam.optimizers import CPUSGD, CPUAdam, CPULion
 from cpu_adam.reference import views
 
 __all__ = [
+    "CPUAdam",
+    "CPULion",
+    "CPUSGD",
     "FORMATS",
     "AdamHyper",
     "Kernel",

@@ -51,7 +51,7 @@ ROUNDS_MAX = 100
 SMALL_TENSORS, SMALL_ELEMENTS, SMALL_ROUNDS = 1000, 4096, 15
 """Many small tensors in one call: how many, how large, how often."""
 
-Jobs = Mapping[tuple[Role, str], Callable[[], None]]
+Jobs = Mapping[tuple[Role, str], Callable[[], object]]
 Progress = Callable[[float, str], None]
 """Told which share of the whole is done, and what is measured now."""
 
@@ -187,7 +187,7 @@ class _Job:
 
     def group(self, threads: int, seconds: float, progress: Callable[[float], None]) -> Group:
         """Measures with the threads that are set now, for about so many seconds."""
-        jobs: dict[tuple[Role, str], Callable[[], None]] = {}
+        jobs: dict[tuple[Role, str], Callable[[], object]] = {}
         jobs |= {("stream", name): job for name, job in self._streams().items()}
         jobs |= {("update", name): partial(self._update, name) for name in self._wanted.kernels}
         jobs |= {("peer", name): job for name, job in self._peers.items()}
@@ -212,13 +212,13 @@ class _Job:
                 format=self._format,
             )
 
-    def _streams(self) -> dict[str, Callable[[], None]]:
+    def _streams(self) -> dict[str, Callable[[], object]]:
         """In-place streams of the update's bytes: half as many words, each read and written."""
         words = self._words[: self._moved_bytes // 8]
         chosen = choice.kernel()
         if chosen.native is None:
             return {"torch in-place add": partial(_add_one, words)}
-        found: dict[str, Callable[[], None]] = {}
+        found: dict[str, Callable[[], object]] = {}
         found["one array"] = partial(native.stream, chosen, "stream", words)
         name = f"stream_{self._format.name}"
         if name in chosen.native.OPERATIONS and self._gradient.itemsize == 2:
@@ -255,7 +255,7 @@ class _Job:
             return None
         kernel = self._wanted.kernels[0]
         turns = [(HYPERS[self._format.rule], STEP)]
-        jobs: dict[tuple[Role, str], Callable[[], None]] = {}
+        jobs: dict[tuple[Role, str], Callable[[], object]] = {}
         for name, count in (("many", tensors), ("one", 1)):
             table = self._table(count, tensors * SMALL_ELEMENTS // count)
             jobs["update", name] = partial(table.update, turns)

@@ -64,23 +64,26 @@ def check_part(
 
 
 def check_span(
-    weight: Tensor, gradient: Tensor, slots: Sequence[Tensor], format: StateFormat
+    weight: Tensor, gradient: Tensor | None, slots: Sequence[Tensor], format: StateFormat
 ) -> None:
     """Raise ValueError unless the tensors of `update` fit each other and the format."""
     dtypes = [format.weight_dtype, *(slot.dtype for slot in format.slots)]
     tensors = [weight, *slots]
-    fits = len(tensors) == len(dtypes) and gradient.dtype in GRADIENT_DTYPES
+    fits = len(tensors) == len(dtypes)
     fits = fits and all(x.dtype == getattr(torch, dtype) for x, dtype in zip(tensors, dtypes))
-    fits = fits and weight.dim() == 1 and gradient.shape == weight.shape
+    fits = fits and weight.dim() == 1
+    if gradient is not None:
+        fits = fits and gradient.dtype in GRADIENT_DTYPES and gradient.shape == weight.shape
     if not fits or any(
         tuple(x.shape) != (slot.items(weight.numel()),) for x, slot in zip(slots, format.slots)
     ):
+        given = None if gradient is None else (str(gradient.dtype), tuple(gradient.shape))
         raise ValueError(
             f"asked for a {format.name} update of 1-D tensors of one length: weight and slots of "
             f"{dtypes} and a bfloat16, float16 or float32 gradient; found weight and slots "
-            f"{[(str(x.dtype), tuple(x.shape)) for x in tensors]}, gradient {gradient.dtype} "
-            f"{tuple(gradient.shape)}; likely cause: a record of another format or span; try: take "
-            f"the slots from cpu_adam.views and slice every argument alike"
+            f"{[(str(x.dtype), tuple(x.shape)) for x in tensors]}, gradient {given}; likely cause: "
+            f"a record of another format or span; try: take the slots from cpu_adam.views and "
+            f"slice every argument alike"
         )
 
 

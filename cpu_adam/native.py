@@ -139,7 +139,8 @@ class Span:
     """Elements that are updated together: the tensors that `update` takes, and whose turn it is."""
 
     weight: Tensor
-    gradient: Tensor
+    gradient: Tensor | None
+    """None where every update brings its own."""
     record_views: Mapping[str, Tensor]
     turn: int = 0
     """Which of the turns handed to `UpdateTable.update` is this span's."""
@@ -155,10 +156,10 @@ class UpdateTable:
     """
 
     def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
-        """All of one format, with gradients of one dtype. Raises ValueError for anything else."""
+        """All of one format. Raises ValueError for anything else."""
         self._format = format
         self._spans = list(spans)
-        self._slots = [
+        slots_of = [
             [
                 span.record_views[slot.name]
                 for slot in format.slots
@@ -166,57 +167,75 @@ class UpdateTable:
             ]
             for span in spans
         ]
-        for span, slots in zip(self._spans, self._slots):
+        for span, slots in zip(spans, slots_of):
             check_span(span.weight, span.gradient, slots, format)
             check_start(span.first_element, format)
-        tensors = [x for s, slots in zip(spans, self._slots) for x in (s.weight, *slots)]
+        tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = _are_native(tensors)
         self._written = [x for x in tensors if not x.is_inference()]
         self._last_turn = max((span.turn for span in spans), default=-1)
         self._rows = np.array(
-            [_row(span, slots) for span, slots in zip(spans, self._slots)], np.int64
+            [_row(span, slots) for span, slots in zip(spans, slots_of)], np.int64
         ).reshape(len(self._spans), _ADDRESSES + 2 + len(format.slots))
-        self._look_at_gradients()
+        self._elements = [span.weight.numel() for span in spans]
+        self._own: list[Tensor] | None = None
+        own = [span.gradient for span in spans if span.gradient is not None]
+        if len(own) == len(self._spans):
+            self.set_gradients(own)
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Take other gradients, one for each span in their order, of the same shapes."""
-        if len(gradients) != len(self._spans):
-            raise ValueError(
-                f"asked to set the gradients of {len(self._spans)} spans; found {len(gradients)}; "
-                f"likely cause: a parameter without a gradient; try: a table of those that have one"
-            )
-        for k, (span, gradient) in enumerate(zip(self._spans, gradients)):
-            check_span(span.weight, gradient, self._slots[k], self._format)
-            self._spans[k] = replace(span, gradient=gradient)
-        self._rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in gradients]
-        self._look_at_gradients()
+        """Take other gradients, one for each span in their order, of one dtype.
+
+        They may have any shape with as many elements. Raises ValueError for anything else.
+        """
+        self._own = self._checked(gradients)
 
     def update(
-        self, turns: Turns, *, gradient_scale: float = 1.0, checksums: bool = False
+        self,
+        turns: Turns,
+        *,
+        gradients: Sequence[Tensor] | None = None,
+        gradient_scale: float = 1.0,
+        checksums: bool = False,
     ) -> Checksums | None:
         """Update every span by its turn: the hyper-parameters and the number of the step.
 
+        gradients: as `set_gradients` takes them, for this step only: the table does not keep them.
         Returns, where they are asked for, a row of checksums for each span.
         """
         check_turns(turns, self._last_turn, self._format)
+        due = self._own if gradients is None else self._checked(gradients)
+        if due is None:
+            raise ValueError(
+                "asked for an update by the gradients of the table; found spans without; likely "
+                "cause: a table built for gradients that each step brings; try: update(gradients=)"
+            )
         chosen = kernel()
-        if chosen.native is None or not self._native or not self._native_gradients:
-            return _by_reference(self._spans, turns, gradient_scale, self._format, checksums)
+        native = chosen.native is not None and self._native
+        if not due or not native or not all(x.is_cpu for x in due):
+            spans = [
+                replace(span, gradient=gradient.reshape(-1))
+                for span, gradient in zip(self._spans, due)
+            ]
+            return _by_reference(spans, turns, gradient_scale, self._format, checksums)
+        self._rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in due]
         factors = _factors(turns, gradient_scale)
-        found = _run(chosen, self._format.name, self._dtype, self._rows, factors, checksums)
+        found = _run(chosen, self._format.name, due[0].dtype, self._rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
         return found
 
-    def _look_at_gradients(self) -> None:
-        self._native_gradients = _are_native(span.gradient for span in self._spans)
-        dtypes = {span.gradient.dtype for span in self._spans} or {torch.float32}
-        if len(dtypes) != 1:
+    def _checked(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients, contiguous. Raises ValueError if they are not those of the spans."""
+        dtypes = {gradient.dtype for gradient in gradients}
+        fits = len(dtypes) <= 1 and dtypes <= _GRADIENTS.keys()
+        if not fits or [gradient.numel() for gradient in gradients] != self._elements:
             raise ValueError(
-                f"asked for a table of spans with gradients of one dtype; found "
-                f"{sorted(map(str, dtypes))}; likely cause: parameters of several dtypes; try: a "
-                f"table for each"
+                f"asked for a gradient for each of {len(self._spans)} spans, of as many elements "
+                f"and all of one dtype; found {len(gradients)} of {sorted(map(str, dtypes))}; "
+                f"likely cause: a parameter without a gradient, or of another dtype; try: a table "
+                f"for each dtype, of the parameters that have gradients"
             )
-        (self._dtype,) = dtypes
+        return [x if x.is_contiguous() else x.contiguous() for x in gradients]
 
 
 def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
@@ -304,6 +323,7 @@ def _by_reference(
     spans: Sequence[Span], turns: Turns, scale: float, format: StateFormat, checksums: bool
 ) -> Checksums | None:
     for span in spans:
+        assert span.gradient is not None
         hyper, step = turns[span.turn]
         reference.update(
             span.weight,
@@ -326,8 +346,8 @@ def _by_reference(
 
 def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:
     """A row of a table: see src/sweep.h."""
-    addresses = (x.data_ptr() for x in (span.gradient, span.weight, *slots))
-    return (span.weight.numel(), span.turn, span.first_element, *addresses)
+    addresses = (x.data_ptr() for x in (span.weight, *slots))
+    return (span.weight.numel(), span.turn, span.first_element, 0, *addresses)
 
 
 def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:

@@ -1,0 +1,239 @@
+"""What the optimizers of this package have in common: torch.optim's protocol over native updates.
+
+[Note: Edits]
+A bfloat16 parameter is the upper half of its float32 master; the state's `residue` is the lower.
+Whatever is written into the parameter between steps (`p.copy_`, `clamp_`, `load_state_dict`,
+`p.data = ...`) is served unchanged, and the next step starts within half a bfloat16 unit of it: the
+residue cannot carry a weight back, only refine it. Residues are therefore left as they are, as in
+torch any state is left when a parameter is edited. To zero them when versions differ was
+considered: it loses what clipping weights after every step leaves of each step (such training
+stalls), the checkpoint's masters where the model is loaded after its optimizer, and every master
+where averaged weights are swapped in and out. Who wants the edited value as the exact master says
+`optimizer.state[p]["residue"].zero_()`.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from cpu_adam.batch import Batch, Due, Member
+from cpu_adam.hyper import Hyper
+from cpu_adam.native import is_finite
+from cpu_adam.parameter_state import (
+    STEP,
+    agreed,
+    check_parameter,
+    fresh,
+    key_of,
+    loaded,
+    local,
+    saved,
+)
+
+_REFUSED = {
+    "amsgrad": "no state format keeps the largest second moment",
+    "capturable": "CUDA graphs cannot hold work on the CPU",
+    "differentiable": "the update is no sequence of torch operations that autograd could follow",
+}
+"""Options of torch's optimizers that are not offered, and why."""
+
+
+class CPUOptimizer(torch.optim.Optimizer):
+    """An optimizer of parameters in CPU memory; each step is one native call per state format."""
+
+    rule: ClassVar[str]
+    """Name of the rule in `cpu_adam.FORMATS`."""
+    counts_steps: ClassVar[bool] = False
+    """Whether a state has the number of its steps."""
+    _step_supports_amp_scaling = True
+    """Tells GradScaler that `step` looks at its `grad_scale` and `found_inf`."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], skip_nonfinite: bool) -> None:
+        """Params: tensors or groups, as in torch. defaults: of the groups."""
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped_steps = 0
+        """Steps that changed nothing because a gradient was not finite."""
+        self._batch: Batch | None = None
+        super().__init__(params, defaults)
+
+    @abstractmethod
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """The hyper-parameters of a group. Raises ValueError where no step is defined by them."""
+
+    def _unused(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Slots that a group does without."""
+        return ()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does. Raises ValueError, and adds none, if it cannot be served."""
+        super().add_param_group(param_group)
+        try:
+            self._check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        for option, reason in _REFUSED.items():
+            if group.get(option):
+                raise ValueError(
+                    f"asked for {type(self).__name__} with {option}=True; found that {reason}; "
+                    f"likely cause: options copied from another optimizer; try: {option}=False"
+                )
+        if group.get("fused") and group.get("foreach"):
+            raise ValueError(
+                f"asked for {type(self).__name__} with fused=True and foreach=True; found two "
+                f"implementations asked for, which torch refuses too; likely cause: options of two "
+                f"set-ups merged; try: leave both unset, every value gives the same bits here"
+            )
+        self._hyper(group)
+        for parameter in group["params"]:
+            check_parameter(parameter, group["states"], self.rule)
+
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient; the closure's loss, if there is a closure.
+
+        Raises ValueError, before anything is changed, for sparse gradients, parameters that are not
+        in CPU memory and hyper-parameters by which no step is defined.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        hypers = [self._hyper(group) for group in self.param_groups]
+        due = self._due()
+        if self._must_skip(due):
+            self.skipped_steps += 1
+            return
+        setting = [(group["states"], self._unused(group)) for group in self.param_groups]
+        if self._batch is None or not self._batch.serves(due, self.state, setting):
+            self._batch = None
+            members = [self._member(p, number) for p, number in zip(due.parameters, due.groups)]
+            self._batch = Batch(due, members, self.state, setting)
+        scale = getattr(self, "grad_scale", None)
+        self._batch.run(hypers, due.gradients, 1.0 if scale is None else 1.0 / float(scale))
+
+    def _due(self) -> Due:
+        due = Due([], [], [])
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    raise ValueError(
+                        f"asked for a step by a dense gradient; found one of layout "
+                        f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}; "
+                        f"likely cause: nn.Embedding(sparse=True); try: sparse=False, or "
+                        f"torch.optim.SparseAdam for that parameter"
+                    )
+                due.parameters.append(parameter)
+                due.gradients.append(gradient)
+                due.groups.append(number)
+        return due
+
+    def _must_skip(self, due: Due) -> bool:
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and float(found_inf) != 0.0:
+            return True
+        if not self.skip_nonfinite:
+            return False
+        found = not all(is_finite(local(gradient)) for gradient in due.gradients)
+        return agreed(found, [p for group in self.param_groups for p in group["params"]])
+
+    def _member(self, parameter: Tensor, number: int) -> Member:
+        """A parameter with its state, which is made or completed where it is not there yet."""
+        group = self.param_groups[number]
+        format = check_parameter(parameter, group["states"], self.rule)
+        unused = self._unused(group)
+        state = self.state[parameter]
+        begins = False
+        slots, keys = {}, []
+        for slot in format.slots:
+            key = key_of(slot)
+            if slot.name in unused:
+                continue
+            if state.get(key) is None:
+                state[key] = fresh(parameter, slot)
+                begins = slot.name != "residue" or begins
+            elif not local(state[key]).is_contiguous():
+                state[key] = state[key].contiguous()
+            slots[slot.name] = state[key]
+            keys.append(key)
+        if self.counts_steps:
+            state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32))
+            keys.append(STEP)
+        return Member(parameter, format, state, slots, keys, begins)
+
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def state_dict(self) -> dict[str, Any]:
+        """The options and states in torch's format, as references like torch's own.
+
+        A residue that is sharded over processes comes as an int32 copy, which gloo and NCCL can
+        gather.
+        """
+        found = super().state_dict()
+        states = {key: saved(state) for key, state in found["state"].items()}
+        return {**found, "state": states}
+
+    @_disable_dynamo  # type: ignore[untyped-decorator]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this optimizer or of its counterpart in torch returned.
+
+        Everything is copied. float32 moments of bfloat16 parameters stay float32; a checkpoint
+        without residues loads as masters that equal their weights. Options that the checkpoint
+        does not have stay as they are. The model may be loaded before or after: see [Note: Edits].
+        Raises ValueError, and changes nothing, where groups, shapes or states do not fit.
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        saved_groups = state_dict["param_groups"]
+        have = [len(group["params"]) for group in self.param_groups]
+        given = [len(group["params"]) for group in saved_groups]
+        if have != given:
+            raise ValueError(
+                f"asked to load parameter groups of {have} parameters; found groups of {given}; "
+                f"likely cause: the checkpoint is of another model or was grouped otherwise; try: "
+                f"build the groups as they were when it was saved"
+            )
+        groups, owners = [], {}
+        for group, old in zip(self.param_groups, saved_groups):
+            options = {key: value for key, value in old.items() if key != "params"}
+            groups.append({**group, **copy.deepcopy(options), "params": group["params"]})
+            self._check_group(groups[-1])
+            owners.update({key: (p, groups[-1]) for key, p in zip(old["params"], group["params"])})
+        state: dict[Any, Any] = {}
+        for key, value in state_dict["state"].items():
+            if key in owners:
+                parameter, group = owners[key]
+                format = check_parameter(parameter, group["states"], self.rule)
+                state[parameter] = loaded(parameter, format, value)
+            else:
+                state[key] = copy.deepcopy(value)
+        self.__setstate__({"state": type(self.state)(dict, state), "param_groups": groups})
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = {"skip_nonfinite": self.skip_nonfinite, "skipped_steps": self.skipped_steps}
+        return {**super().__getstate__(), **mine}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._batch = None

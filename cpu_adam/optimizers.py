@@ -1,0 +1,184 @@
+"""Optimizers for parameters in CPU memory, in place of those of torch.optim.
+
+Each is torch.optim's counterpart by its arguments, its semantics and its `state_dict`, with one
+native call per step and state format, and with the full float32 master of a bfloat16 parameter
+inside. They need nothing of `offload`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
+from cpu_adam.optimizer_base import CPUOptimizer
+
+
+class CPUAdam(CPUOptimizer):
+    """AdamW (arXiv 1711.05101), or Adam (arXiv 1412.6980) by `decoupled_weight_decay=False`.
+
+    Takes the place of torch.optim.AdamW and torch.optim.Adam for parameters in CPU memory, float32
+    or bfloat16. State: `step`, `exp_avg` and `exp_avg_sq` (float32 also for bfloat16 parameters)
+    and, for these, `residue`, the lower half of the float32 master (int16).
+    """
+
+    rule = "adam"
+    counts_steps = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = True,
+        states: str = "exact",
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        """As torch.optim.AdamW.
+
+        states: which row of `cpu_adam.FORMATS` keeps the state; `compact` takes a byte per moment
+        of a bfloat16 parameter. skip_nonfinite: look at all gradients first and skip the step if
+        one is not finite (counted in `skipped_steps`). foreach and fused choose between
+        implementations in torch; here each value gives the same. Raises ValueError for amsgrad,
+        capturable and differentiable, and for parameters that cannot be served.
+        """
+        defaults = {
+            "lr": lr,
+            "betas": tuple(float(beta) for beta in betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "states": states,
+        }
+        super().__init__(params, defaults, skip_nonfinite)
+
+    def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+        beta1, beta2 = group["betas"]
+        return AdamHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            maximize=bool(group["maximize"]),
+        )
+
+
+class CPULion(CPUOptimizer):
+    """Lion (arXiv 2302.06675) for parameters in CPU memory, float32 or bfloat16.
+
+    State: `exp_avg` (float32) and, for bfloat16 parameters, `residue`.
+    """
+
+    rule = "lion"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        states: str = "exact",
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        """Arguments and errors as those of `CPUAdam`; weight decay is decoupled."""
+        defaults = {
+            "lr": lr,
+            "betas": tuple(float(beta) for beta in betas),
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "states": states,
+        }
+        super().__init__(params, defaults, skip_nonfinite)
+
+    def _hyper(self, group: Mapping[str, Any]) -> LionHyper:
+        beta1, beta2 = group["betas"]
+        return LionHyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            maximize=bool(group["maximize"]),
+        )
+
+
+class CPUSGD(CPUOptimizer):
+    """torch.optim.SGD for parameters in CPU memory, float32 or bfloat16.
+
+    State: `momentum_buffer` (float32) where there is momentum and, for bfloat16 parameters,
+    `residue`.
+    """
+
+    rule = "sgd"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        states: str = "exact",
+        skip_nonfinite: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+    ) -> None:
+        """As torch.optim.SGD; the other arguments and errors as those of `CPUAdam`."""
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "states": states,
+        }
+        super().__init__(params, defaults, skip_nonfinite)
+
+    def _hyper(self, group: Mapping[str, Any]) -> SGDHyper:
+        return SGDHyper(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            dampening=float(group["dampening"]),
+            weight_decay=float(group["weight_decay"]),
+            nesterov=bool(group["nesterov"]),
+            maximize=bool(group["maximize"]),
+        )
+
+    def _unused(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return () if group["momentum"] else ("momentum_buffer",)

@@ -1,0 +1,189 @@
+"""The state of one parameter as torch.optim keeps it: made, checked, and taken from a checkpoint.
+
+A state is a dict of tensors in the parameter's own shape under torch's names (`exp_avg`, ...), with
+one key more where a bfloat16 weight is only half of its master: `residue`. Under FSDP2 parameters
+and states are DTensors; what is updated is the part of each that this process holds (`local`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpu_adam.compact import encode
+from cpu_adam.formats import Slot, StateFormat, format_for
+
+STEP = "step"
+"""Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch."""
+OPTIONAL = ("residue", "momentum_buffer")
+"""Slots that a checkpoint may lack: no residue is a master that equals its weight, and SGD's
+buffer begins with its first gradient."""
+
+ENCODED_ELEMENTS = 1 << 20
+"""Elements encoded at a time, to bound temporaries: a multiple of every group."""
+
+_GATHERABLE = {torch.int16: torch.int32}
+"""Dtypes that neither gloo nor NCCL can send, and the ones that hold the same numbers."""
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def local(x: Tensor) -> Tensor:
+    """The part of a tensor that this process holds: of a DTensor its local one, else itself."""
+    if type(x) in _PLAIN or not hasattr(x, "to_local"):
+        return x
+    part: Tensor = x.to_local()
+    return part
+
+
+def key_of(slot: Slot) -> str:
+    """The key of a slot in a state. A byte of code must not be taken for the moment itself."""
+    return f"{slot.name}_code" if slot.dtype in ("int8", "uint8") else slot.name
+
+
+def check_parameter(parameter: Tensor, states: str, rule: str) -> StateFormat:
+    """The format of a parameter's state. Raises ValueError where it cannot be updated here."""
+    found = ""
+    if parameter.is_complex():
+        found = f"a parameter of {parameter.dtype}"
+        cause = "a layer with complex weights"
+        remedy = "hold torch.view_as_real(weight) as the parameter"
+    elif parameter.device.type != "cpu":
+        found = f"a parameter on {parameter.device}"
+        cause = "the model was moved to an accelerator or is not materialised yet"
+        remedy = "offload.attach or torch.optim there; under FSDP2, CPUOffloadPolicy()"
+    elif parameter.layout != torch.strided:
+        found = f"a parameter of layout {parameter.layout}"
+        cause = "a sparse layer"
+        remedy = "torch.optim.SparseAdam or SGD for it"
+    if found:
+        raise ValueError(
+            f"asked for the update of parameters in CPU memory, real and strided; found {found}; "
+            f"likely cause: {cause}; try: {remedy}"
+        )
+    format = format_for(str(parameter.dtype).removeprefix("torch."), states, rule)
+    if format.group_elements > 1 and local(parameter) is not parameter:
+        raise ValueError(
+            f"asked for {states!r} states of a DTensor; found one of shape "
+            f"{tuple(parameter.shape)}, sharded over processes; likely cause: FSDP2, whose "
+            f"shards cut groups of {format.group_elements} elements that share their scales; try: "
+            f"states='exact'"
+        )
+    return format
+
+
+def fresh(parameter: Tensor, slot: Slot) -> Tensor:
+    """Zeros for a slot: of the parameter's shape (and placement), or one item per group, 1-D."""
+    dtype = getattr(torch, slot.dtype)
+    if slot.elements_per_item > 1:
+        return torch.zeros(slot.items(parameter.numel()), dtype=dtype)
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A state from a checkpoint of ours or torch's: copies, in the dtypes of the format.
+
+    What the format has no slot for is copied as it is. Moments as numbers are encoded where the
+    format keeps codes. Raises ValueError where the state is of another parameter, optimizer or
+    format.
+    """
+    slots = {key_of(slot): slot for slot in format.slots}
+    state: dict[str, Any] = {}
+    codes = [slot.name for slot in format.slots if key_of(slot) != slot.name]
+    if codes and all(isinstance(saved.get(name), Tensor) for name in codes):
+        state.update(_encoded(parameter, format, saved, codes))
+        saved = {key: value for key, value in saved.items() if key not in codes}
+    for key, value in saved.items():
+        if key == STEP:
+            state[key] = torch.tensor(float(value), dtype=torch.float32)
+        elif key not in slots:
+            state[key] = copy.deepcopy(value)
+        elif value is not None:
+            state[key] = _taken(parameter, key, slots[key], value)
+    missing = [key for key in slots if key not in state and key not in OPTIONAL]
+    if state and missing:
+        raise ValueError(
+            f"asked to load a state with {', '.join(slots)}; found one with "
+            f"{', '.join(map(str, saved))}; likely cause: the checkpoint is of another optimizer "
+            f"or state format; try: load it into the kind of optimizer that saved it"
+        )
+    return state
+
+
+def _encoded(
+    parameter: Tensor, format: StateFormat, saved: Mapping[str, Any], codes: Iterable[str]
+) -> dict[str, Tensor]:
+    """Moments as numbers, such as torch has them, in codes and scales."""
+    numbers = Slot("moment", "float32", 4)
+    moments = {name: _taken(parameter, name, numbers, saved[name]).view(-1) for name in codes}
+    slots = [slot for slot in format.slots if slot.name != "residue"]
+    state = {key_of(slot): fresh(parameter, slot) for slot in slots}
+    flat = {slot.name: state[key_of(slot)].view(-1) for slot in slots}
+    step, elements = int(saved[STEP]), parameter.numel()
+    for first in range(0, elements, ENCODED_ELEMENTS):
+        here = slice(first, min(first + ENCODED_ELEMENTS, elements))
+        part = {
+            slot.name: flat[slot.name][first // slot.elements_per_item : slot.items(here.stop)]
+            for slot in slots
+        }
+        encode({name: x[here] for name, x in moments.items()}, part, first, step)
+    return state
+
+
+def saved(state: Any) -> Any:
+    """A state as a state dict has it: what is sharded in a dtype that can be gathered."""
+    if not isinstance(state, dict):
+        return state
+    wide = {
+        key: value.to(_GATHERABLE[value.dtype])
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.dtype in _GATHERABLE and local(value) is not value
+    }
+    return {**state, **wide} if wide else state
+
+
+def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
+    """A copy of a saved tensor that fits the slot."""
+    want = getattr(torch, slot.dtype)
+    shape = tuple(parameter.shape)
+    if slot.elements_per_item > 1:
+        shape = (slot.items(parameter.numel()),)
+    same_kind = isinstance(value, Tensor) and (local(value) is value) == (
+        slot.elements_per_item > 1 or local(parameter) is parameter
+    )
+    if not same_kind or tuple(value.shape) != shape or not _fits(value.dtype, want):
+        found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(
+            f"asked to load {key} as {want} {shape}{'' if same_kind else ', sharded alike'}; found "
+            f"{found} ({type(value).__name__}); likely cause: the checkpoint is of another model "
+            f"or sharding; try: torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+        )
+    if local(parameter) is not parameter:
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        value = value.redistribute(mesh, placements)
+    copied = torch.empty_like(
+        value, dtype=want, device="cpu", memory_format=torch.contiguous_format
+    )
+    return copied.copy_(value.detach())
+
+
+def _fits(found: torch.dtype, want: torch.dtype) -> bool:
+    """Numbers may change their precision on the way, codes must be what `saved` made of them."""
+    if want.is_floating_point:
+        return found.is_floating_point
+    return found in (want, _GATHERABLE.get(want))
+
+
+def agreed(found: bool, parameters: Iterable[Tensor]) -> bool:
+    """Whether any process that shares these parameters found it: the same answer in each."""
+    sharded = [p for p in parameters if local(p) is not p]
+    meshes = dict.fromkeys(p.device_mesh for p in sharded)  # type: ignore[attr-defined]
+    flag = torch.tensor(float(found), dtype=torch.float32)
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
+    return bool(flag)

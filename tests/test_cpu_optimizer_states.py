@@ -1,0 +1,303 @@
+"""State dicts of the CPU optimizers: to and from torch's, and back to their own bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import cpu_adam
+from cpu_adam import CPUSGD, CPUAdam
+from tests.optimizers import (
+    OURS,
+    assert_near,
+    assert_same,
+    contiguous,
+    parameters,
+    run,
+    set_gradients,
+    tensors_of,
+)
+
+every_optimizer = pytest.mark.parametrize("kind", OURS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+COUNTERPARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "adamw": (torch.optim.AdamW, CPUAdam),
+    "fused adamw": (lambda p, **o: torch.optim.AdamW(p, fused=True, **o), CPUAdam),
+    "adam": (torch.optim.Adam, lambda p, **o: CPUAdam(p, decoupled_weight_decay=False, **o)),
+    "sgd": (torch.optim.SGD, CPUSGD),
+    "sgd with momentum": (
+        lambda p, **o: torch.optim.SGD(p, momentum=0.9, nesterov=True, **o),
+        lambda p, **o: CPUSGD(p, momentum=0.9, nesterov=True, **o),
+    ),
+}
+every_counterpart = pytest.mark.parametrize("name", COUNTERPARTS)
+
+
+def params_like(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [nn.Parameter(p.detach().clone(memory_format=torch.preserve_format)) for p in params]
+
+
+def through_torch_save(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@every_counterpart
+@pytest.mark.parametrize("start_with_ours", [False, True])
+def test_training_goes_on_in_the_other_optimizer(name: str, start_with_ours: bool) -> None:
+    """Options, such as the learning rate and the kind of weight decay, travel with the state."""
+    builds = COUNTERPARTS[name]
+    first, second = reversed(builds) if start_with_ours else builds
+    reference = builds[0](contiguous(parameters()), lr=1e-2, weight_decay=0.1)
+    whole = run(reference, 8)
+    optimizer = first(contiguous(parameters()), lr=1e-2, weight_decay=0.1)
+    run(optimizer, 4)
+    other = second(params_like(optimizer))
+    other.load_state_dict(through_torch_save(optimizer.state_dict()))
+    assert other.param_groups[0]["lr"] == 1e-2
+    assert_near(run(other, 4, 4), whole, 0.1, 8)
+
+
+@every_counterpart
+def test_bfloat16_states_go_both_ways(name: str) -> None:
+    theirs, ours = COUNTERPARTS[name]
+    optimizer = theirs(contiguous(parameters(torch.bfloat16)))
+    run(optimizer, 3)
+    mine = ours(params_like(optimizer))
+    mine.load_state_dict(optimizer.state_dict())
+    run(mine, 1, 3)
+    for p in mine.param_groups[0]["params"]:
+        for key, value in mine.state[p].items():
+            assert value.dtype == (torch.int16 if key == "residue" else torch.float32)
+    back = theirs(params_like(mine))
+    back.load_state_dict(mine.state_dict())
+    run(back, 1, 4)
+    for p, q in zip(back.param_groups[0]["params"], mine.param_groups[0]["params"]):
+        assert (p.detach() - q.detach()).abs().max() < 0.1 if p.numel() else True
+
+
+@every_optimizer
+@every_dtype
+@pytest.mark.parametrize("way", ["direct", "file", "deepcopy", "pickle"])
+def test_own_round_trip_is_exact(kind: str, dtype: torch.dtype, way: str) -> None:
+    optimizer = OURS[kind](parameters(dtype), lr=1e-2, weight_decay=0.1, skip_nonfinite=True)
+    run(optimizer, 3)
+    if way in ("direct", "file"):
+        other = OURS[kind](params_like(optimizer), skip_nonfinite=True)
+        state = optimizer.state_dict()
+        other.load_state_dict(through_torch_save(state) if way == "file" else state)
+    elif way == "deepcopy":
+        other = copy.deepcopy(optimizer)
+    else:
+        other = pickle.loads(pickle.dumps(optimizer))
+    assert other.skip_nonfinite
+    assert_same(tensors_of(other), tensors_of(optimizer))
+    mine, copies = run(optimizer, 3, 3), run(other, 3, 3)
+    assert_same(copies, mine)
+    assert_same(tensors_of(other), tensors_of(optimizer))
+
+
+@every_optimizer
+@pytest.mark.parametrize("model_first", [False, True])
+def test_the_order_of_loading_does_not_matter(kind: str, model_first: bool) -> None:
+    """A model loaded after its optimizer keeps the masters of the checkpoint."""
+    model = nn.Linear(7, 5).bfloat16()
+    optimizer = OURS[kind](model.parameters(), lr=1e-3)
+    run(optimizer, 5)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    resumed = nn.Linear(7, 5).bfloat16()
+    other = OURS[kind](resumed.parameters(), lr=1e-3)
+    run(other, 2)
+    for load in (model_first, not model_first):
+        if load:
+            resumed.load_state_dict(saved[0])
+        else:
+            other.load_state_dict(saved[1])
+    run(optimizer, 3, 5)
+    run(other, 3, 5)
+    assert_same(tensors_of(other), tensors_of(optimizer))
+
+
+# A byte per moment.
+
+
+def compact(params: Any, **options: Any) -> CPUAdam:
+    return CPUAdam(params, lr=1e-2, states="compact", **options)
+
+
+@pytest.mark.parametrize("way", ["direct", "file", "deepcopy", "pickle"])
+def test_compact_states_come_back_exactly(way: str) -> None:
+    optimizer = compact(parameters(torch.bfloat16))
+    run(optimizer, 3)
+    other: Any
+    if way in ("direct", "file"):
+        other = CPUAdam(params_like(optimizer))
+        state = optimizer.state_dict()
+        other.load_state_dict(through_torch_save(state) if way == "file" else state)
+    elif way == "deepcopy":
+        other = copy.deepcopy(optimizer)
+    else:
+        other = pickle.loads(pickle.dumps(optimizer))
+    assert_same(run(other, 3, 3), run(optimizer, 3, 3))
+    assert_same(tensors_of(other), tensors_of(optimizer))
+
+
+@pytest.mark.parametrize("states", ["exact", "fp32", "compact"])
+def test_a_step_is_that_of_the_update(states: str) -> None:
+    format = cpu_adam.FORMATS[states]
+    dtype = getattr(torch, format.weight_dtype)
+    optimizer = CPUAdam(parameters(dtype), states=states, weight_decay=0.0)
+    run(optimizer, 2)
+    by = optimizer._hyper(optimizer.param_groups[0])
+    records = []
+    for p in parameters(dtype):
+        record = torch.zeros(format.record_bytes(p.numel()), dtype=torch.uint8)
+        views = cpu_adam.views(record, format, p.numel())
+        records.append((p, p.detach().contiguous().view(-1).clone(), views))
+    for step in (1, 2):
+        set_gradients([p for p, _, _ in records], step - 1)
+        for p, weight, views in records:
+            assert p.grad is not None
+            gradient = p.grad.reshape(-1)
+            cpu_adam.update(weight, gradient, views, by, step=step, format=format)
+    for (_, weight, _), p in zip(records, optimizer.param_groups[0]["params"]):
+        assert_same([p.detach().reshape(-1)], [weight])
+
+
+def test_moments_of_torch_are_encoded() -> None:
+    """And torch does not take codes for moments."""
+    theirs = torch.optim.AdamW(contiguous(parameters(torch.bfloat16)), lr=1e-2)
+    run(theirs, 5)
+    mine = compact(params_like(theirs))
+    mine.load_state_dict(theirs.state_dict())
+    for p, q in zip(mine.param_groups[0]["params"], theirs.param_groups[0]["params"]):
+        assert mine.state[p]["exp_avg_code"].dtype == torch.int8
+        if p.numel():
+            largest = theirs.state[q]["exp_avg"].abs().amax().float()
+            assert mine.state[p]["exp_avg_scale"].max() == largest
+    run(mine, 1)
+    theirs.load_state_dict(mine.state_dict())
+    with pytest.raises(KeyError, match="exp_avg"):
+        run(theirs, 1)
+
+
+def test_what_was_loaded_is_a_copy() -> None:
+    optimizer = CPUAdam(parameters())
+    run(optimizer, 2)
+    other = CPUAdam(params_like(optimizer))
+    other.load_state_dict(optimizer.state_dict())
+    before = [x.clone() for x in tensors_of(optimizer)]
+    run(other, 2)
+    assert_same(tensors_of(optimizer)[len(parameters()) :], before[len(parameters()) :])
+
+
+def test_options_that_a_checkpoint_lacks_stay() -> None:
+    optimizer = CPUAdam(parameters(torch.bfloat16), maximize=True)
+    state = optimizer.state_dict()
+    for option in ("states", "maximize", "decoupled_weight_decay"):
+        del state["param_groups"][0][option]
+    state["param_groups"][0]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    group = optimizer.param_groups[0]
+    assert (group["states"], group["maximize"], group["lr"]) == ("exact", True, 0.5)
+
+
+def test_load_hooks_run() -> None:
+    optimizer = CPUAdam(parameters())
+    run(optimizer, 1)
+    state = optimizer.state_dict()
+    seen = []
+
+    def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": 0.25} for group in given["param_groups"]]
+        return {**given, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda it: seen.append(it.param_groups[0]["lr"]))
+    optimizer.load_state_dict(state)
+    assert seen == [0.25]
+
+
+def _groups(state: dict[str, Any]) -> None:
+    state["param_groups"].append(state["param_groups"][0])
+
+
+def _shape(state: dict[str, Any]) -> None:
+    state["state"][3]["exp_avg"] = torch.zeros(5, 3)
+
+
+def _lacking(state: dict[str, Any]) -> None:
+    del state["state"][3]["exp_avg_sq"]
+
+
+def _codes(state: dict[str, Any]) -> None:
+    state["state"][3]["exp_avg"] = torch.zeros(3, 5, dtype=torch.int8)
+
+
+def _amsgrad(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["amsgrad"] = True
+
+
+@pytest.mark.parametrize("spoil", [_groups, _shape, _lacking, _codes, _amsgrad])
+def test_a_state_that_does_not_fit_is_refused_whole(
+    spoil: Callable[[dict[str, Any]], None],
+) -> None:
+    optimizer, other = CPUAdam(parameters(), lr=0.5), CPUAdam(parameters())
+    run(optimizer, 2)
+    run(other, 1)
+    before = [x.clone() for x in tensors_of(other)]
+    state = copy.deepcopy(optimizer.state_dict())
+    spoil(state)
+    with pytest.raises(ValueError, match=r"asked .*; found .*; likely cause: .*; try: "):
+        other.load_state_dict(state)
+    assert_same(tensors_of(other), before)
+    assert other.param_groups[0]["lr"] == 1e-3
+
+
+def test_momentum_that_begins_later_begins_as_in_torch() -> None:
+    results = []
+    for build in (torch.optim.SGD, CPUSGD):
+        optimizer = build(parameters(), lr=1e-2)
+        run(optimizer, 2)
+        optimizer.param_groups[0].update(momentum=0.9, dampening=0.5)
+        run(optimizer, 3, 2)
+        optimizer.param_groups[0].update(momentum=0.0)
+        run(optimizer, 1, 5)
+        optimizer.param_groups[0].update(momentum=0.9)
+        results.append(run(optimizer, 2, 6))
+    assert_near(results[1], results[0], 1.0, 8)
+
+
+@every_optimizer
+@every_dtype
+@pytest.mark.parametrize("flatten", [False, True])
+def test_helpers_of_distributed_checkpoints(kind: str, dtype: torch.dtype, flatten: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    models = [nn.Linear(7, 5).to(dtype) for _ in range(2)]
+    first, second = (OURS[kind](model.parameters(), lr=1e-2) for model in models)
+    run(first, 3)
+    models[1].load_state_dict(models[0].state_dict())
+    state = copy.deepcopy(get_optimizer_state_dict(models[0], first, options=options))
+    set_optimizer_state_dict(models[1], second, state, options=options)
+    assert_same(tensors_of(second), tensors_of(first))
+    set_gradients(list(models[0].parameters()), 9)
+    set_gradients(list(models[1].parameters()), 9)
+    first.step()
+    second.step()
+    assert_same(tensors_of(second), tensors_of(first))
