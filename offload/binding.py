@@ -7,13 +7,15 @@ a unit's buffer as a `Handle` (unit, offset, shape, strides) and turns it back i
 unit is in use again, or into a private copy when it is not: a stale read is impossible. A handle
 also notes the parameter's version, as torch's own check does not look at packed tensors. What is
 no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
-so the guard composes with them in whatever order they are entered.
+so the guard composes with them in whatever order they are entered. Both hold on to the unit's
+`Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
 """
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -113,6 +115,12 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
             yield (name, child, inner_name, inner)
 
 
+class Saved:
+    """Lives as long as autograd keeps a weight of a unit, or an input of its recompute."""
+
+    __slots__ = ("__weakref__",)
+
+
 class BoundUnit:
     """A unit and the parameters that stand for it in the model."""
 
@@ -148,6 +156,20 @@ class BoundUnit:
         self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
         self._views: dict[int, list[torch.Tensor]] = {}
         self._versions: list[int] = []
+        self._saved: Callable[[], Saved | None] = lambda: None
+
+    @property
+    def saved(self) -> bool:
+        """Whether autograd keeps anything whose backward may need the weights."""
+        return self._saved() is not None
+
+    def saving(self) -> Saved:
+        """What every such thing holds on to."""
+        saved = self._saved()
+        if saved is None:
+            saved = Saved()
+            self._saved = weakref.ref(saved)
+        return saved
 
     def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
         """Let the parameters be views of `buffer`, the unit's flat weights."""
@@ -228,6 +250,8 @@ class Handle(NamedTuple):
     stride: tuple[int, ...]
     version: int
     """The parameter's version when it was saved."""
+    saved: Saved
+    """The unit's, to keep alive."""
 
 
 class Locator(Protocol):
@@ -247,9 +271,10 @@ class Resolver(Protocol):
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saving guard]."""
 
-    def __init__(self, locator: Locator):
-        """Guard what is saved from here to `close`."""
+    def __init__(self, locator: Locator, units: Sequence[BoundUnit]):
+        """Guard what is saved from here to `close`, while `units` are used."""
         self._locator = locator
+        self._units = units
         self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
@@ -263,7 +288,10 @@ class SavingGuard:
             handle = self._locator.handle_of(tensor)
         if handle is not None:
             return handle
-        return (self._outer[0](tensor),) if self._outer is not None else tensor
+        if self._outer is None:
+            return tensor
+        # Hooks around ours may recompute it, and use the weights for that.
+        return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
 
     @whole
     def _unpack(self, packed: Any) -> torch.Tensor:

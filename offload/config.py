@@ -106,7 +106,10 @@ class Config:
     micro_batches: int | None = None
     """Number of backward() calls before each step(), where it is always the same. Updates then
     start inside the last of them, as soon as a gradient is final, instead of after step(); with
-    max_grad_norm, whose factor is known only then, they start at step() all the same."""
+    max_grad_norm, whose factor is known only then, they start at step() all the same. Between the
+    last backward and step() nothing else is possible, not even when that backward raised (Ctrl-C,
+    out of memory): step() must complete it, with the gradients that came. `zero_grad` or `p.grad`
+    before the last backward start the count again."""
 
     exposed_memory: int | str | None = None
     """Most bytes of private copies that touching parameters outside their use may hold at once.

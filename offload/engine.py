@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -68,13 +68,13 @@ class Engine:
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm)
-        self.finality = Finality(None if max_grad_norm is not None else micro_batches)
+        early = None if max_grad_norm is not None else micro_batches
+        self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
         self.units = units
         self._pid, self._torn = os.getpid(), torn()
         self._since = time.perf_counter()
-        self._graphs: set[int] = set()
-        self._final: set[int] = set()
-        """Units whose gradient is final, but whose backward may still use their weights."""
+        self._graphs: dict[int, Callable[[], object]] = {}
+        """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
 
     def __enter__(self) -> Engine:
@@ -130,55 +130,56 @@ class Engine:
         if graph in self._graphs:
             return
         self.check()
-        if self.passes.verb is not Verb.BACKWARD:
-            self.end_pass(finished=True)
+        self._graphs = {one: ended for one, ended in self._graphs.items() if ended() is not None}
+        if self.passes.verb is not Verb.BACKWARD or not self._graphs:
+            self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
             self._settle_exposures()
-            self.gradients.begin_backward()
+            self.gradients.settle_shown()
+            self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        self._graphs.add(graph)
+        ended = whole(partial(self._graph_ended, graph))
+        self._graphs[graph] = weakref.ref(ended)
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(whole(partial(self._graph_ended, graph)))
+        engine.queue_callback(ended)
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
-        self._graphs.discard(graph)
+        self._graphs.pop(graph, None)
         self._release_held()
         if not self._graphs:
             self.end_pass(finished=True)
+            for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
+                self.settle_edits(unit)  # Copies that only the backward has used go.
             self._begin_final()
             self.finality.backward_ended()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
         self.enter_backward()
-        self.finality.gradient_came()
-        self.finality.require_open(unit, self.plan.profile.units[unit].name)
+        self.finality.gradient_came(unit, index)
         self.gradients.collect(unit, index, gradient)
-        held = unit in self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
-        if self.finality.in_last_backward and not held and self.gradients.all_came(unit):
-            self.gradients.send(unit)
-            self._final.add(unit)
-        else:
-            self._final.discard(unit)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
-        for unit in sorted(unit for unit in self._final if self.units[unit].buffer is None):
-            self._final.remove(unit)
-            if not self.finality.begun:
-                self.updates.settle()
-            turns = self.finality.begin(unit)
-            if turns:
-                self._begin_updates({unit: turns})
+        exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
+        for unit in self.finality.final:
+            bound = self.units[unit]
+            if bound.buffer is None and not bound.saved and unit not in exposed:
+                self.gradients.send(unit)
+                if not self.finality.begun:
+                    self.updates.settle()
+                turns = self.finality.begin(unit)
+                if turns:
+                    self._begin_updates({unit: turns})
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
         self.in_use.release_all()
         self._graphs.clear()
-        if not finished:
-            self._final.clear()
-            for bound in self.units if self.passes.verb is Verb.BACKWARD else ():
+        if self.passes.verb is Verb.BACKWARD and not finished:
+            self.finality.aborted()
+            for bound in self.units:
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.gradients.send_all()
@@ -186,14 +187,21 @@ class Engine:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)
 
-    def leave_backward(self) -> None:
+    def end_abandoned_backward(self) -> None:
         """From outside a backward: one that is still open was left by an exception; end it."""
+        self.check()
         if self.passes.verb is Verb.BACKWARD and not in_backward():
             self.end_pass(finished=False)
 
     def enter(self, unit: int) -> None:
         """A module that uses `unit` is about to run."""
         bound = self.units[unit]
+        if in_backward():
+            self.enter_backward()  # A recompute may be the first that is seen of it.
+            self.finality.recomputed(unit)
+        else:
+            self.end_abandoned_backward()
+            self.finality.called(unit)
         self._use(bound)
         bound.depth += 1
 
@@ -216,15 +224,16 @@ class Engine:
             )
 
     def hold(self, unit: int) -> None:
-        """The backward of `unit` is next, and that of the units before it is over."""
+        """The backward of `unit` is next; that of the units held need not, but may, be over."""
         bound = self.units[unit]
         self._release_held(but=bound)
-        bound.held = True
-        self._use(bound)
+        if unit not in self.finality.begun:  # Else nothing that comes needs its weights.
+            bound.held = True
+            self._use(bound)
         self._begin_final()
 
     def _release_held(self, but: BoundUnit | None = None) -> None:
-        """The backward of the units held is over; lasting ones stay to the end of the pass."""
+        """Put the units held at rest, but lasting ones, which stay to the end of the pass."""
         for bound in self.in_use:
             if bound is not but and not bound.spec.lasting:
                 bound.held = False
@@ -234,9 +243,8 @@ class Engine:
         """Bring a unit into use, in a pass that is opened where there is none."""
         if bound.buffer is not None:
             return
-        if in_backward():
-            self.enter_backward()  # A recompute may be the first that is seen of it.
-        elif self.passes.verb is None:
+        if self.passes.verb is None:
+            self.finality.require_step("the next forward")
             self.passes.open(Verb.FORWARD)
         self.settle_edits(bound.index)
         self.in_use.serve(bound)
@@ -263,6 +271,7 @@ class Engine:
             tuple(tensor.shape),
             tuple(tensor.stride()),
             version_of(bound.parameters[index]),
+            bound.saving(),
         )
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
@@ -311,8 +320,7 @@ class Engine:
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        self.check()
-        self.leave_backward()
+        self.end_abandoned_backward()
         self.settle_edits(unit)
         return self.exposures.read(unit, index)
 
@@ -328,7 +336,7 @@ class Engine:
         self.gradients.let_go()
         if not self.finality.begun:
             self.updates.settle()
-        self._begin_updates(self.finality.rest_of(frozen))
+        self._begin_updates(self.finality.stepped(frozen))
         self.steps += 1
         for unit in self.exposures.exposed_units():
             self.exposures.renew(unit)
@@ -351,8 +359,7 @@ class Engine:
         Raises:
             EngineError: a lane failed.
         """
-        self.check()
-        self.leave_backward()
+        self.end_abandoned_backward()
         self.finality.require_step("a look at the whole state")
         self.updates.settle()
 

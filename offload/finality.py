@@ -2,78 +2,157 @@
 
 [Note: Updates inside backward]
 Only the user knows which backward is the last before a step. Where `Config.micro_batches` says so,
-a unit's gradient is final in that backward once all its parameters' gradients have come as often as
-they came in the backward before; its update is frozen then and begins under the backward of the
-units before it. From there on `step()` must follow, with the hyper-parameters that were frozen:
-whatever would look at half-updated weights or change a gradient that is used already is refused.
+a unit goes this way in that backward:
+
+    OPEN --all of its gradient has come--> FINAL --its backward is over--> BEGUN
+      ^                                      |                               |
+      +---more comes, or the backward ends---+                               |
+      +---------------------------------step()-------------------------------+
+
+*All of its gradient has come* when each parameter's came as often as in the last backward that was
+finished, and the unit's modules were called as often, before it and inside it (recomputes). *Its
+backward is over* when the unit is at rest, nobody holds a private copy of its weights, and autograd
+keeps nothing that needs them (`BoundUnit.saved`). Where autograd keeps something for longer, as for
+retain_graph=True or an output that no loss uses, the update begins at `step()`. A call or gradient
+that comes after the update has begun is an error. Only reentrant checkpoints can bring one, of
+which autograd knows nothing before they run, and only when as many calls as before meant less.
+
+What each event does to the books, which are kept here and nowhere else:
+
+    event                  counts under way     counts before   backwards   FINAL       BEGUN
+    a backward begins      but calls, dropped   -               -           -           refused
+    it ends *              become those before  replaced        + 1         now OPEN    stays
+    it is aborted          dropped              -               -           now OPEN    stays
+    gradients are touched  -                    -               0           -           refused
+    step()                 -                    -               0           -           now OPEN
+
+    * Without a gradient of any parameter (`autograd.grad`) it does not count: nothing changes.
+
+Gradients are touched by `zero_grad`, and by reading or setting `p.grad`, which hands out memory
+that may be zeroed: the step may have been given up, so micro-batches are counted from one again.
+Were it not given up, the updates begin at `step()`.
+
+Once an update has begun `step()` must follow, with the hyper-parameters that were frozen: an update
+cannot be undone. Whatever would look at half-updated weights, or change a gradient that is used
+already, is refused. This holds too when the last backward ends with an exception (Ctrl-C is one):
+`step()` then updates all parameters of which a gradient came, in it or in an earlier micro-batch,
+which is what torch does when `step()` is called after a backward that raised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from offload.updates import Frozen, Turn
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What of one unit came in one backward, and before it."""
+
+    gradients: Counter[int] = field(default_factory=Counter)
+    """By parameter."""
+    calls: int = 0
+    """Calls of its modules since the backward before."""
+    recomputes: int = 0
+    """Calls of its modules inside the backward."""
 
 
 class Finality:
     """The backward calls since the last step, and the updates begun before the next."""
 
-    def __init__(self, micro_batches: int | None):
-        """`micro_batches` backward calls make a step; None: unknown, nothing begins early."""
+    def __init__(self, micro_batches: int | None, names: Sequence[str]):
+        """`micro_batches` backward calls make a step (None: unknown, nothing begins early)."""
         self.freeze: Callable[[int], Mapping[int, Turn]] = lambda unit: {}
         """What a step taken now would do to a unit; set by the optimizer."""
         self.begun: dict[int, Mapping[int, Turn]] = {}
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
+        self._names = names
+        self._final: set[int] = set()
+        self._now = [_Counts() for _ in names]
+        self._before = [_Counts() for _ in names]
+        """Of the last backward that was finished."""
         self._backwards = 0
-        self._produced = False
+        """Finished since the last step, or since gradients were touched."""
+        self._aborted = False
+        """Whether the last backward ended with an exception after updates had begun."""
 
     @property
-    def in_last_backward(self) -> bool:
-        """Whether the backward under way is known to be the last before a step."""
-        return self._micro_batches is not None and self._backwards == self._micro_batches - 1
+    def final(self) -> list[int]:
+        """Units all of whose gradient has come, in the last backward before a step."""
+        return sorted(self._final)
 
-    def gradient_came(self) -> None:
-        """The backward under way has produced a gradient of a parameter."""
-        self._produced = True
+    # -- what happens ----------------------------------------------------------------------------
 
-    def backward_ended(self) -> None:
-        """An outermost backward has ended; without a parameter's gradient it does not count."""
-        self._backwards += self._produced
-        self._produced = False
+    def called(self, unit: int) -> None:
+        """A module of `unit` is called in a forward."""
+        self._now[unit].calls += 1
+
+    def recomputed(self, unit: int) -> None:
+        """A module of `unit` is called inside backward.
+
+        Raises:
+            RuntimeError: the unit's update has begun.
+        """
+        self._require_open(unit, "a recompute")
+        self._now[unit].recomputes += 1
+        self._judge(unit)
+
+    def gradient_came(self, unit: int, parameter: int) -> None:
+        """The backward under way has produced a gradient of a parameter.
+
+        Raises:
+            RuntimeError: the unit's update has begun without it.
+        """
+        self._require_open(unit, "another gradient")
+        self._now[unit].gradients[parameter] += 1
+        self._judge(unit)
+
+    def _judge(self, unit: int) -> None:
+        """Let a unit be FINAL or OPEN."""
+        last = self._micro_batches is not None and self._backwards == self._micro_batches - 1
+        if last and self._now[unit] == self._before[unit]:
+            self._final.add(unit)
+        else:
+            self._final.discard(unit)
 
     def begin(self, unit: int) -> Mapping[int, Turn]:
-        """Freeze the update of a unit whose gradient is final."""
-        turns = self.begun[unit] = self.freeze(unit)
+        """Freeze the update of a FINAL unit whose backward is over; nothing where none is due."""
+        self._final.remove(unit)
+        turns = self.freeze(unit)
+        if turns:
+            self.begun[unit] = turns
         return turns
 
-    def require_open(self, unit: int, name: str) -> None:
-        """A gradient of `unit` has come.
+    def backward_began(self) -> None:
+        """An outermost backward begins."""
+        assert not self.begun
+        for now in self._now:
+            now.gradients.clear()
+            now.recomputes = 0
 
-        Raises:
-            RuntimeError: its update has begun without it.
-        """
-        if unit in self.begun:
-            raise RuntimeError(
-                f"another gradient of {name} came after its update had begun: the parameters are "
-                "used more often than in the backward before, and the weights are now wrong. Leave "
-                "Config.micro_batches out for such a loop, and start from the last checkpoint"
-            )
+    def backward_ended(self) -> None:
+        """The outermost backward has run to its end."""
+        self._final.clear()
+        if any(now.gradients for now in self._now):
+            self._before, self._now = self._now, [_Counts() for _ in self._names]
+            self._backwards += 1
 
-    def require_step(self, what: str) -> None:
-        """Something is asked that makes no sense between an early update and its step.
+    def aborted(self) -> None:
+        """The outermost backward has ended with an exception; it does not count."""
+        self._final.clear()
+        self._now = [_Counts() for _ in self._names]
+        self._aborted = bool(self.begun)
 
-        Raises:
-            RuntimeError: `step()` has to come first.
-        """
-        if self.begun:
-            raise RuntimeError(
-                f"{what} came before step(), but Config.micro_batches={self._micro_batches} "
-                "declared that step() follows and updates have begun: call step() first, or leave "
-                "micro_batches out"
-            )
+    def discarded(self) -> None:
+        """Gradients may have been thrown away: the next backward may be the first of a step."""
+        assert not self.begun
+        self._backwards = 0
 
-    def rest_of(self, frozen: Frozen) -> Frozen:
+    def stepped(self, frozen: Frozen) -> Frozen:
         """What of a step has not begun yet; the step is then taken.
 
         Raises:
@@ -86,5 +165,46 @@ class Finality:
                 "and step(), but updates had begun with the earlier values. Put them back and call "
                 "step() again; change them after step(), or leave Config.micro_batches out"
             )
-        self.begun, self._backwards = {}, 0
+        self.begun, self._backwards, self._aborted = {}, 0, False
         return {unit: turns for unit, turns in frozen.items() if unit not in begun}
+
+    # -- what is refused -------------------------------------------------------------------------
+
+    def _require_open(self, unit: int, what: str) -> None:
+        if unit in self.begun:
+            raise RuntimeError(
+                f"{what} of {self._names[unit]} came after its update had begun: the parameters "
+                "are used more often than in the backward before, and the weights are now wrong. "
+                "Leave Config.micro_batches out for such a loop, and start from the last checkpoint"
+            )
+
+    def require_whole(self, unit: int, what: str) -> None:
+        """The weights of one unit are asked for, inside a backward.
+
+        Raises:
+            RuntimeError: its update has begun.
+        """
+        if unit in self.begun:
+            self.require_step(f"{what} of {self._names[unit]}")
+
+    def require_step(self, what: str) -> None:
+        """Something is asked that makes no sense between an early update and its step.
+
+        Raises:
+            RuntimeError: `step()` has to come first.
+        """
+        if not self.begun:
+            return
+        count = f"{len(self.begun)} of {len(self._names)} units"
+        if self._aborted:
+            raise RuntimeError(
+                f"{what} came before step(): the last backward ended with an exception after "
+                f"updates of {count} had begun, and these cannot be undone. step() completes it "
+                "with the gradients that came, as torch does; call it first, then zero_grad(), and "
+                "go on. To be able to drop a backward that failed, leave Config.micro_batches out"
+            )
+        raise RuntimeError(
+            f"{what} came before step(), but Config.micro_batches={self._micro_batches} declared "
+            f"that step() follows, and updates of {count} have begun: call step() first, or leave "
+            "micro_batches out"
+        )

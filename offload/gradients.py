@@ -10,7 +10,6 @@ theirs; a parameter that comes twice, or another unit that needs the slot, sends
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -37,10 +36,6 @@ class _Unit:
     """Parameters whose gradient is in the place where it is collected."""
     task: Task | None = None
     """The collecting, while it goes on."""
-    fires: Counter[int] = field(default_factory=Counter)
-    """How often each parameter's gradient has come in the backward under way, or in the last."""
-    fires_before: Counter[int] = field(default_factory=Counter)
-    """The same for the backward before it."""
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     """What `p.grad` has returned."""
     apart: set[int] = field(default_factory=set)
@@ -71,17 +66,6 @@ class Gradients:
         """Parameters of a unit that have a gradient."""
         return frozenset(self._units[unit].kept)
 
-    def all_came(self, unit: int) -> bool:
-        """Whether every gradient of a unit has come as often as in the backward before."""
-        now = self._units[unit]
-        return bool(now.fires_before) and now.fires == now.fires_before
-
-    def begin_backward(self) -> None:
-        """An outermost backward begins."""
-        self.settle_shown()
-        for now in self._units:
-            now.fires_before, now.fires = now.fires, Counter()
-
     # -- backward --------------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
@@ -97,7 +81,6 @@ class Gradients:
                 "offloaded: build the embedding with sparse=False"
             )
         now = self._units[unit]
-        now.fires[parameter] += 1
         at_home = self._plan.gradient_slot[unit] is None
         if parameter in now.arrived and not at_home:
             self.send(unit)

@@ -82,7 +82,8 @@ class Hooks:
         self._engine.check()
         for unit in used:
             self._engine.enter(unit)
-        self._guards.append((module, SavingGuard(self._engine)))
+        units = [self._engine.units[unit] for unit in used]
+        self._guards.append((module, SavingGuard(self._engine, units)))
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any

@@ -199,8 +199,9 @@ class Optimizer(torch.optim.Optimizer):
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the groups' parameters, or make them zeros."""
-        self.engine.leave_backward()
+        self.engine.end_abandoned_backward()
         self.engine.finality.require_step("zero_grad()")
+        self.engine.finality.discarded()
         for parameter in self.parameters():
             unit, index = self._places[parameter]
             if set_to_none:
@@ -223,7 +224,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def _take_step(self) -> None:
-        self.engine.leave_backward()
+        self.engine.end_abandoned_backward()
         frozen = self._freeze()
         self.engine.step(frozen)
         for unit, turns in frozen.items():
@@ -254,6 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         give_back(self._original)
         return self._original
 
+    @whole
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
         return self.engine.updates.grad_norm()

@@ -41,7 +41,8 @@ class ParameterHome:
                 stack.enter_context(home.shown())
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
-                stack.callback(SavingGuard(_Lent(homes)).close)
+                units = [home.engine.units[home.unit] for home in homes]
+                stack.callback(SavingGuard(_Lent(homes), units).close)
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
 
@@ -53,13 +54,16 @@ class ParameterHome:
             RuntimeError: it was given other storage, shape or dtype.
         """
         engine = self.engine
-        engine.check()
-        engine.leave_backward()
+        engine.end_abandoned_backward()
         bound = engine.units[self.unit]
         if bound.buffer is not None:
             yield
             return
-        engine.finality.require_step("a touch of a parameter")
+        if in_backward():
+            engine.finality.require_whole(self.unit, "a touch")
+            engine.finality.recomputed(self.unit)  # What no hook announces may be one.
+        else:
+            engine.finality.require_step("a touch of a parameter")
         copy = engine.exposures.tensor(self.unit, self.index)
         bound.lend(self.index, copy)
         try:
@@ -77,16 +81,16 @@ class ParameterHome:
         """The gradient kept for the parameter; None inside backward."""
         if in_backward():
             return None
-        self.engine.check()
-        self.engine.leave_backward()
+        self.engine.end_abandoned_backward()
         self.engine.finality.require_step("p.grad")
+        self.engine.finality.discarded()
         return self.engine.gradients.show(self.unit, self.index)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient kept for the parameter."""
-        self.engine.check()
-        self.engine.leave_backward()
+        self.engine.end_abandoned_backward()
         self.engine.finality.require_step("p.grad = ...")
+        self.engine.finality.discarded()
         with torch.no_grad():
             self.engine.gradients.replace(self.unit, self.index, gradient)
 
@@ -136,7 +140,8 @@ class _Lent:
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in a lent copy, else None."""
         for home in self._homes:
-            copy = home.engine.units[home.unit].parameters[home.index]
+            bound = home.engine.units[home.unit]
+            copy = bound.parameters[home.index]
             if tensor.layout is not torch.strided:
                 return None
             offset = tensor.data_ptr() - copy.data_ptr()
@@ -150,6 +155,7 @@ class _Lent:
                     tuple(tensor.shape),
                     tuple(tensor.stride()),
                     version_of(copy),
+                    bound.saving(),
                 )
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.training import RESIDENT, Net, Run, assert_same, attached, batch, plain, result_of, train
+import offload
+from tests.training import (
+    RESIDENT,
+    Net,
+    Regions,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    plain,
+    result_of,
+    train,
+)
 
 PLACEMENT = ("nvme", "cpu", "nvme")
 
@@ -22,11 +35,17 @@ def begun(tmp_path: Path) -> Iterator[Run]:
     with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
         plain(run, 0)
         run.loss().backward()
+        run.extra.append(torch.ones(1, requires_grad=True).exp())
+        run.extra[0].register_hook(lambda _: run.engine.enter_backward())
         assert run.engine.finality.begun
         yield run
 
 
 REFUSED: dict[str, Callable[[Run], Any]] = {
+    "forward of a part": lambda run: run.model.embed(batch(run.generator)),  # type: ignore
+    "another backward": lambda run: run.extra[0].backward(),
+    "detach": lambda run: offload.detach(run.model),
+    "load": lambda run: run.optimizer.load_state_dict(run.optimizer.state_dict()),
     "forward": lambda run: run.loss(),
     "zero_grad": lambda run: run.optimizer.zero_grad(),
     "p.grad": lambda run: run.model.embed.weight.grad,
@@ -59,21 +78,25 @@ def reentrant(run: Run, order: list[int]) -> None:
     model.head(x).float().sum().backward()
 
 
-def test_a_unit_used_more_often_in_a_row_is_not_begun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", [[0, 1, 1], [0, 1, 0], [1], [0, 1]])
+def test_a_unit_called_more_or_less_often_is_not_begun(order: list[int], tmp_path: Path) -> None:
     def feature(run: Run, number: int) -> None:
-        reentrant(run, [0, 1, 1] if number == 2 else [0, 1])
+        reentrant(run, order if number == 2 else [0, 1])
         run.step()
 
-    resident = train(RESIDENT, tmp_path, feature)
-    assert_same(train(PLACEMENT, tmp_path, feature, micro_batches=1), resident)
+    resident = train(RESIDENT, tmp_path, feature, steps=4)
+    assert_same(train(PLACEMENT, tmp_path, feature, steps=4, micro_batches=1), resident)
 
 
-def test_a_gradient_that_comes_after_its_update_has_begun(tmp_path: Path) -> None:
+def test_a_call_that_comes_after_its_update_has_begun(tmp_path: Path) -> None:
     with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
+        model: Any = run.model
         for _ in range(2):
+            with torch.no_grad():
+                model.blocks[0](torch.ones(1, 32, dtype=torch.bfloat16))
             reentrant(run, [0, 1])
             run.step()
-        with pytest.raises(RuntimeError, match="more often"):
+        with pytest.raises(RuntimeError, match=r"blocks\.0 came after .* more often"):
             reentrant(run, [0, 1, 0])
 
 
@@ -88,18 +111,136 @@ class Twice(nn.Module):
         return x + self.linear(nn.functional.linear(x, self.linear.weight.detach()))
 
 
-def twice() -> Net:
-    net = Net(layers=4)
-    net.blocks = nn.ModuleList(Twice() for _ in range(4))
+class Peer(Twice):
+    """Uses its weight as a constant, then a module that is not its child, then its weight."""
+
+    def __init__(self, peer: nn.Module) -> None:
+        super().__init__()
+        self.peer = [peer]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        constant = nn.functional.linear(x, self.linear.weight.detach())
+        return x + self.linear(self.peer[0](constant))
+
+
+class Recomputed(Twice):
+    """Its weight as a constant, of which nothing is saved, in a checkpoint that others end."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def shift(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.linear.weight.detach().sum(0)).tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(checkpoint(self.shift, x, use_reentrant=self.reentrant))
+
+
+class Shift(nn.Module):
+    """Its weight as a constant when told so, else as a weight; nothing is saved of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: torch.Tensor, constant: bool) -> torch.Tensor:
+        return x + (self.weight.detach() if constant else self.weight)
+
+
+class Shifted(Net):
+    """A unit whose gradient is there before a checkpoint with other units recomputes it."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        first, shift, *others = self.blocks
+        x = checkpoint(
+            lambda x: first(shift(x, True).tanh()), self.embed(tokens), use_reentrant=self.reentrant
+        )
+        for block in others:
+            x = block(x)
+        return self.head(self.norm(shift(x, False)))
+
+
+class Scale(torch.autograd.Function):
+    """Keeps a weight for backward, and gives no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight.mean()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0].mean(), None
+
+
+class Scaled(Twice):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(Scale.apply(x, self.linear.weight))  # type: ignore[no-untyped-call]
+
+
+def of_blocks(make: Callable[[int], nn.Module]) -> Callable[[], Net]:
+    def build() -> Net:
+        net = Net(layers=4)
+        net.blocks = nn.ModuleList(make(number) for number in range(4))
+        return net
+
+    return build
+
+
+def peers() -> Net:
+    net = of_blocks(lambda _: nn.Linear(32, 32))()
+    for number in (1, 3):
+        net.blocks[number] = Peer(net.blocks[number - 1])
     return net
 
 
-@pytest.mark.parametrize("placement", [PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")])
+def shifted(reentrant: bool) -> Net:
+    net = Shifted(reentrant=reentrant)
+    net.blocks[1] = Shift()
+    return net
+
+
+SHAPES: dict[str, tuple[Callable[[], Net], int]] = {
+    "constants": (of_blocks(lambda _: Twice()), 5),
+    "peers": (peers, 3),
+    "recomputed": (of_blocks(lambda _: Recomputed(False)), 5),
+    "recomputed, reentrant": (of_blocks(lambda _: Recomputed(True)), 5),
+    "shifted": (partial(shifted, False), 5),
+    "shifted, reentrant": (partial(shifted, True), 5),
+    "own function": (of_blocks(lambda _: Scaled()), 5),
+    "tied": (partial(Net, tied=True), 6),
+    "checkpoints": (partial(Net, checkpointed=True), 6),
+    "reentrant checkpoints": (partial(Net, checkpointed=True, reentrant=True), 6),
+    "checkpoints over several": (Regions, 6),
+    "checkpoints over several, reentrant": (partial(Regions, reentrant=True), 6),
+}
+"""Models, and how many updates must have begun when the embedding's gradient comes."""
+
+
+def counted(run: Run, number: int) -> None:
+    """A step that notes how many updates have begun when the embedding's gradient comes."""
+    loss = run.loss()
+    first: Any = run.model.embed.weight  # type: ignore[union-attr]
+    begun: list[int] = []
+    hook = first.register_hook(lambda _: begun.append(len(run.engine.finality.begun)))
+    loss.backward()
+    hook.remove()
+    if run.engine.finality._micro_batches and number:
+        run.extra += begun
+    run.step()
+
+
+@pytest.mark.parametrize("placement", [PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")], ids="-".join)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_an_update_begins_when_the_backward_of_its_unit_is_over(
-    placement: tuple[str, str, str], tmp_path: Path
+    shape: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    resident = train(RESIDENT, tmp_path, build=twice)
-    assert_same(train(placement, tmp_path, build=twice, micro_batches=1), resident)
+    build, least = SHAPES[shape]
+    early = train(placement, tmp_path, counted, build=build, micro_batches=1, steps=4)
+    assert min(early.extra) >= least
+    early.extra = []
+    assert_same(early, train(RESIDENT, tmp_path, build=build, steps=4))
 
 
 def test_held_copies_see_whole_steps_only(tmp_path: Path) -> None:
@@ -128,20 +269,3 @@ def test_with_clipping_nothing_begins_early(tmp_path: Path) -> None:
         run.loss().backward()
         assert not run.engine.finality.begun
         run.step()
-
-
-def test_updates_do_begin_inside_backward(tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    def watched(run: Run, number: int) -> None:
-        loss = run.loss()
-        first = next(run.model.blocks[0].parameters())  # type: ignore[union-attr, operator]
-        hook = first.register_hook(lambda _: begun.append(len(run.engine.finality.begun)))
-        loss.backward()
-        hook.remove()
-        run.step()
-
-    result = train(PLACEMENT, tmp_path, watched, micro_batches=1, build=Net)
-    assert begun[0] == 0
-    assert min(begun[1:]) >= 5  # The head, the norm and the blocks after the first.
-    assert_same(result, train(RESIDENT, tmp_path))

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,16 @@ import torch
 import offload
 from offload import interrupt
 from offload.interrupt import whole
-from tests.training import Result, Run, assert_same, attached, batch, loss_of, result_of
+from tests.training import (
+    RESIDENT,
+    Result,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    loss_of,
+    result_of,
+)
 
 ENGINE = str(Path(offload.__file__).parent)
 STEPS, PRESSED_IN = 4, 2
@@ -27,16 +37,16 @@ PLACEMENTS = [("nvme", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "cpu", "
 
 
 @contextmanager
-def pressing(at: int | None) -> Iterator[list[int]]:
-    """Press Ctrl-C at the line with number `at` that the engine runs; counts the lines."""
+def pressing(*at: int | None, within: str = ENGINE) -> Iterator[list[int]]:
+    """Press Ctrl-C at the lines with numbers `at` that the engine runs; counts the lines."""
     lines = [0]
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(ENGINE):
+        if not frame.f_code.co_filename.startswith(within):
             return None
         if event == "line":
             lines[0] += 1
-            if lines[0] == at:
+            for _ in range(at.count(lines[0])):
                 signal.raise_signal(signal.SIGINT)
         return trace
 
@@ -84,19 +94,28 @@ def train_pressed(
         return result_of(run), lines, ended
 
 
+def points(lines: int, count: int, seed: int) -> list[int]:
+    """Lines to press at, in all parts of a step: one in each of `count` equal stretches."""
+    rng = random.Random(seed)
+    edges = [1 + number * lines // count for number in range(count + 1)]
+    return [rng.randrange(low, high) for low, high in pairwise(edges)]
+
+
 def same_at(
     placement: tuple[str, str, str], drive: Path, count: int, seed: int, **options: Any
 ) -> None:
     whole_run, lines, ended = train_pressed(placement, drive, None, **options)
     assert not ended
-    rng = random.Random(seed)
-    for at in sorted(rng.sample(range(1, lines), count)):
+    presses = 0
+    for at in points(lines, count, seed):
         pressed, ran, ended = train_pressed(placement, drive, at, **options)
         assert ended or ran < at  # How many lines a step runs depends on who waits for whom.
+        presses += ended
         try:
             assert_same(pressed, whole_run)
         except AssertionError as error:
             raise AssertionError(f"pressed at line {at} of {lines}, seed {seed}") from error
+    assert presses >= count * 3 // 4
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
@@ -111,6 +130,98 @@ def test_pressed_at_many_lines(
     placement: tuple[str, str, str], clip: float | None, tmp_path: Path
 ) -> None:
     same_at(placement, tmp_path, 60, seed=1, max_grad_norm=clip)
+
+
+# -- updates that begin inside backward -----------------------------------------------------------
+
+
+def early_step(run: Run, tokens: torch.Tensor) -> None:
+    model: Any = run.model
+    loss_of(model, tokens).backward()
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def train_early(
+    drive: Path, placement: tuple[str, str, str], at: int | None
+) -> tuple[Result, int, bool, set[str] | None]:
+    """(what came of it, lines run in the step, whether Ctrl-C ended it, what was stepped if it did.
+
+    An interrupt after updates have begun leaves one way on, `step()`; else the step is repeated.
+    """
+    with attached(placement, drive, micro_batches=1) as run:
+        lines, ended, stepped, number = 0, False, None, 0
+        while number < STEPS:
+            tokens = batch(torch.Generator().manual_seed(number))
+            before = run.engine.steps
+            try:
+                with pressing(at if number == PRESSED_IN and not ended else None) as counted:
+                    early_step(run, tokens)
+                if number == PRESSED_IN:
+                    lines = counted[0]
+            except KeyboardInterrupt:
+                ended = True
+                if run.engine.finality.begun:
+                    run.optimizer.step()
+                    stepped = stepped_in(run, PRESSED_IN + 1)
+                run.optimizer.zero_grad()
+                if run.engine.steps == before:
+                    continue
+            number += 1
+        return result_of(run), lines, ended, stepped
+
+
+def stepped_in(run: Run, number: int) -> set[str]:
+    """Parameters that have taken as many steps."""
+    optimizer: Any = run.optimizer
+    named = run.model.named_parameters()
+    return {name for name, parameter in named if optimizer.steps_of(parameter) == number}
+
+
+def resident_in_part(drive: Path, stepped: set[str]) -> Result:
+    """The resident run in which one step has the gradients of `stepped` only."""
+    with attached(RESIDENT, drive) as run:
+        for number in range(STEPS):
+            loss_of(run.model, batch(torch.Generator().manual_seed(number))).backward()
+            if number == PRESSED_IN:
+                for name, parameter in run.model.named_parameters():
+                    if name not in stepped:
+                        parameter.grad = None
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return result_of(run)
+
+
+def early_at(placement: tuple[str, str, str], drive: Path, count: int, seed: int) -> None:
+    whole_run, lines, _, _ = train_early(drive, placement, None)
+    presses = completed = 0
+    for at in points(lines, count, seed):
+        pressed, ran, ended, stepped = train_early(drive, placement, at)
+        assert ended or ran < at
+        presses += ended
+        completed += stepped is not None
+        expected = whole_run if stepped is None else resident_in_part(drive, stepped)
+        try:
+            assert_same(pressed, expected)
+        except AssertionError as error:
+            raise AssertionError(f"pressed at line {at} of {lines}, seed {seed}") from error
+    assert presses >= count * 3 // 4
+    assert completed >= count // 8
+
+
+@pytest.mark.parametrize("placement", [PLACEMENTS[0], PLACEMENTS[2]], ids="-".join)
+def test_pressed_anywhere_with_updates_inside_backward(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    early_at(placement, tmp_path, 8, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_pressed_at_many_lines_with_updates_inside_backward(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    early_at(placement, tmp_path, 60, seed=3)
 
 
 # -- whole ----------------------------------------------------------------------------------------
@@ -161,6 +272,39 @@ def test_the_handler_that_was_there_is_asked_and_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_pressed_twice_anywhere_the_handler_is_back() -> None:
+    """Two presses at every pair of lines of `whole` itself, its last ones too."""
+    asked: list[int] = []
+
+    def mine(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    work = whole(lambda: None)
+    own, torn = interrupt.__file__, interrupt.torn()
+    before = signal.signal(signal.SIGINT, mine)
+    raised = 0
+    try:
+        with pressing(within=own) as counted:
+            work()
+        for one in range(1, counted[0] + 1):
+            for other in range(one, counted[0] + 1):
+                asked.clear()
+                with suppress(KeyboardInterrupt), pressing(one, other, within=own):
+                    work()
+                    raised -= 1
+                raised += 1
+                assert signal.getsignal(signal.SIGINT) is mine
+                assert not interrupt._inside
+                assert asked
+                work()  # What was counted then is not counted now.
+        assert raised == counted[0] * (counted[0] + 1) // 2
+        assert interrupt.torn() > torn
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupt._torn = torn
+
+
 def test_on_another_thread_nothing_is_done() -> None:
     seen: list[Any] = []
     handler = signal.getsignal(signal.SIGINT)
@@ -176,7 +320,7 @@ def test_on_another_thread_nothing_is_done() -> None:
 def test_pressed_twice_it_ends_at_once_and_no_engine_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt._Interrupts, "torn", interrupt.torn())
+    monkeypatch.setattr(interrupt, "_torn", interrupt.torn())
     with attached(("nvme", "cpu", "cpu"), tmp_path) as run:
         lanes = run.engine.executor.lanes
         begin = lanes.begin
