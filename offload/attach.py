@@ -93,7 +93,8 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     engine.settle()
     places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
     values = [engine.values_of(bound.index, index) for bound, index in places]
-    gradients = [engine.gradients.read(bound.index, index) for bound, index in places]
+    read = whole(engine.gradients.read)
+    gradients = [read(bound.index, index) for bound, index in places]
     return model, _hand_back(model, places, values, gradients)
 
 
@@ -191,13 +192,16 @@ class _Attaching:
         executor = Executor(self.plan, memory, store, self.device, pace)
         try:
             self._fill(executor, initialize or _reset)
-            return self._hook(executor, memory)
+            attached = self._hook(executor, memory)
         except BaseException:
             try:
                 self._undo(executor)
             finally:
                 executor.close()
             raise
+        if self.optimizer is not None:
+            self.optimizer.state.clear()  # From here on nothing is undone.
+        return attached
 
     def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
@@ -250,10 +254,9 @@ class _Attaching:
         for owner_of_gradient, gradient in self._gradients.items():
             if gradient is not None:
                 owner_of_gradient.grad = gradient
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
         return self.model, optimizer
 
+    @whole
     def _materialise(self) -> dict[nn.Parameter, nn.Module]:
         """Give the parameters on meta new objects; these, with a module that owns each."""
         renewed: dict[nn.Parameter, nn.Parameter] = {}
@@ -265,14 +268,14 @@ class _Attaching:
                 if parameter not in renewed:
                     empty = torch.zeros(1, dtype=parameter.dtype, device=self.device)
                     shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
-                    renewed[parameter] = nn.Parameter(shaped, parameter.requires_grad)
+                    new = nn.Parameter(shaped, parameter.requires_grad)
+                    renewed[parameter], self._replaced[new] = new, parameter
                 module._parameters[name] = renewed[parameter]
                 fresh.setdefault(renewed[parameter], module)
         for group in self.groups:
             group.named = {name: renewed.get(p, p) for name, p in group.named.items()}
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
             param_group["params"] = [renewed.get(p, p) for p in param_group["params"]]
-        self._replaced = {new: old for old, new in renewed.items()}
         return fresh
 
     @whole

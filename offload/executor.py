@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from offload.arena import Memory, host_tensor
+from offload.interrupt import whole
 from offload.lanes import Lanes
 from offload.layout import Kind, Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
@@ -170,6 +171,7 @@ class Executor:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
 
+    @whole
     def clear(self, value: Value) -> None:
         """Put zeros home."""
         self.poke(value, host_tensor(self.memory.extent(value)[1]))

@@ -20,6 +20,7 @@ import torch
 import offload
 from offload import interrupt
 from offload.interrupt import whole
+from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
     RESIDENT,
     Result,
@@ -29,6 +30,7 @@ from tests.training import (
     batch,
     loss_of,
     result_of,
+    same_bits,
 )
 
 ENGINE = str(Path(offload.__file__).parent)
@@ -222,6 +224,60 @@ def test_pressed_at_many_lines_with_updates_inside_backward(
     placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     early_at(placement, tmp_path, 60, seed=3)
+
+
+# -- attach ---------------------------------------------------------------------------------------
+
+
+def kept(model: Any, optimizer: Any) -> dict[str, Any]:
+    """Everything that attach moves, in memory of its own."""
+    found = {f"state {n}": p.detach().clone() for n, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        found[f"gradient {name}"] = None if parameter.grad is None else parameter.grad.clone()
+        for slot, value in optimizer.state[parameter].items():
+            found[f"{slot} {name}"] = value.clone()
+    return found
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["trained", "meta"])
+def test_pressed_anywhere_in_attach(meta: bool, tmp_path: Path) -> None:
+    def made() -> tuple[Any, Any]:
+        with torch.device("meta" if meta else "cpu"):
+            model = small()
+            optimizer = adamw(model)
+        if not meta:
+            torch_step(model, optimizer)
+        return model, optimizer
+
+    def press(at: int | None) -> tuple[Any, Any, bool, int]:
+        model, optimizer = made()
+        torch.manual_seed(3)
+        with pressing(at) as counted:
+            try:
+                offload.attach(model, optimizer, config(MIXED, tmp_path))
+            except KeyboardInterrupt:
+                return model, optimizer, True, counted[0]
+        return model, optimizer, False, counted[0]
+
+    wanted = kept(*made())
+    lines = press(None)[-1]
+    presses = 0
+    for at in [*points(lines, 12, seed=4), *range(lines - 60, lines, 7)]:
+        model, optimizer, pressed, ran = press(at)
+        assert pressed or ran < at
+        presses += pressed
+        if not pressed:
+            continue
+        parameters = list(model.parameters())
+        assert all(p.is_meta is meta and type(p) is torch.nn.Parameter for p in parameters)
+        assert all(a is b for a, b in zip(parameters, optimizer.param_groups[0]["params"]))
+        for name, value in () if meta else kept(model, optimizer).items():
+            same = value is None if wanted[name] is None else same_bits(value, wanted[name])
+            assert same, (at, name)
+        _, attached_optimizer = offload.attach(model, optimizer, config(MIXED, tmp_path))
+        torch_step(model, attached_optimizer)
+        attached_optimizer.engine.close()
+    assert presses >= 12
 
 
 # -- whole ----------------------------------------------------------------------------------------
