@@ -34,18 +34,17 @@ def begun(tmp_path: Path) -> Iterator[Run]:
     """A run whose last backward has begun updates, before its step."""
     with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
         plain(run, 0)
+        run.extra.append(run.model.embed(batch(run.generator)))  # type: ignore[operator]
         run.loss().backward()
-        run.extra.append(torch.ones(1, requires_grad=True).exp())
-        run.extra[0].register_hook(lambda _: run.engine.enter_backward())
         assert run.engine.finality.begun
         yield run
 
 
 REFUSED: dict[str, Callable[[Run], Any]] = {
     "forward of a part": lambda run: run.model.embed(batch(run.generator)),  # type: ignore
-    "another backward": lambda run: run.extra[0].backward(),
+    "another backward": lambda run: run.extra[0].sum().backward(),
     "detach": lambda run: offload.detach(run.model),
-    "load": lambda run: run.optimizer.load_state_dict(run.optimizer.state_dict()),
+    "optimizer.state_dict": lambda run: run.optimizer.state_dict(),
     "forward": lambda run: run.loss(),
     "zero_grad": lambda run: run.optimizer.zero_grad(),
     "p.grad": lambda run: run.model.embed.weight.grad,
