@@ -11,10 +11,10 @@ in 0 ... 255, which stand for
 another, see below). A step decodes, updates in float32 as any Adam, and encodes what came out.
 
 Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.995 and
-be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer in 0 ...
-2**15 - 1 that is added to the code in fixed point with 15 bits of fraction, and the fraction cut
-off: unbiased over steps. The dither is a hash of the element's place in the parameter and the step,
-so no cut into chunks, thread or machine can change it. The largest of a group is kept as it is.
+be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer that is
+added to the code in fixed point, before its fraction (14 bits for q, 15 for r) is cut off: unbiased
+over steps. The dither depends on the element's place in the parameter and on the step alone, so no
+cut into chunks, thread or machine can change it. The largest of a group is kept as it is.
 
 Squares. Adam divides one moment by the root of the other, element by element, so both must reach
 far below the largest of the group, and about as far: a root that is too coarse freezes elements
@@ -38,8 +38,8 @@ from torch.nn.functional import pad
 from cpu_adam.formats import GROUP_ELEMENTS
 from cpu_adam.rules import square_root
 
-FRACTION_BITS = 15
-"""Bits of a code in fixed point below the point; the dither has as many."""
+MOMENTUM_BITS, ROOT_BITS = 14, 15
+"""Bits below the point of a code in fixed point; its dither has as many."""
 LARGEST_MOMENTUM, LARGEST_ROOT, LEAST_ROOT = 127, 255, 2
 """Codes."""
 TINY, INFINITE = 0x17800000, 0x7F800000
@@ -49,10 +49,10 @@ TINY, INFINITE = 0x17800000, 0x7F800000
 def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
     q, r = codes["exp_avg"].float(), codes["exp_avg_sq"].float()
-    m = q.mul(q.abs()).mul_(_scalar(1.0 / LARGEST_MOMENTUM**2, q))
-    root = r.mul(r).mul_(_scalar(1.0 / LARGEST_ROOT**2, r))
-    m.mul_(_spread(codes["exp_avg_scale"], m))
-    root.mul_(_spread(codes["exp_avg_sq_scale"], root))
+    m_unit = codes["exp_avg_scale"] * _scalar(1.0 / LARGEST_MOMENTUM**2, q)
+    root_unit = codes["exp_avg_sq_scale"] * _scalar(1.0 / LARGEST_ROOT**2, r)
+    m = q.mul(q.abs()).mul_(_spread(m_unit, q))
+    root = r.mul(r).mul_(_spread(root_unit, r))
     return {"exp_avg": m, "exp_avg_sq": root.mul_(root)}
 
 
@@ -84,12 +84,13 @@ def _encode(
     root = square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
 
     scale = _scales(m, codes["exp_avg_scale"])
-    fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM).copysign_(m)
-    code = _rounded(fixed, for_m, 1.5 * 2.0**23)
+    fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM << MOMENTUM_BITS).copysign_(m)
+    code = _rounded(fixed, 1.5 * 2.0**23).add_(for_m) >> MOMENTUM_BITS
     codes["exp_avg"].copy_(code.mul_(_spread(scale > 0, code)))
 
     scale = _scales(root, codes["exp_avg_sq_scale"])
-    code = _rounded(_fixed(root, scale, LARGEST_ROOT), for_root, 2.0**23)
+    fixed = _fixed(root, scale, LARGEST_ROOT << ROOT_BITS)
+    code = _rounded(fixed, 2.0**23).add_(for_root) >> ROOT_BITS
     code = torch.maximum(code, (root > 0).int().mul_(LEAST_ROOT))
     codes["exp_avg_sq"].copy_(code.mul_(_spread(scale > 0, code)))
 
@@ -97,10 +98,13 @@ def _encode(
 def dither(
     first_element: int, elements: int, step: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Integers in 0 ... 2**15 - 1 for the codes of m and of the root, of each element of a span.
+    """Integers to round the codes of m and of the root of each element of a span by.
 
-    A group's seed is the upper half of a 64-bit hash (splitmix64) of its number and the step's; an
-    element's two numbers are parts of a 32-bit hash of the seed and its place in the group.
+    A group's seed is the upper half of a 64-bit hash (splitmix64) of its number and the step's. To
+    it is added the place in the group times a constant, modulo 2**32, whose upper 14 bits (15 with
+    one to spare) are the golden section and whose lower 15 the root of two less one: the dither of
+    a group is spread evenly, and that of an element differs from step to step. The upper bits of
+    the sum are for m, the lower ones for the root.
     """
     groups = -(-elements // GROUP_ELEMENTS)
     x = torch.arange(groups, dtype=torch.int64, device=device)
@@ -108,12 +112,9 @@ def dither(
     x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
     seed = _shifted(x, 32)
-    low = 0xFFFFFFFF
-    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device) * 0x9E3779B9
-    x = (seed[:, None] + places & low).view(-1)[:elements]
-    x = (x ^ x >> 16) * 0x7FEB352D & low
-    x = x ^ x >> 15
-    return (x >> 17).int(), (x & 0x7FFF).int()
+    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device) * 0x9E363505
+    x = (seed[:, None] + places & 0xFFFFFFFF).view(-1)[:elements]
+    return (x >> 32 - MOMENTUM_BITS).int(), (x & (1 << ROOT_BITS) - 1).int()
 
 
 def _scales(x: Tensor, into: Tensor) -> Tensor:
@@ -126,17 +127,15 @@ def _scales(x: Tensor, into: Tensor) -> Tensor:
 
 
 def _fixed(x: Tensor, scale: Tensor, largest: int) -> Tensor:
-    """largest * sqrt(x / scale) in fixed point; anything where the scale is no number above 0."""
-    numerator = torch.full_like(scale, float(largest**2 << 2 * FRACTION_BITS))
-    product = x * _spread(numerator / scale, x)
+    """largest * sqrt(x / scale); anything where the scale is no number above 0."""
+    product = x * _spread(torch.full_like(scale, float(largest**2)) / scale, x)
     return square_root(product, torch.empty_like(x, dtype=torch.float64), out=product)
 
 
-def _rounded(fixed: Tensor, dither: Tensor, power: float) -> Tensor:
-    """Codes from fixed point. Adding the power rounds to an integer, found in the low bits."""
-    zero = _scalar(power, fixed)
-    bits = (fixed + zero).view(torch.int32) - zero.view(torch.int32)
-    return (bits + dither) >> FRACTION_BITS
+def _rounded(x: Tensor, power: float) -> Tensor:
+    """Integers from float32: adding the power rounds, and they are found in its low bits."""
+    zero = _scalar(power, x)
+    return (x + zero).view(torch.int32) - zero.view(torch.int32)
 
 
 def _spread(of_groups: Tensor, like: Tensor) -> Tensor:

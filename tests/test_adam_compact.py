@@ -123,22 +123,20 @@ def test_codes_are_the_two_nearest_and_the_largest_is_kept(decades: int) -> None
     assert bool((decoded["exp_avg"] * m >= 0).all())
 
 
-def test_dither_is_even_and_independent() -> None:
-    rows = []
-    for step in range(1, 65):
-        rows.append(torch.stack(compact.dither(GROUP_ELEMENTS * 3, 1000, step, CPU)))
-    found = torch.stack(rows).double() / 2**15 - 0.5  # step, which, element
-    assert float(found.min()) >= -0.5
-    assert float(found.max()) < 0.5
-    assert abs(float(found.mean())) < 4 / math.sqrt(12 * found.numel())
-    for dim in (0, 1, 2):  # of steps, of the two, of elements that follow one another
-        near = (
-            found.narrow(dim, 0, found.shape[dim] - 1)
-            * found.roll(-1, dim).narrow(dim, 0, found.shape[dim] - 1)
-        ).mean()
-        assert abs(float(near)) < 5 / 12 / math.sqrt(found.numel() / 2)
-    by_element = found.mean(0)
-    assert float(by_element.abs().max()) < 5 / math.sqrt(12 * 64)
+def test_dither_is_even_in_a_group_and_over_steps() -> None:
+    steps = [compact.dither(GROUP_ELEMENTS * 3, 1024, step, CPU) for step in range(1, 257)]
+    bits = (compact.MOMENTUM_BITS, compact.ROOT_BITS)
+    both = [torch.stack(x).double() / 2**b for x, b in zip(zip(*steps), bits)]  # step, element
+    for found in both:
+        assert float(found.min()) >= 0.0
+        assert float(found.max()) < 1.0
+        assert float((found.mean(0) - 0.5).abs().max()) < 5 / math.sqrt(12 * 256)
+        gaps = found.view(256, 8, GROUP_ELEMENTS).sort(-1).values.diff()
+        assert float(gaps.max()) < 3 / GROUP_ELEMENTS
+        after = (found[1:] - 0.5).mul(found[:-1] - 0.5).mean(0)  # of an element, step to step
+        assert float(after.abs().max()) < 5 / 12 / math.sqrt(255)
+    together = (both[0] - 0.5).mul(both[1] - 0.5).mean(0)  # of the two of an element
+    assert float(together.abs().max()) < 5 / 12 / math.sqrt(256)
 
 
 def test_dither_is_that_of_the_place_and_the_step() -> None:

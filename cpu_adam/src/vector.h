@@ -123,6 +123,10 @@ INLINE I32 widen_signed(I8 x) {
     return (I32)_mm512_cvtepi8_epi32((__m128i)x);
 #elif CPU_ADAM_LANES >= 8
     return (I32)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#elif defined(__SSE2__)
+    __m128i bytes = _mm_cvtsi32_si128((int32_t)x);
+    bytes = _mm_unpacklo_epi8(bytes, bytes);
+    return (I32)_mm_srai_epi32(_mm_unpacklo_epi16(bytes, bytes), 24);
 #else
     return __builtin_convertvector(x, I32);
 #endif
@@ -132,6 +136,10 @@ INLINE I32 widen(U8 x) {
     return (I32)_mm512_cvtepu8_epi32((__m128i)x);
 #elif CPU_ADAM_LANES >= 8
     return (I32)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#elif defined(__SSE2__)
+    const __m128i zero = _mm_setzero_si128();
+    __m128i halves = _mm_unpacklo_epi8(_mm_cvtsi32_si128((int32_t)x), zero);
+    return (I32)_mm_unpacklo_epi16(halves, zero);
 #else
     return __builtin_convertvector(x, I32);
 #endif
@@ -145,6 +153,10 @@ INLINE U8 low_byte(U32 x) {
     __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(low));
     __m128i upper = _mm256_extracti128_si256(packed, 1);
     return (U8)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(packed), upper));
+#elif defined(__SSE2__)
+    __m128i bytes = (__m128i)(x & 0xFFu);
+    bytes = _mm_packs_epi32(bytes, bytes);
+    return (U8)_mm_cvtsi128_si32(_mm_packus_epi16(bytes, bytes));
 #else
     return __builtin_convertvector(x, U8);
 #endif
@@ -152,7 +164,7 @@ INLINE U8 low_byte(U32 x) {
 
 INLINE F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
 INLINE U32 lane_numbers() {
-    U32 numbers;
+    U32 numbers = {};
     for (int i = 0; i < LANES; i++) numbers[i] = uint32_t(i);
     return numbers;
 }
