@@ -71,10 +71,23 @@ def encode(
 def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
     """Write the slots of a span's record from float32 moments that come from elsewhere.
 
-    Rounds to the nearest code: what `decode` gave comes back bit for bit.
+    Rounds to the nearest code. What `decode` gave is decoded to the same bits again: the largest of
+    a group may be an ulp or two beside the scale that it was decoded with, which is looked for.
     """
-    half = torch.full((), 1 << (FRACTION_BITS - 1), device=codes["exp_avg"].device)
-    _encode(moments, codes, half, half)
+    device = codes["exp_avg"].device
+    halves = [torch.full((), 1 << bits >> 1, device=device) for bits in (MOMENTUM_BITS, ROOT_BITS)]
+    _encode(moments, codes, *halves)
+    found = {name: codes[name].clone() for name in ("exp_avg_scale", "exp_avg_sq_scale")}
+    for ulps in (-2, -1, 1, 2, 0):
+        nearby = {
+            name: (x.view(torch.int32) + ulps).view(torch.float32) for name, x in found.items()
+        }
+        again = decode({**codes, **nearby})
+        for name in ("exp_avg", "exp_avg_sq"):
+            scale = codes[name + "_scale"]
+            others = _of_groups(again[name] != moments[name]).any(1)
+            kept = others | ~(found[name + "_scale"] > 0)
+            scale.copy_(scale.where(kept, nearby[name + "_scale"]))
 
 
 def _encode(
@@ -119,11 +132,16 @@ def dither(
 
 def _scales(x: Tensor, into: Tensor) -> Tensor:
     """Each group's largest magnitude, or NaN, or 0: see [Note: Compact states]."""
-    bits = pad(x.view(torch.int32), (0, -x.numel() % GROUP_ELEMENTS)) & 0x7FFFFFFF
-    largest = bits.view(-1, GROUP_ELEMENTS).amax(1)  # of integers: NaN is above everything
+    bits = _of_groups(x.view(torch.int32)) & 0x7FFFFFFF
+    largest = bits.amax(1)  # of integers: NaN is above everything
     kept = largest.where((largest >= TINY) & (largest < INFINITE), 0).view(torch.float32)
     into.copy_(kept.masked_fill_(largest >= INFINITE, torch.nan))
     return into
+
+
+def _of_groups(x: Tensor) -> Tensor:
+    """A row per group, the last one padded with zeros (False)."""
+    return pad(x, (0, -x.numel() % GROUP_ELEMENTS)).view(-1, GROUP_ELEMENTS)
 
 
 def _fixed(x: Tensor, scale: Tensor, largest: int) -> Tensor:

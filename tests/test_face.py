@@ -218,7 +218,11 @@ class WithMetaBuffer(nn.Module):
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
-    "SGD": (small, lambda m: torch.optim.SGD(m.parameters()), r"torch\.optim\.\S*SGD.*AdamW"),
+    "RMSprop": (
+        small,
+        lambda m: torch.optim.RMSprop(m.parameters()),
+        r"torch\.optim\.\S*RMSprop.*AdamW",
+    ),
     "a subclass": (small, lambda m: Elsewhere(m.parameters()), "Elsewhere"),
     "no optimizer": (small, lambda m: "adamw", "str"),
     "amsgrad": (small, lambda m: adamw(m, amsgrad=True), "amsgrad=True.*amsgrad=False"),
