@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,7 +63,6 @@ def _check_parameters(model: nn.Module) -> None:
     Raises:
         ValueError: see the message.
     """
-    found: list[tuple[int, int, str]] = []
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(
@@ -76,15 +75,82 @@ def _check_parameters(model: nn.Module) -> None:
                 f"parameter {name} is of class {kind}, whose ways an offloaded one would lose: "
                 "make it a plain torch.nn.Parameter"
             )
-        if not parameter.is_meta and parameter.numel() and parameter.is_contiguous():
-            found.append((parameter.data_ptr(), parameter.nbytes, name))
-    found.sort()
-    for (first, size, name), (second, _, other) in pairwise(found):
-        if second < first + size:
+    _check_sharing(model)
+
+
+def _check_sharing(model: nn.Module) -> None:
+    """Refuse parameters that share memory with each other or with a buffer.
+
+    Raises:
+        ValueError: see the message.
+    """
+    found: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+        if plain and not tensor.is_meta and tensor.numel():
+            found.append((*_extent(tensor), name, tensor))
+    found.sort(key=lambda entry: entry[:2])
+    ahead: list[tuple[int, int, str, torch.Tensor]] = []
+    for start, stop, name, tensor in found:
+        ahead = [entry for entry in ahead if entry[1] > start]
+        for _, _, other, before in ahead:
+            two = [isinstance(one, nn.Parameter) for one in (before, tensor)]
+            if not any(two) or not _share(before, tensor):
+                continue
+            if all(two):
+                raise ValueError(
+                    f"parameters {other} and {name} share memory but are two, and offloaded they "
+                    "would part: make them one parameter, or give one of them a clone()"
+                )
+            buffer, parameter = (name, other) if two[0] else (other, name)
             raise ValueError(
-                f"parameters {name} and {other} share memory but are two, and offloaded they would "
-                "part: make them one parameter, or give one of them a clone()"
+                f"buffer {buffer} shares memory with parameter {parameter}, and offloaded they "
+                "would part: take it from the parameter in forward, or give it a clone()"
             )
+        ahead.append((start, stop, name, tensor))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of `tensor` and of the first one after it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one of two tensors whose extents overlap would show in the other.
+
+    Columns of one matrix lie between each other and share nothing. What is expanded cannot be
+    written to: of two such nothing can show.
+    """
+    if _dense(one) and _dense(other):
+        return True
+    if _expanded(one):
+        one, other = other, one
+    if _expanded(one):
+        return False
+    (start, stop), (other_start, other_stop) = _extent(one), _extent(other)
+    first = min(start, other_start)
+    unit = math.gcd(one.itemsize, other.itemsize, start - other_start)
+    touched = torch.zeros((max(stop, other_stop) - first) // unit, dtype=torch.bool)
+
+    def elements_of(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        units = tensor.itemsize // unit
+        strides = [stride * units for stride in tensor.stride()]
+        return touched.as_strided((*tensor.shape, units), (*strides, 1), (start - first) // unit)
+
+    elements_of(one, start).fill_(True)
+    return bool(elements_of(other, other_start).any())
+
+
+def _expanded(tensor: torch.Tensor) -> bool:
+    """Whether many elements of `tensor` are one in memory, so that torch refuses to write to it."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is all that lies between its first and its last element."""
+    start, stop = _extent(tensor)
+    return tensor.nbytes == stop - start and not _expanded(tensor)
 
 
 def _refuse_attached(engine: Engine) -> None:

@@ -21,9 +21,6 @@ from offload.scoreboard import Scoreboard
 from offload.store import Store
 from offload.task import Key, Passage, Task
 
-SCOREBOARD_SWEEP_TASKS = 20_000
-"""Tasks between two sweeps of the scoreboard."""
-
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
 
@@ -43,18 +40,26 @@ class Executor:
         device: torch.device,
         pace: Callable[[Op], float] | None = None,
     ):
-        """Start the lanes. `store` is None when nothing lives on nvme; see `Lanes` for `pace`."""
+        """Start the lanes; where they do not start, let `memory` and `store` go.
+
+        `store` is None when nothing lives on nvme; see `Lanes` for `pace`.
+        """
         self.plan = plan
         self.memory = memory
         self.store = store
         self.device = device
-        self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace)
+        try:
+            self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace)
+        except BaseException:
+            self._release()
+            raise
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
         self._board: Scoreboard[Task] = Scoreboard(
-            taken_back=lambda task: task.cancelled, fixed=lambda task: task.begun
+            taken_back=lambda task: task.cancelled,
+            fixed=lambda task: task.begun,
+            settled=lambda task: task.settled,
         )
-        self._noted = 0
 
     def issue(
         self,
@@ -103,10 +108,6 @@ class Executor:
         key: Key = (pass_number, op.deadline)
         task = self.lanes.submit(op, self._board.waits(reads, writes), key, run, passage)
         self._board.note(task, reads, writes)
-        self._noted += 1
-        if self._noted >= SCOREBOARD_SWEEP_TASKS:
-            self._board.forget(lambda other: other.settled)
-            self._noted = 0
         return task
 
     def _mover(self, op: Op, passage: Passage | None) -> Callable[[], None]:
@@ -177,8 +178,13 @@ class Executor:
         self.poke(value, host_tensor(self.memory.extent(value)[1]))
 
     def close(self) -> None:
-        """Stop the lanes, then let files and memory go."""
-        self.lanes.close()
+        """Stop the lanes; when the last has stopped, let files and memory go.
+
+        In a lane, where the garbage collector may call it, it returns before that.
+        """
+        self.lanes.close(self._release)
+
+    def _release(self) -> None:
         if self.store is not None:
             self.store.close()
         self.memory.close()

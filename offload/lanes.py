@@ -1,14 +1,16 @@
 """The lanes: one thread each, running what may start, the earliest deadline first.
 
-What may start, and which goes first, says `Schedule`. When an op fails, nothing more is started,
-every blocked wait ends, and the next call raises.
+What may start, and which goes first, says `Schedule`. When an op fails, or a lane in any other way,
+or the bookkeeping of either side, nothing more is started, every blocked wait ends, and the next
+call raises.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,10 @@ from offload.task import Fence, Key, Passage, State, Task
 
 HISTORY_MAX = 4
 """How many tasks back a wait is traced to the lane that caused it."""
+
+
+def _nothing(*_: Any) -> None:
+    """Done after closing unless there is more to do; stands in for what a task has run, too."""
 
 
 class EngineError(RuntimeError):
@@ -53,6 +59,9 @@ class Lanes:
             lanes: those that have ops.
             device: the compute device; each thread works on it, on a stream of its own.
             pace: least seconds that an op takes, for tests that imitate slower hardware.
+
+        Raises:
+            EngineError: a lane could not prepare itself; with what it met as its cause.
         """
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -73,11 +82,21 @@ class Lanes:
         ]
         started = threading.Barrier(len(lanes) + 1)
         self._started = started
-        for thread in self._threads:
-            thread.start()
-        started.wait()
-        # A lane set this to one for itself, which new threads would inherit.
-        torch.set_num_threads(intra_op_threads)
+        try:
+            for thread in self._threads:
+                thread.start()
+            started.wait()
+        except BaseException:
+            started.abort()
+            self.close()
+            if self._failure is None:
+                raise  # A thread that could not start, or Ctrl-C.
+            raise EngineError(
+                f"a lane of the offload engine could not start: {self._failure}"
+            ) from self._failure
+        finally:
+            # A lane set this to one for itself, which new threads would inherit.
+            torch.set_num_threads(intra_op_threads)
 
     # -- submitting ---------------------------------------------------------------------------
 
@@ -93,7 +112,7 @@ class Lanes:
 
         With `passage` it is one of the ops of a chunk, and starts after `seal`.
         """
-        with self._lock:
+        with self._books():
             self._serial += 1
             task = Task(op, run, key, self._serial, passage)
             self._schedule.add(task, waits)
@@ -101,12 +120,12 @@ class Lanes:
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
-        with self._lock:
+        with self._books():
             self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self._lock:
+        with self._books():
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     self._schedule.cancel(task)
@@ -137,7 +156,7 @@ class Lanes:
     def finish(self, task: Task) -> None:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         fence = self._fence()
-        with self._lock:
+        with self._books():
             if fence is not None:
                 task.fences = [fence]
             self._finish(task)
@@ -179,15 +198,17 @@ class Lanes:
         if until > since and task.history:
             self.use[task.history[-1][0]].exposed_s += until - since
 
-    def close(self) -> None:
-        """Stop all lanes after what they are running; what has not begun is dropped.
+    def close(self, then: Callable[[], None] = _nothing) -> None:
+        """Stop all lanes after what they are running, drop what has not begun, then do `then`.
 
-        Called by the garbage collector in a lane itself it lets another thread do that: the lane
-        may hold the lock, and cannot wait for its own end.
+        Called by the garbage collector in a lane itself it lets another thread do all that: the
+        lane may hold the lock, and cannot wait for its own end.
         """
         if threading.current_thread() in self._threads:
             self._closing = True
-            threading.Thread(target=self.close, name="offload-close", daemon=True).start()
+            threading.Thread(
+                target=self.close, args=(then,), name="offload-close", daemon=True
+            ).start()
             return
         with self._lock:
             self._closing = True
@@ -195,24 +216,48 @@ class Lanes:
                 wake.notify_all()
             self._changed.notify_all()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None:  # Else it never started.
                 thread.join()
+        then()
+
+    @contextmanager
+    def _books(self) -> Iterator[None]:
+        """The lock; what is raised under it leaves the books half written, and so ends it all."""
+        with self._lock:
+            try:
+                yield
+            except BaseException as error:
+                self._fail(error)
+                raise
 
     # -- the lane threads ---------------------------------------------------------------------
 
     def _work(self, lane: Lane) -> None:
+        """The life of a lane. Whatever ends it early is told to all who wait, and never lost."""
+        try:
+            stream = self._prepare()
+            self._started.wait()
+            with torch.no_grad():
+                while (task := self._next(lane)) is not None:
+                    self._run(lane, task, stream)
+        except threading.BrokenBarrierError:
+            pass  # Another lane could not start.
+        except BaseException as error:
+            with self._lock:
+                self._fail(error)
+            self._started.abort()
+
+    def _prepare(self) -> torch.Stream | None:
+        """Set this thread up for its lane; the stream that is its own on a device."""
         torch.get_num_threads()  # A thread's first call takes over the number of the process.
         torch.set_num_threads(1)
         torch.set_flush_denormal(False)
-        stream = None
-        if self._device.type != "cpu":
-            torch.accelerator.set_device_index(self._device.index or 0)
-            stream = torch.Stream(self._device)
-            torch.accelerator.set_stream(stream)
-        self._started.wait()
-        with torch.no_grad():
-            while (task := self._next(lane)) is not None:
-                self._run(lane, task, stream)
+        if self._device.type == "cpu":
+            return None
+        torch.accelerator.set_device_index(self._device.index or 0)
+        stream = torch.Stream(self._device)
+        torch.accelerator.set_stream(stream)
+        return stream
 
     def _next(self, lane: Lane) -> Task | None:
         """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
@@ -243,10 +288,9 @@ class Lanes:
             use.busy_s += time.perf_counter() - start
             use.bytes += task.op.bytes
             use.operations += 1
-            task.run, task.fences = _ran, []
+            task.run, task.fences = _nothing, []  # What its function held can go.
             if error is not None:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+                self._fail(error)
                 return
             self._finish(task)
 
@@ -266,6 +310,11 @@ class Lanes:
 
     # -- under the lock -----------------------------------------------------------------------
 
+    def _fail(self, error: BaseException) -> None:
+        """From here on nothing is started, and nobody waits; the first failure is told."""
+        self._failure = self._failure or error
+        self._changed.notify_all()
+
     def _finish(self, task: Task) -> None:
         self._schedule.finish(task)
         self._changed.notify_all()
@@ -280,7 +329,3 @@ class Lanes:
             self._changed.notify_all()
         else:
             self._wake[task.op.lane].notify()
-
-
-def _ran(*_: Any) -> None:
-    """Stands in for the function of a task that has run, so that what it held can go."""

@@ -28,10 +28,10 @@ WEIGHT_SLOTS_MAX = 3
 """Weight slots of one size class: one in use, one arriving, one being left."""
 
 STAGES = 2
-"""Slots of each staging ring for whole units."""
+"""Slots of each staging ring (slots of a tier that values pass through) for whole units."""
 
 CHUNK_STAGES = 4
-"""Slots of each staging ring for chunks: arriving, in work, leaving, and one ahead."""
+"""Slots of each staging ring for chunks: so many are between their first read and last write."""
 
 
 class Place(NamedTuple):

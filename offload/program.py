@@ -12,9 +12,11 @@ op of a phase that touches a place waits for what the phases before did there. `
 rule, used by `compile_program`, by `simulate` and by the engine.
 
 [Note: Chunks]
-The ops of one chunk of `norm` or `update` stand together and use one slot of each staging ring that
-they pass through. Which one is known when the first of them starts: until then its index is
-`IN_RING`, and the slots of two chunks are two places. See [Note: Passages] of `schedule`.
+On their way through a tier, values lie in *staging rings*, a few slots each that many values share.
+The ops of one chunk of `norm` or `update` stand together and use one slot of each ring that they
+pass through; the way of the chunk through them is its *passage*. Which slot is known when the
+passage starts: until then its index is `IN_RING`, and the slots of two chunks are two places. See
+[Note: Passages] of `schedule`.
 
 [Note: Slots between phases]
 Forward ends with the last units still in their slots; backward starts with those and does not
@@ -72,6 +74,9 @@ class Verb(str, Enum):
 
 WHOLE = -1
 """The chunk of a value that stands for all of it."""
+
+EVERY = -1
+"""The unit of a value that is made of all units."""
 
 IN_RING = -1
 """Index of a staging slot that a chunk has yet to get, see [Note: Chunks]."""
@@ -228,8 +233,8 @@ def carry_out(plan: Plan, unit: int, deadline: int, *, first: bool) -> list[Op]:
     return ops
 
 
-FACTOR = Use(Place("cpu", "factor"), Value("gradient", WHOLE))
-"""The clip factor: written by `norm`, read by every update."""
+FACTOR = Use(Place("cpu", "factor"), Value("gradient", EVERY))
+"""The clip factor, made of all gradients: written by `norm`, read by every update."""
 
 
 def staged(ops: Iterable[Op]) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from offload.config import TIERS, Tier
 from offload.layout import CHUNK_STAGES, PLACED, Buffer, Place, Plan, site
 from offload.profile import BLOCK_BYTES
-from offload.program import FACTOR, IN_RING, WHOLE, Lane, Op, Use, Value, Verb, staged
+from offload.program import EVERY, FACTOR, IN_RING, WHOLE, Lane, Op, Use, Value, Verb, staged
 
 _NUMBERS = ("factor", "partial")
 """Uses of places that hold one number, in no buffer: the clip factor, a sum of squares."""
@@ -123,6 +123,8 @@ def broken_by(plan: Plan, index: int, op: Op) -> str:
     """The rule that an op breaks by itself; empty when none."""
     if late := [wait for wait in op.waits if not 0 <= wait < index]:
         return f"waits for op {late[0]}, which is not an earlier op of its phase"
+    if (op.value.unit == EVERY) != (op.verb is Verb.NORM):
+        return "is of all units, or its verb is: norm, and nothing else, is of all"
     due, uses = _due(plan, op), (*op.reads, *op.writes)
     if staged([op]) and op.value.chunk == WHOLE:
         return "passes through slots that only chunks use"
@@ -156,12 +158,13 @@ _MOVES |= {("nvme", "cpu"): Lane.DISK, ("cpu", "nvme"): Lane.DISK}
 
 
 def _due(plan: Plan, op: Op) -> _Due:
-    value, unit = op.value, plan.profile.units[op.value.unit]
+    value = op.value
+    if op.verb is Verb.NORM:
+        return _Due(Lane.CPU, (), len(op.reads), [*(u.value for u in op.reads), FACTOR.value])
+    unit = plan.profile.units[value.unit]
     if op.verb is Verb.MOVE:
         tiers = tuple(use.place.tier for use in (*op.reads, *op.writes))[:2]
         return _Due(_MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value))
-    if op.verb is Verb.NORM:
-        return _Due(Lane.CPU, (), len(op.reads), [*(u.value for u in op.reads), FACTOR.value])
     weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in PLACED)
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
         backward = op.verb is Verb.BACKWARD

@@ -87,7 +87,7 @@ class Schedule:
         passage = task.passage
         if passage is not None:
             passage.left -= 1
-            if not passage.left and passage.started:
+            if not passage.left:
                 self._started.remove(passage)
                 passage.tasks = []
                 self._free.append(passage.slot)

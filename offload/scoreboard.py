@@ -13,6 +13,9 @@ class Scoreboard(Generic[Task]):
 
     A task that is taken back orders nobody: who comes after it waits for those before it. So the
     accesses of a place are kept from the last write on that can no longer be taken back.
+
+    Many places are only ever read, so tasks that nobody needs to wait for any more are dropped as
+    new ones come: what is kept of a place is what is under way there, and a few.
     """
 
     def __init__(
@@ -20,10 +23,18 @@ class Scoreboard(Generic[Task]):
         *,
         taken_back: Callable[[Task], bool] = lambda task: False,
         fixed: Callable[[Task], bool] = lambda task: True,
+        settled: Callable[[Task], bool] = lambda task: False,
     ) -> None:
-        """No access yet. A task that is `fixed` will never be `taken_back`."""
+        """No access yet.
+
+        Args:
+            taken_back: whether a task will never run.
+            fixed: whether it will never be taken back.
+            settled: whether it is over, so that waiting for it is waiting for nothing.
+        """
         self._taken_back = taken_back
         self._fixed = fixed
+        self._settled = settled
         self._accesses: dict[object, list[tuple[Task, bool]]] = {}
 
     def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
@@ -42,9 +53,9 @@ class Scoreboard(Generic[Task]):
     def note(self, task: Task, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
         for cell in reads:
-            self._accesses.setdefault(cell, []).append((task, False))
+            self._unsettled(cell).append((task, False))
         for cell in writes:
-            before = self._accesses.setdefault(cell, [])
+            before = self._unsettled(cell)
             before.append((task, True))
             for index in range(len(before) - 1, 0, -1):
                 other, wrote = before[index]
@@ -52,11 +63,11 @@ class Scoreboard(Generic[Task]):
                     del before[:index]
                     break
 
-    def forget(self, done: Callable[[Task], bool]) -> None:
-        """Drop the tasks that are done: nobody waits for them."""
-        for cell, accesses in list(self._accesses.items()):
-            kept = [(task, wrote) for task, wrote in accesses if not done(task)]
-            if kept:
-                self._accesses[cell] = kept
-            else:
-                del self._accesses[cell]
+    def _unsettled(self, cell: object) -> list[tuple[Task, bool]]:
+        """The accesses of a place, from the first one that is not settled."""
+        accesses = self._accesses.setdefault(cell, [])
+        count = 0
+        while count < len(accesses) and self._settled(accesses[count][0]):
+            count += 1
+        del accesses[:count]
+        return accesses

@@ -12,7 +12,7 @@ of states that live on the device) shares the device with the user: one op at a 
 is the compute device it has a thread of its own beside the user's, and both run at full speed.
 
 A move or a sum takes its bytes at the speed of its lane and `Machine.op_seconds` on top; the user's
-compute takes the time that is given for it. Waits between phases are those of `Scoreboard`.
+compute takes the time that is given for it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,8 @@ def simulate(
         micro_batches: forward and backward passes in a step.
         host_seconds: what the user's thread spends after each `step()` on other things.
         updates_in_backward: a unit's update is issued when its last backward is done, as with
-            Config.micro_batches, instead of at `step()`.
+            Config.micro_batches, instead of at `step()`. A program that clips waits for the norm
+            and so for `step()`, whatever is asked, as the engine does.
 
     Raises:
         ValueError: no step, no micro-batch, or a speed that is not positive.
@@ -134,7 +135,8 @@ def simulate(
             "there must be at least one step and one micro-batch, and no negative time"
         )
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)
-    return simulation.run(steps, micro_batches, updates_in_backward)
+    early = updates_in_backward and not program.plan.clips
+    return simulation.run(steps, micro_batches, early)
 
 
 def seconds_of(op: Op, machine: Machine) -> float:
@@ -172,7 +174,7 @@ class _Simulation:
         self._program, self._machine, self._host_seconds = program, machine, host_seconds
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
         self._templates: dict[int, tuple[list[object], list[object], float]] = {}
-        self._board: Scoreboard[Task] = Scoreboard()
+        self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule(lambda task, last: None)
         self._serial = 0
         self._now = 0.0

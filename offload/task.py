@@ -1,14 +1,17 @@
 """One op in one step: its life, its urgency, and who waits for it. Pure.
 
 [Note: Tasks]
-A task is one op in one step. It starts when the tasks it waits for are done. Its life:
+A task is one op in one step. It starts when the tasks it waits for are over, and not before its
+passage, if it is one of a chunk's (a passage is a chunk on its way through the staging slots). Its
+life:
 
-    WAITING --all waits done--> READY --lane or user takes it--> RUNNING --> DONE
-       |                          |
-       +--------cancel------------+--> CANCELLED   (whoever waits for it goes on)
+    WAITING --all waits over, passage started--> READY --lane or user takes it--> RUNNING --> DONE
+       |                                           |
+       +--------cancel (never in a passage)--------+--> CANCELLED
 
-Tasks without a function are the user's own compute: the caller says when they begin and end.
-`Schedule` moves tasks through this life.
+Who waits for a cancelled task waits for what that was waiting for. Tasks without a function are the
+user's own compute: the caller says when they begin and end. `Schedule` moves tasks through this
+life.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.checks import check_arguments
 from tests.faults import nothing_leaks
 from tests.small import MIXED, adamw, config, small, torch_step
 
@@ -69,6 +70,47 @@ class Shared(nn.Module):
         self.other = nn.Parameter(flat[first : first + 4])
 
 
+class Two(nn.Module):
+    """Two parameters, or a parameter and a buffer."""
+
+    def __init__(self, one: torch.Tensor, other: torch.Tensor, *, buffer: bool = False) -> None:
+        super().__init__()
+        self.one = nn.Parameter(one)
+        if buffer:
+            self.register_buffer("other", other)
+        else:
+            self.other = nn.Parameter(other)
+
+
+def transposed() -> nn.Module:
+    weight = torch.randn(4, 4)
+    return Two(weight, weight.t())
+
+
+def channels_last() -> nn.Module:
+    weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    return Two(weight, weight)
+
+
+def inside_a_larger_one() -> nn.Module:
+    """The first begins first and ends last; the second is inside it; the third shares the end."""
+    flat = torch.randn(12)
+    model = Two(flat[1:3], flat[8:])
+    model.register_parameter("around", nn.Parameter(flat.as_strided((2, 6), (6, 1))))
+    del model.one
+    return model
+
+
+def a_row_and_a_column() -> nn.Module:
+    weight = torch.randn(6, 6)
+    return Two(weight[:, 2], weight[3, :])
+
+
+def shown_in_a_buffer(view: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    weight = torch.randn(4, 4)
+    return Two(weight, view(weight), buffer=True)
+
+
 class Special(nn.Parameter):
     """Has ways of its own."""
 
@@ -88,6 +130,22 @@ def scripted() -> nn.Module:
 
 LOST: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "an overlap": (lambda: Shared(3), "parameters one and other share memory.*clone"),
+    "tied by a transpose": (transposed, "parameters one and other share memory"),
+    "channels last": (channels_last, "parameters one and other share memory"),
+    "inside a larger one": (inside_a_larger_one, "parameters around and other share memory"),
+    "a row and a column": (a_row_and_a_column, "parameters one and other share memory"),
+    "a row in a buffer": (
+        lambda: shown_in_a_buffer(lambda weight: weight[1]),
+        r"buffer other shares memory with parameter one.*clone",
+    ),
+    "other bytes in a buffer": (
+        lambda: shown_in_a_buffer(lambda weight: weight.view(torch.int16)[:, 3]),
+        "buffer other shares memory with parameter one",
+    ),
+    "one element of it in a buffer": (
+        lambda: shown_in_a_buffer(lambda weight: weight[2, 2].expand(7)),
+        "buffer other shares memory with parameter one",
+    ),
     "a class of its own": (special, r"parameter weight is of class tests\.\S*Special"),
     "no shape yet": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet"),
     "TorchScript": (scripted, "1 is a TorchScript module.*Python module"),
@@ -99,6 +157,49 @@ def test_what_would_not_be_the_same_is_refused(name: str) -> None:
     build, message = LOST[name]
     with nothing_leaks(), pytest.raises(ValueError, match=message):
         offload.attach(build(), None)
+
+
+def columns() -> list[torch.Tensor]:
+    weight = torch.randn(4, 6)
+    return [weight[:, :3], weight[:, 3:]]
+
+
+def interleaved() -> list[torch.Tensor]:
+    flat = torch.randn(9)
+    return [flat[::2], flat[1::2].view(torch.int32).view(torch.float32)]
+
+
+APART: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "columns": columns,
+    "interleaved": interleaved,
+    "expanded from one element": lambda: [torch.ones(1).expand(5)] * 2,
+    "empty": lambda: [torch.empty(0), torch.empty(0, 4)],
+    "meta": lambda: [torch.empty(3, device="meta"), torch.empty(3, device="meta")],
+    "scalars": lambda: list(torch.randn(2).unbind()),
+}
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+@pytest.mark.parametrize("name", APART)
+def test_what_shares_no_memory_passes(name: str, buffer: bool) -> None:
+    one, other = APART[name]()
+    check_arguments(Two(one, other, buffer=buffer), None, offload.Config())
+
+
+def test_buffers_may_share_memory_with_each_other() -> None:
+    model = Two(torch.randn(4), torch.randn(4), buffer=True)
+    model.register_buffer("again", model.other)
+    model.register_buffer("part", model.other[1:])
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    check_arguments(model, None, offload.Config())
+
+
+def test_columns_of_one_matrix_keep_their_values() -> None:
+    model = Two(*columns())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    offload.attach(model, None)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    offload.detach(model)
 
 
 def test_parameters_side_by_side_in_one_piece_of_memory_are_fine() -> None:

@@ -258,14 +258,30 @@ def test_scoreboard_reads_wait_for_the_write_and_writes_for_all() -> None:
     assert board.waits(["x"], []) == board.waits([], ["x"]) == ["again"]
 
 
-def test_scoreboard_forgets_what_is_done() -> None:
-    board: Scoreboard[str] = Scoreboard()
+def test_scoreboard_drops_what_is_settled_as_more_comes() -> None:
+    settled: set[str] = set()
+    board: Scoreboard[str] = Scoreboard(settled=settled.__contains__)
     board.note("write", [], ["x"])
-    board.note("read", ["x"], [])
-    board.forget(lambda task: task == "write")
-    assert board.waits([], ["x"]) == ["read"]
-    board.forget(lambda task: True)
-    assert board.waits([], ["x"]) == []
+    board.note("read 1", ["x"], [])
+    settled |= {"write"}
+    board.note("read 2", ["x"], [])
+    assert board.waits(["x"], []) == []
+    assert set(board.waits([], ["x"])) == {"read 1", "read 2"}
+    settled |= {"read 2"}
+    board.note("read 3", ["x"], [])
+    assert "read 1" in board.waits([], ["x"])
+    settled |= {"read 1"}
+    board.note("write 2", [], ["x"])
+    assert board.waits(["x"], []) == ["write 2"]
+
+
+def test_scoreboard_keeps_what_is_under_way_and_little_more() -> None:
+    settled: set[int] = set()
+    board: Scoreboard[int] = Scoreboard(settled=settled.__contains__)
+    for task in range(1000):
+        board.note(task, ["only read", task % 7], ["written"] if task % 5 == 0 else [])
+        settled.add(task - 3)
+    assert max(len(found) for found in board._accesses.values()) <= 4
 
 
 def test_cells_of_a_home_are_its_chunks_and_of_a_slot_itself() -> None:

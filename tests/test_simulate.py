@@ -351,6 +351,20 @@ def test_clipping_reads_the_gradients_once_more() -> None:
         assert totals[1][Lane.DISK] - totals[0][Lane.DISK] == (3 * BYTES if tier == "nvme" else 0)
 
 
+def test_a_program_that_clips_updates_after_its_norm_whatever_is_asked() -> None:
+    program = program_of(blocks(3, 4096), clips=True)
+    asked, plain = (
+        simulate(program, MACHINE, ten, steps=2, updates_in_backward=early)
+        for early in (True, False)
+    )
+    assert asked == plain
+    for step in (0, 1):
+        (normed,) = [s.stop for s in asked.spans if s.op.verb is Verb.NORM and s.step == step]
+        updates = [s for s in asked.spans if s.op.verb is Verb.UPDATE and s.step == step]
+        assert len(updates) == 3
+        assert min(update.start for update in updates) >= normed
+
+
 def test_frozen_units_are_only_fetched() -> None:
     profile = profile_of([unit(f"frozen{i}", frozen=[4096]) for i in range(3)])
     timeline = simulate(compile_program(_plan(profile)), MACHINE, ten, steps=2)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from offload.layout import Place, Plan
 from offload.profile import profile_of
-from offload.program import IN_RING, Lane, Program, Use, Value, Verb, compile_program
+from offload.program import FACTOR, IN_RING, Lane, Program, Use, Value, Verb, compile_program
 from offload.verify import CHAIN, ProgramError, verify
 from tests.profiles import (
     all_placements,
@@ -182,6 +182,17 @@ def test_compute_without_its_weights() -> None:
     program = streamed()
     index, _ = find(program.phases["forward"], verb=Verb.FORWARD)
     broken(changed(program, "forward", index, reads=()), "forward", index, "has to read 1")
+
+
+def test_only_the_norm_is_of_all_units() -> None:
+    program = streamed()
+    index, _ = find(program.phases["update"], verb=Verb.UPDATE)
+    wrong = changed(program, "update", index, value=FACTOR.value)
+    broken(wrong, "update", index, "norm, and nothing else, is of all")
+    index, op = find(program.phases["norm"], verb=Verb.NORM)
+    assert op.value == FACTOR.value
+    wrong = changed(program, "norm", index, value=Value("gradient", 0))
+    broken(wrong, "norm", index, "norm, and nothing else, is of all")
 
 
 def test_an_update_where_the_states_are_not() -> None:

@@ -1,0 +1,218 @@
+"""Lanes that cannot start, lanes that die, and who closes what when."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.executor import ENGINE_LANES, Executor
+from offload.lanes import EngineError, Lanes
+from offload.program import Lane, Op, Value, Verb
+from offload.schedule import Schedule
+from offload.task import Passage
+from tests.faults import nothing_leaks
+from tests.profiles import blocks, plan_of
+from tests.small import adamw, config, small, torch_step
+from tests.test_lanes import blocked, lanes, op
+
+ENDS_S = 1.0
+"""Seconds in which what should end has ended, on a machine with other things to do."""
+
+
+class Broken(Exception):
+    """What a lane meets."""
+
+
+def on_lane(lane: Lane) -> bool:
+    return threading.current_thread().name == f"offload-{lane.value}"
+
+
+def in_time(work: Callable[[], Any]) -> BaseException | None:
+    """What `work` raises; fails where it does not end."""
+    thread, raised = blocked(work, daemon=True)
+    thread.join(ENDS_S)
+    assert not thread.is_alive(), "it waits for ever"
+    return raised[0] if raised else None
+
+
+# -- starting ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lane", ENGINE_LANES)
+def test_a_lane_that_cannot_prepare_itself_is_told(
+    lane: Lane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(self: Lanes) -> None:
+        if on_lane(lane):
+            raise Broken("no stream")
+
+    monkeypatch.setattr(Lanes, "_prepare", prepare)
+    with nothing_leaks():
+        error = in_time(lambda: Lanes(ENGINE_LANES, device=torch.device("cpu")))
+    assert isinstance(error, EngineError)
+    assert isinstance(error.__cause__, Broken)
+    assert "no stream" in str(error)
+
+
+@pytest.mark.parametrize("number", [0, 2, len(ENGINE_LANES) - 1])
+def test_a_thread_that_cannot_start_leaves_nothing_of_the_attach(
+    number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+    start = threading.Thread.start
+
+    def failing(self: threading.Thread) -> None:
+        if self.name in {f"offload-{lane.value}" for lane in ENGINE_LANES}:
+            started.append(self.name)
+            if len(started) == number + 1:
+                raise RuntimeError("can't start new thread")
+        start(self)
+
+    model = small()
+    mine = adamw(model)
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    with nothing_leaks():
+        error = in_time(lambda: offload.attach(model, mine, config(("nvme",) * 3, tmp_path)))
+    assert "can't start new thread" in str(error)
+    torch_step(model, mine)
+
+
+def test_threads_of_torch_are_as_many_after_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(self: Lanes) -> None:
+        torch.set_num_threads(1)
+        raise Broken
+
+    monkeypatch.setattr(Lanes, "_prepare", prepare)
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(EngineError):
+            Lanes([Lane.CPU], device=torch.device("cpu"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+
+
+# -- dying ------------------------------------------------------------------------------------
+
+
+def patiently(made: Lanes) -> threading.Event:
+    """Let blocked waits end by being woken only; set when somebody waits."""
+    waits, wait = threading.Event(), made._changed.wait
+
+    def patient(timeout: float | None = None) -> bool:
+        waits.set()
+        return wait(60)
+
+    made._changed.wait = patient  # type: ignore[method-assign]
+    return waits
+
+
+@pytest.mark.parametrize("method", ["take", "finish", "_release"])
+def test_a_lane_that_dies_in_its_bookkeeping_ends_all_waits(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, failed_at = threading.Event(), list[float]()
+    real = getattr(Schedule, method)
+
+    def fail(self: Schedule, *arguments: Any) -> Any:
+        if gate.is_set() and on_lane(Lane.CPU):
+            failed_at.append(time.perf_counter())
+            raise Broken(method)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Schedule, method, fail)
+    with lanes(Lane.CPU, Lane.DISK) as made:
+        waits = patiently(made)
+        first = made.submit(op(), [], (0, 0), gate.wait)
+        mine = made.submit(op(Lane.COMPUTE), [first], (0, 1))
+        thread, raised = blocked(lambda: made.begin(mine))
+        waits.wait(ENDS_S)
+        gate.set()
+        thread.join(ENDS_S)
+        ended = time.perf_counter()
+        assert not thread.is_alive()
+        for error in (raised[0], in_time(made.check), in_time(lambda: made.wait([mine]))):
+            assert isinstance(error, EngineError)
+            assert isinstance(error.__cause__, Broken)
+        assert ended - failed_at[0] < 0.1 + ENDS_S / 4
+        late = made.submit(op(Lane.DISK), [], (0, 0), lambda: None)
+        time.sleep(0.02)
+        assert not late.begun
+
+
+BOOKS: dict[str, tuple[str, Callable[[Lanes, Any], Any]]] = {
+    "submit": ("add", lambda made, task: made.submit(op(), [], (0, 0), lambda: None)),
+    "seal": ("seal", lambda made, task: made.seal(Passage())),
+    "cancel": ("cancel", lambda made, task: made.cancel([task])),
+    "finish": ("finish", lambda made, task: made.finish(task)),
+}
+
+
+@pytest.mark.parametrize("call", BOOKS)
+def test_books_that_the_user_left_half_written_end_all_waits(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, use = BOOKS[call]
+
+    def fail(*_: Any) -> None:
+        raise Broken(call)
+
+    with lanes() as made:
+        waits = patiently(made)
+        gate = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        behind = made.submit(op(), [gate], (0, 1), lambda: None)
+        thread, raised = blocked(lambda: made.wait([behind]))
+        waits.wait(ENDS_S)
+        with monkeypatch.context() as patched, pytest.raises(Broken):
+            patched.setattr(Schedule, method, fail)
+            use(made, gate)
+        thread.join(ENDS_S)
+        assert not thread.is_alive()
+        assert isinstance(raised[0].__cause__, Broken)
+
+
+# -- closing ----------------------------------------------------------------------------------
+
+
+def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> None:
+    gone = threading.Event()
+    memory: Any = SimpleNamespace(close=gone.set)
+    executor = Executor(plan_of(blocks(1)), memory, None, torch.device("cpu"))
+    copying = threading.Event()
+    closed = threading.Event()
+
+    def close() -> None:
+        executor.close()
+        closed.set()
+
+    with nothing_leaks():
+        made = executor.lanes
+        slow = made.submit(_move(Lane.H2D), [], (0, 0), copying.wait)
+        while not slow.begun:
+            time.sleep(0.001)
+        made.submit(_move(Lane.CPU), [], (0, 0), close)
+        assert closed.wait(ENDS_S)
+        assert not gone.wait(0.05)
+        copying.set()
+        assert gone.wait(ENDS_S)
+        assert not any(thread.is_alive() for thread in made._threads)
+
+
+def test_memory_goes_before_close_returns_elsewhere() -> None:
+    gone = threading.Event()
+    memory: Any = SimpleNamespace(close=gone.set)
+    executor = Executor(plan_of(blocks(1)), memory, None, torch.device("cpu"))
+    executor.close()
+    assert gone.is_set()
+
+
+def _move(lane: Lane) -> Op:
+    return Op(lane, Verb.MOVE, Value("weight", 0), (), (), 0, 0)
