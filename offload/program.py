@@ -21,7 +21,8 @@ passage starts: until then its index is `IN_RING`, and the slots of two chunks a
 [Note: Slots between phases]
 Forward ends with the last units still in their slots; backward starts with those and does not
 fetch them again. `Phase.entry` and `Phase.exit` declare what the weight slots hold; a phase may
-follow another when what it wants at entry is there. Only backward wants anything.
+follow another when what it wants at entry is there. Only backward wants anything; `norm` and
+`update` are the halves of a step, and stand together.
 """
 
 from __future__ import annotations
@@ -320,17 +321,17 @@ def compile_program(plan: Plan) -> Program:
 
 def _compile(plan: Plan) -> Program:
     profile = plan.profile
-    forward = _compute_phase(plan, "forward", profile.forward, {})
+    forward = compute_phase(plan, "forward", profile.forward, {})
     backward = [
-        _compute_phase(plan, name, profile.backward, dict(forward.exit))
+        compute_phase(plan, name, profile.backward, dict(forward.exit))
         for name in ("backward_first", "backward_next")
     ]
     phases = [forward, *backward, _norm_phase(plan), _update_phase(plan)]
     return Program(plan, {phase.name: phase for phase in phases})
 
 
-def _compute_phase(plan: Plan, name: str, order: Sequence[int], held: dict[Place, int]) -> Phase:
-    """Forward or backward in `order`, starting with `held` in the slots."""
+def compute_phase(plan: Plan, name: str, order: Sequence[int], held: dict[Place, int]) -> Phase:
+    """Forward or backward in `order`, starting with `held` in the slots, which it changes."""
     verb = Verb.FORWARD if name == "forward" else Verb.BACKWARD
     entry: dict[Place, int] = {}
     ops: list[Op] = []
@@ -353,7 +354,7 @@ def _compute_phase(plan: Plan, name: str, order: Sequence[int], held: dict[Place
         if verb is Verb.BACKWARD and units[unit].trainable:
             first = name == "backward_first" and unit not in steps[:position]
             ops += carry_out(plan, unit, position + 1, first=first)
-    return Phase(name, _with_waits(plan, ops), entry, dict(held))
+    return Phase(name, ordered(plan, ops), entry, dict(held))
 
 
 def _norm_phase(plan: Plan) -> Phase:
@@ -362,14 +363,14 @@ def _norm_phase(plan: Plan) -> Phase:
         for ordinal, (unit, chunk, _) in enumerate(update_order(plan)):
             ops += square(plan, unit, chunk, ordinal)
         ops.append(norm([op.writes[0] for op in ops if op.verb is Verb.SQUARE]))
-    return Phase("norm", _with_waits(plan, ops), {}, {})
+    return Phase("norm", ordered(plan, ops), {}, {})
 
 
 def _update_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
     for unit, chunk, deadline in update_order(plan):
         ops += update(plan, unit, chunk, deadline)
-    return Phase("update", _with_waits(plan, ops), {}, {})
+    return Phase("update", ordered(plan, ops), {}, {})
 
 
 def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
@@ -384,7 +385,8 @@ def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
             yield unit, chunk, first.get(unit, late)
 
 
-def _with_waits(plan: Plan, ops: Sequence[Op]) -> tuple[Op, ...]:
+def ordered(plan: Plan, ops: Sequence[Op]) -> tuple[Op, ...]:
+    """`ops`, which are new, with the waits of a phase of them in that order."""
     board: Scoreboard[int] = Scoreboard()
     for index, op in enumerate(ops):
         reads, writes = tuple(cells(plan, op.reads)), tuple(cells(plan, op.writes))

@@ -8,13 +8,18 @@ issued after those it waits for, waits that point back cannot form a cycle: noth
 do chunks that wait for staging slots: the ops of a chunk stand together and start only when nothing
 outside is waited for, so that who has a slot gives it back ([Note: Passages] of `schedule`).
 
-Then a chain of phases in which every legal pair stands side by side is walked op by op. Between
-phases the waits are those that `Scoreboard` gives; inside a phase they are the compiled ones. At
-each op all earlier accesses to the same place, one of the two a write, must be reachable through
-waits. So any order in which the lanes run the ops gives what the order of issue gives, and it is
-enough to follow the contents of every place in that order: what is read must be what is there, the
-newest, and put there in this phase or declared at its entry; no gradient and no update may be
-overwritten before it is home.
+Then a chain of phases in which every pair of neighbours that there can be stands side by side is
+walked op by op: by `verify` it is `CHAIN`, the phases as they are compiled; by `verify_runs` it is
+`RUNS`, the same as the engine runs them ([Note: As it runs] of `variants`). Between phases the
+waits are those that `Scoreboard` gives; inside a phase they are the compiled ones. At each op all
+earlier accesses to the same place, one of the two a write, must be reachable through waits. So any
+order in which the lanes run the ops gives what the order of issue gives, and it is enough to follow
+the contents of every place in that order: what is read must be what is there, the newest, and put
+there in this phase or declared at its entry; an update must use the whole gradient; no gradient and
+no update may be overwritten before it is home.
+
+Not proved is what the engine does when units are used in another order than the compiled one: what
+is queued is taken back, and more is fetched. There only the rule of `Scoreboard` holds.
 
 A version of a value is the set of the ops that made it: one update, or the backward ops of all
 micro-batches whose gradients were added.
@@ -25,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from offload.layout import Place
-from offload.program import FACTOR, IN_RING, WHOLE, Program, Use, Value, Verb, cells
+from offload.program import FACTOR, IN_RING, WHOLE, Phase, Program, Use, Value, Verb, cells
 from offload.rules import (
     ProgramError,
     broken_by,
@@ -36,11 +41,28 @@ from offload.rules import (
     value_text,
 )
 from offload.scoreboard import Scoreboard
+from offload.variants import EARLY, as_run
 
 _ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
 _STEP = ("forward", "backward_first", "norm", "update")
-CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, "forward", "forward")
-"""Phases in an order that has every legal pair of neighbours: micro-batches, evaluation, steps."""
+_EVALUATION = ("forward", "forward", "norm", "update", "norm", "update")
+CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, *_EVALUATION)
+"""Phases in an order that has every legal pair of neighbours: micro-batches, evaluation, steps.
+
+Backward follows forward, and update norm; whatever else is, follows all but norm."""
+
+_LETTERS = {
+    "F": ("forward",),
+    "B": ("backward_first",),
+    "b": ("backward_next",),
+    "U": ("norm", "update"),
+    "E": ("backward_first" + EARLY,),
+    "e": ("backward_next" + EARLY,),
+}
+RUNS = tuple(name for letter in "FEUFbUBeUUBBbBFeFBUFUFFbbFEFbe" for name in _LETTERS[letter])
+"""Phases as run, in an order that has every pair of neighbours. Backward may follow backward (a
+first one where gradients were dropped before) and even an update (all weights are recomputed from);
+one in which updates begin ends its step, of which step() then has nothing left to do."""
 
 Version = frozenset[int]
 """The ops that made a value, numbered along the chain; none for what was there at the start."""
@@ -63,7 +85,22 @@ def verify(program: Program) -> None:
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Walk(program)
     for name in CHAIN:
-        walk.run(name)
+        walk.run(program.phases[name])
+
+
+def verify_runs(program: Program) -> None:
+    """Check the chains of [Note: What is proved] as the engine runs the phases of a valid program.
+
+    Raises:
+        ProgramError: the first rule that is broken, with the phase and the op.
+    """
+    walk, held = _Walk(program), frozenset[tuple[Place, int]]()
+    known: dict[object, Phase] = {}
+    for name in RUNS:
+        if (name, held) not in known:
+            known[name, held] = as_run(program, name, dict(held))
+        walk.run(known[name, held])
+        held = frozenset(known[name, held].exit.items())
 
 
 # -- the chain ------------------------------------------------------------------------------------
@@ -78,7 +115,7 @@ class _Walk:
     """The accesses and the contents of every place along a chain of phases, in order of issue."""
 
     def __init__(self, program: Program):
-        self._plan, self._phases = program.plan, program.phases
+        self._plan = program.plan
         self._board: Scoreboard[int] = Scoreboard()
         # Per op, numbered along the chain; then per smallest thing that two ops can share.
         self._waits: list[set[int]] = []
@@ -89,12 +126,13 @@ class _Walk:
         self._homes: dict[Value, Version] = {}
         self._newest: dict[Value, Version] = {}
         self._pieces: dict[Value, tuple[Value, ...]] = {}
-        # By unit, the backward ops whose sum its gradient is.
+        # By unit, the backward ops whose sum its gradient is; by chunk, those that an update used.
         self._produced: dict[int, Version] = {}
+        self._used: dict[Value, Version] = {}
 
-    def run(self, name: str) -> None:
+    def run(self, phase: Phase) -> None:
         """Walk the next phase of the chain."""
-        self._phase = phase = self._phases[name]
+        self._phase = phase
         self._base = len(self._waits)
         self._index: int | None = None
         self._filled, self._uncarried = set[object](phase.entry), set[Place]()
@@ -211,6 +249,7 @@ class _Walk:
             made = versions[0] | versions[1]
         elif verb is Verb.UPDATE:
             self._newest.update((use.value, made) for use in op.writes)
+            self._used[op.value] = versions[0]
         elif verb is Verb.BACKWARD and op.writes:
             made = self._produce(op.writes[0], made, again=op.value in self._seen[verb])
         for use in op.writes:
@@ -252,9 +291,12 @@ class _Walk:
         combined = sorted(seen[Verb.SQUARE]) == chunks and len(seen[Verb.NORM]) == 1
         if name == "norm" and plan.clips and not combined:
             self._fail("does not square every chunk of the gradient once, then combine")
-        if name == "update":
+        if name == "update" or seen[Verb.UPDATE]:
             if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != chunks:
                 self._fail("does not update every chunk once")
+            for value in seen[Verb.UPDATE]:
+                if self._used[value] != self._produced.get(value.unit, START):
+                    self._fail(f"updates {value_text(plan, value)} before its gradient is whole")
             for value, newest in self._newest.items():
                 if self._homes.get(value) != newest:
                     self._fail(f"does not bring home the update of {value_text(plan, value)}")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,15 +26,61 @@ def updated(state: State, steps: int = 1) -> State:
     return state
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a new interpreter, with warnings shown."""
+FORKS = """
+import json, os, sys, tempfile, traceback
+import torch, cpu_adam
+found = []
+for environment, code in json.load(sys.stdin):
+    streams = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for number, stream in enumerate(streams, 1):
+                os.dup2(stream.fileno(), number)
+            os.environ.update(environment)
+            exec(code, {"__name__": "__main__"})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    found.append([status])
+    for stream in streams:
+        stream.seek(0)
+        found[-1].append(stream.read())
+print(json.dumps(found))
+"""
+"""Runs code in forks of an interpreter that has imported torch, which takes seconds, and done no
+more: each as in an interpreter of its own."""
+
+
+class Found(NamedTuple):
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def python(code: str, given: str | None = None, **environment: str) -> str:
+    """Standard output of a new interpreter, with warnings shown."""
     return subprocess.run(
         [sys.executable, "-W", "always", "-c", code],
         env={**os.environ, **environment},
+        input=given,
         capture_output=True,
         text=True,
         timeout=100,
-    )
+        check=True,
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Found]:
+    """What came of every one of `CODE`, by its name."""
+    answers = json.loads(python(FORKS, json.dumps(list(CODE.values()))))
+    return {name: Found(*answer) for name, answer in zip(CODE, answers)}
 
 
 @needs_kernels
@@ -66,9 +114,7 @@ def test_callers_at_once() -> None:
         assert_same_state(state, want)
 
 
-@needs_kernels
-def test_a_forked_child_has_threads_of_its_own() -> None:
-    code = """
+FORKED = """
 import os, torch
 import cpu_adam
 from tests.test_adam_native import PIECE, State, hyper, assert_same_state, native
@@ -86,27 +132,8 @@ for _ in range(5):
     assert os.waitpid(child, 0)[1] == 0
     go()
 """
-    found = python(code)
-    assert found.returncode == 0, found.stderr
 
-
-@needs_kernels
-def test_omp_threads_do_not_starve_the_update() -> None:
-    code = "import cpu_adam; print(cpu_adam.threads(), cpu_adam.kernel().name)"
-    alone = python(code, OMP_NUM_THREADS="1").stdout
-    assert alone == python(code, OMP_NUM_THREADS="7").stdout
-    assert int(alone.split()[0]) == len(processors.places())
-    assert python(code, CPU_ADAM_THREADS="5").stdout.split()[0] == "5"
-
-
-@needs_kernels
-@pytest.mark.parametrize("name", COMPILED)
-def test_the_environment_chooses_the_kernel(name: str) -> None:
-    code = "import cpu_adam; found = cpu_adam.kernel(); print(found.name, '|', found.reason)"
-    found = python(code, CPU_ADAM_KERNEL=name)
-    assert found.stdout.strip() == f"{name} | asked for"
-    assert found.stderr == ""
-
+CHOSEN = "import cpu_adam; found = cpu_adam.kernel(); print(found.name, '|', found.reason)"
 
 USE = """
 import torch, cpu_adam
@@ -117,33 +144,75 @@ assert x.tolist() == [4.0] * 10
 print(cpu_adam.kernel().name, cpu_adam.threads())
 """
 
+HIDDEN = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
 
-def test_the_reference_serves_when_asked_without_a_warning() -> None:
-    found = python(USE, CPU_ADAM_KERNEL="python")
-    assert (found.returncode, found.stdout, found.stderr) == (0, "python 1\n", "")
+CODE: dict[str, tuple[dict[str, str], str]] = {
+    "forked": ({}, FORKED),
+    "five": ({"CPU_ADAM_THREADS": "5"}, USE),
+    **{name: ({"CPU_ADAM_KERNEL": name}, CHOSEN) for name in COMPILED},
+    "python": ({"CPU_ADAM_KERNEL": "python"}, USE),
+    "hidden": ({"CPU_ADAM_KERNEL": ""}, HIDDEN + USE),
+    "hidden and asked for": ({"CPU_ADAM_KERNEL": "portable"}, HIDDEN + USE),
+    "unknown": ({"CPU_ADAM_KERNEL": "sse9"}, USE),
+}
+"""By name, an environment and what is run in it."""
 
 
-def test_the_reference_serves_with_one_warning_where_nothing_is_compiled() -> None:
-    hidden = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
-    found = python(hidden + USE, CPU_ADAM_KERNEL="")
-    assert (found.returncode, found.stdout) == (0, "python 1\n"), found.stderr
-    assert found.stderr.count("RuntimeWarning") == 1
+@needs_kernels
+def test_a_forked_child_has_threads_of_its_own(found: dict[str, Found]) -> None:
+    assert found["forked"].returncode == 0, found["forked"].stderr
+
+
+@needs_kernels
+def test_omp_threads_do_not_starve_the_update(found: dict[str, Found]) -> None:
+    code = "import cpu_adam; print(cpu_adam.threads(), cpu_adam.kernel().name)"
+    alone = python(code, OMP_NUM_THREADS="1")
+    assert alone == python(code, OMP_NUM_THREADS="7")
+    assert int(alone.split()[0]) == len(processors.places())
+    assert found["five"].stdout.split()[1] == "5"
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_environment_chooses_the_kernel(name: str, found: dict[str, Found]) -> None:
+    assert found[name] == (0, f"{name} | asked for\n", "")
+
+
+def test_the_reference_serves_when_asked_without_a_warning(found: dict[str, Found]) -> None:
+    assert found["python"] == (0, "python 1\n", "")
+
+
+def test_the_reference_serves_with_one_warning_where_nothing_is_compiled(
+    found: dict[str, Found],
+) -> None:
+    hidden = found["hidden"]
+    assert (hidden.returncode, hidden.stdout) == (0, "python 1\n"), hidden.stderr
+    assert hidden.stderr.count("RuntimeWarning") == 1
     for part in ("asked for", "found", "likely cause", "try:"):
-        assert part in found.stderr
-    forced = python(hidden + USE, CPU_ADAM_KERNEL="portable")
+        assert part in hidden.stderr
+    forced = found["hidden and asked for"]
     assert "asked for the portable kernel" in forced.stderr
     assert forced.returncode != 0
 
 
-def test_the_warning_tells_a_failed_build_from_a_missing_compiler(tmp_path: Path) -> None:
-    hidden = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
-    none = {"CPU_ADAM_KERNEL": "", "CXX": "", "PATH": str(tmp_path)}
-    assert "likely cause: no C++ compiler" in python(hidden + USE, **none).stderr
+def test_the_warning_tells_a_failed_build_from_a_missing_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "_loaded", lambda: (None, "hidden"))
+
+    def warned(cxx: str, path: str) -> str:
+        monkeypatch.setenv("CXX", cxx)
+        monkeypatch.setenv("PATH", path)
+        with pytest.warns(RuntimeWarning) as found:
+            assert choice._chosen(None).name == "python"
+        return str(found[0].message)
+
+    assert "likely cause: no C++ compiler" in warned("", str(tmp_path))
     compiler = tmp_path / "clang++"
     compiler.touch(mode=0o755)
-    for there in ({}, {"CXX": f"{compiler} -O1", "PATH": ""}):
-        found = python(hidden + USE, **{**none, **there}).stderr
-        assert f"they did not build when it was installed, though {compiler}" in found
+    for there in (("", str(tmp_path)), (f"{compiler} -O1", "")):
+        told = warned(*there)
+        assert f"they did not build when it was installed, though {compiler}" in told
 
 
 def test_kernels_are_built_where_there_is_a_compiler() -> None:
@@ -155,9 +224,8 @@ def test_kernels_are_built_where_there_is_a_compiler() -> None:
     )
 
 
-def test_a_kernel_that_does_not_exist_is_refused() -> None:
-    found = python(USE, CPU_ADAM_KERNEL="sse9")
-    assert "ValueError: asked for a kernel by CPU_ADAM_KERNEL=sse9" in found.stderr
+def test_a_kernel_that_does_not_exist_is_refused(found: dict[str, Found]) -> None:
+    assert "ValueError: asked for a kernel by CPU_ADAM_KERNEL=sse9" in found["unknown"].stderr
 
 
 def test_thread_counts_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

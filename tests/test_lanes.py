@@ -182,10 +182,11 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         made.finish(mine)
         use = made.use
     assert waited >= 0.14
-    assert use[Lane.DISK].busy_s == pytest.approx(0.1, abs=0.05)
-    assert use[Lane.H2D].busy_s == pytest.approx(0.04, abs=0.03)
-    assert use[Lane.DISK].exposed_s == pytest.approx(0.1, abs=0.05)
-    assert use[Lane.H2D].exposed_s == pytest.approx(0.04, abs=0.03)
+    # A sleep may last longer where others want the core; what is booked has to add up all the same.
+    assert use[Lane.DISK].busy_s >= 0.1
+    assert use[Lane.H2D].busy_s >= 0.04
+    assert use[Lane.DISK].exposed_s >= 0.09
+    assert use[Lane.H2D].exposed_s >= 0.04
     assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
     assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
     assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
@@ -216,6 +217,93 @@ def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
+
+
+# -- work that the device has still to finish -------------------------------------------------
+
+
+class FakeFence:
+    """An event of a device that finishes nothing until somebody waits for it."""
+
+    def __init__(self, log: list[str]):
+        self.log = log
+        self.done = False
+
+    def synchronize(self) -> None:
+        self.log.append("host waits")
+        self.done = True
+
+    def wait(self) -> None:
+        self.log.append("stream waits")
+
+    def query(self) -> bool:
+        return self.done
+
+
+@contextmanager
+def fenced(log: list[str]) -> Iterator[tuple[Lanes, Task, FakeFence]]:
+    """Lanes, and a compute of the user under way whose device has work left when it ends."""
+    with lanes() as made:
+        fence = FakeFence(log)
+        made._fence = lambda: fence  # type: ignore[method-assign]
+        mine = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        made.begin(mine)
+        yield made, mine, fence
+
+
+def test_a_lane_waits_for_the_device_whether_it_was_queued_before_or_after() -> None:
+    for late in (False, True):
+        log: list[str] = []
+        with fenced(log) as (made, mine, fence):
+            if late:
+                made.finish(mine)
+            task = made.submit(op(), [mine], (0, 0), partial(log.append, "lane runs"))
+            if not late:
+                made.finish(mine)
+            made.wait([task])
+            assert log == ["host waits", "lane runs"]
+            assert (fence.done, task.fences) == (True, [])
+
+
+def test_the_users_next_compute_waits_on_the_device_and_not_on_the_host() -> None:
+    for late in (False, True):
+        log: list[str] = []
+        with fenced(log) as (made, mine, _):
+            if late:
+                made.finish(mine)
+            after = made.submit(op(Lane.COMPUTE), [mine], (0, 1))
+            if not late:
+                made.finish(mine)
+            made.begin(after)
+            assert log == ["stream waits"]
+            made.finish(after)
+
+
+def test_a_task_is_settled_when_the_device_is_through_too() -> None:
+    with fenced([]) as (made, mine, fence):
+        assert not mine.settled
+        made.finish(mine)
+        assert mine.over
+        assert not mine.settled
+        made.wait([mine])
+        assert mine.settled
+        assert fence.log == ["host waits"]
+
+
+def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
+    log: list[str] = []
+    with fenced(log) as (made, mine, _):
+        gate = made.submit(op(Lane.COMPUTE), [], (0, 1))
+        made.finish(mine)
+        between = made.submit(op(), [mine, gate], (0, 1), _nothing)
+        last = made.submit(op(), [between], (0, 2), lambda: log.append("lane runs"))
+        made.cancel([between])
+        assert log == []
+        made._fence = lambda: None  # type: ignore[method-assign]
+        made.begin(gate)
+        made.finish(gate)
+        made.wait([last])
+    assert log == ["host waits", "lane runs"]
 
 
 # -- failures and the end ---------------------------------------------------------------------

@@ -118,6 +118,58 @@ def test_urgency_is_lent_to_what_a_passage_waits_for_before_it_starts() -> None:
     assert outside.key == passage.key == (2, 0)
 
 
+def test_a_passage_is_as_urgent_as_the_most_urgent_of_its_ops() -> None:
+    run = Run()
+    early = [run.passage((8, at)) for at in range(CHUNK_STAGES)]
+    made = [Passage() for _ in range(2)]
+    for passage, keys in zip(made, ([(9, 0), (9, 1)], [(9, 2), (7, 0), (9, 3)])):
+        for key in keys:
+            run.add(key, passage=passage)
+        run.schedule.seal(passage)
+    assert [passage.key for passage in made] == [(9, 0), (7, 0)]
+    while not any(passage.started for passage in made):
+        assert run.run_next() is not None
+    assert made[1].started
+    assert sum(one.left > 0 for one in early) == CHUNK_STAGES - 1
+
+
+def test_a_sealed_passage_lends_the_urgency_of_one_op_to_what_a_sibling_waits_for() -> None:
+    run = Run()
+    outside = run.add((9, 0), lane=Lane.DISK)
+    passage = Passage()
+    run.add((9, 1), outside, passage=passage)
+    run.add((1, 0), passage=passage)
+    assert outside.key == (9, 0)
+    run.schedule.seal(passage)
+    assert outside.key == (1, 0)
+
+
+def test_urgency_lent_to_one_op_of_a_passage_goes_to_what_a_sibling_waits_for() -> None:
+    run = Run()
+    further = run.add((9, 0), lane=Lane.H2D)
+    outside = run.add((9, 0), further, lane=Lane.DISK)
+    passage = Passage()
+    first = run.add((8, 0), passage=passage)
+    run.add((8, 0), outside, passage=passage)
+    run.schedule.seal(passage)
+    run.add((2, 0), first, of_user=True)
+    assert first.key == passage.key == outside.key == further.key == (2, 0)
+
+
+def test_a_waiting_passage_that_is_hurried_goes_before_the_others() -> None:
+    run = Run()
+    early = [run.passage((5, at)) for at in range(CHUNK_STAGES)]
+    waiting = [run.passage((9, at)) for at in range(3)]
+    run.add((1, 0), waiting[2].tasks[-1], of_user=True)
+    assert waiting[2].key == (1, 0)
+    hurried = [one for one in early if all(task.key == (1, 0) for task in one.tasks)]
+    assert hurried == early[:1]
+    while not any(one.started for one in waiting):
+        assert run.run_next() is not None
+    assert [one.started for one in waiting] == [False, False, True]
+    assert [one.left for one in early] == [0, 2, 2, 2]
+
+
 def test_who_waits_for_a_cancelled_task_of_the_user_starts_when_it_is_taken_back() -> None:
     run = Run()
     before = run.add((0, 0), lane=Lane.DISK)
@@ -131,15 +183,56 @@ def test_who_waits_for_a_cancelled_task_of_the_user_starts_when_it_is_taken_back
         run.schedule.cancel(passage.tasks[0])
 
 
+class Invariants:
+    """What holds after every call, by the waits that the test knows itself."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.waits: dict[int, list[Task]] = {}
+        """By serial, also what a cancelled task hands on."""
+        self.waiting: set[Passage] = set()
+        """Passages that wanted but a slot."""
+
+    def cancelled(self, task: Task) -> None:
+        for own in self.waits.values():
+            if task in own:
+                own += self.waits[task.serial]
+
+    def check(self) -> None:
+        passages = {t.passage for t in self.tasks if t.passage is not None and t.passage.left}
+        started = {one for one in passages if one.started}
+        assert len(started) <= CHUNK_STAGES
+        assert len({one.slot for one in started}) == len(started)
+        waiting = set[Passage]()
+        for one in passages - started:
+            inner = [task for task in self.tasks if task.passage is one]
+            outside = [o for t in inner for o in self.waits[t.serial] if o.passage is not one]
+            assert one.key <= min(task.key for task in inner)
+            assert all(other.over or other.key <= one.key for other in outside)
+            if all(other.over for other in outside):
+                waiting.add(one)
+        for task in self.tasks:
+            if task.state is State.WAITING:
+                live = [other for other in self.waits[task.serial] if not other.over]
+                assert all(other.key <= task.key for other in live)
+        for late in self.waiting & started:
+            assert all(late.key <= one.key for one in self.waiting & waiting)
+        if waiting:
+            assert len(started) == CHUNK_STAGES
+            urgent = min(one.key for one in waiting)
+            slowest = (max(t.key for t in one.tasks if not t.over) for one in started)
+            assert min(slowest) <= urgent, "nobody who has a slot is hurried"
+        self.waiting = waiting
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_task_runs_once_in_order_whatever_is_waited_for_cancelled_or_lent(seed: int) -> None:
     rng = random.Random(seed)
     run = Run()
     lanes = [Lane.CPU, Lane.DISK, Lane.H2D]
-    known: list[Task] = []
-    waits: dict[int, list[Task]] = {}
+    truth = Invariants()
+    known, waits = truth.tasks, truth.waits
     done: set[int] = set()
-    holding = 0
 
     def some() -> list[Task]:
         return rng.sample(known, min(len(known), rng.choice([0, 0, 1, 2, 3])))
@@ -170,6 +263,7 @@ def test_every_task_runs_once_in_order_whatever_is_waited_for_cancelled_or_lent(
             assert task.passage.started
         run.schedule.finish(task)
         done.add(task.serial)
+        truth.check()
         return True
 
     for _ in range(rng.randrange(20, 120)):
@@ -185,14 +279,11 @@ def test_every_task_runs_once_in_order_whatever_is_waited_for_cancelled_or_lent(
         if rng.random() < 0.1:
             task = rng.choice(known)
             if task.passage is None and task.state in (State.WAITING, State.READY):
+                truth.cancelled(task)
                 run.schedule.cancel(task)
+        truth.check()
         for _ in range(rng.randrange(3)):
             step()
-        started = {id(t.passage): t.passage for t in known if t.passage and t.passage.started}
-        holding = sum(one.left > 0 for one in started.values())
-        assert holding <= CHUNK_STAGES
-        slots = [one.slot for one in started.values() if one.left]
-        assert len(slots) == len(set(slots))
     while step():
         pass
     assert all(task.over for task in known), "a task was left behind"

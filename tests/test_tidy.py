@@ -20,7 +20,7 @@ FILE_LINES_MAX = 400
 TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
-PURE += ("task", "schedule", "rules", "verify", "simulate")
+PURE += ("task", "schedule", "rules", "variants", "verify", "simulate")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
@@ -32,7 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout",),
     ("plan",),
     ("program",),
-    ("task", "rules"),
+    ("task", "rules", "variants"),
     ("schedule",),
     ("verify", "simulate"),
     ("arena", "store", "lanes"),

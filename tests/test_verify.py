@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +12,17 @@ from hypothesis import given, settings
 
 from offload.layout import Place, Plan
 from offload.profile import profile_of
-from offload.program import FACTOR, IN_RING, Lane, Program, Use, Value, Verb, compile_program
+from offload.program import (
+    FACTOR,
+    IN_RING,
+    Lane,
+    Program,
+    Use,
+    Value,
+    Verb,
+    compile_program,
+)
+from offload.rules import place_text
 from offload.verify import CHAIN, ProgramError, verify
 from tests.profiles import (
     all_placements,
@@ -26,10 +36,16 @@ from tests.profiles import (
 from tests.profiles import with_op as changed
 
 
-def broken(program: Program, phase: str, index: int | None, rule: str) -> None:
+def broken(
+    program: Program,
+    phase: str,
+    index: int | None,
+    rule: str,
+    by: Callable[[Program], None] = verify,
+) -> None:
     """Assert that `verify` finds this rule broken there, and says so."""
     with pytest.raises(ProgramError, match=rule) as caught:
-        verify(program)
+        by(program)
     assert (caught.value.phase, caught.value.index) == (phase, index)
     text = str(caught.value)
     assert text.startswith(f"{phase}:")
@@ -67,16 +83,8 @@ def with_order(program: Program, phase: str, order: Sequence[int]) -> Program:
 def test_every_placement_verifies(clips: bool) -> None:
     for p in all_placements():
         for weight_slots in (1, 3):
-            verify(
-                program_of(
-                    blocks(4),
-                    p.weight,
-                    p.gradient,
-                    p.state,
-                    clips=clips,
-                    weight_slots=weight_slots,
-                )
-            )
+            homes = (p.weight, p.gradient, p.state)
+            verify(program_of(blocks(4), *homes, clips=clips, weight_slots=weight_slots))
 
 
 @given(plans())
@@ -85,12 +93,14 @@ def test_random_models_and_placements_verify(plan: Plan) -> None:
     verify(compile_program(plan))
 
 
-def test_chain_has_every_legal_pair() -> None:
-    pairs = set(pairwise(CHAIN))
-    backward = ("backward_first", "backward_next")
-    assert pairs >= {("forward", one) for one in ("forward", *backward)}
-    assert pairs >= {(one, two) for one in backward for two in ("forward", "norm")}
-    assert pairs >= {("norm", "update"), ("update", "forward")}
+BACKWARD = ("backward_first", "backward_next")
+
+
+def test_chain_has_every_legal_pair_and_no_other() -> None:
+    ends = ("forward", *BACKWARD, "update")
+    legal = {(one, two) for one in ends for two in ("forward", "norm")}
+    legal |= {("forward", one) for one in BACKWARD} | {("norm", "update")}
+    assert set(pairwise(CHAIN)) == legal
 
 
 def test_three_thousand_ops_take_about_a_second() -> None:
@@ -336,10 +346,27 @@ def test_a_slot_refilled_before_it_was_read() -> None:
 @pytest.mark.parametrize("phase", ["forward", "backward_first", "backward_next", "norm", "update"])
 def test_no_op_can_be_left_out(phase: str) -> None:
     program = streamed()
-    for index in range(len(program.phases[phase].ops)):
-        with pytest.raises(ProgramError) as caught:
-            verify(without(program, phase, index))
-        assert caught.value.phase in (phase, "backward_first", "backward_next", "update")
+    ops = program.phases[phase].ops
+    at_the_end = {
+        Verb.FORWARD: "does not compute in the order of the profile",
+        Verb.MOVE: "does not bring home (all that was made|the update) of",
+        Verb.ADD: "does not bring home all that was made of",
+        Verb.UPDATE: "does not update every chunk once",
+        Verb.NORM: "does not square every chunk of the gradient once, then combine",
+    }
+    for index, op in enumerate(ops):
+        made = op.writes[0] if op.writes else None
+        later = range(index + 1, len(ops))
+        reader = next((i for i in later if made in ops[i].reads), None)
+        if reader is None or op.verb in (Verb.UPDATE, Verb.ADD):
+            broken(without(program, phase, index), phase, None, at_the_end[op.verb])
+            continue
+        assert made is not None
+        where = place_text(made.place)
+        rule = (
+            f"{where}, which nothing in its phase has filled|shares {where}|in {where}, which has"
+        )
+        broken(without(program, phase, index), phase, reader - 1, rule)
 
 
 def test_entry_that_nothing_provides() -> None:

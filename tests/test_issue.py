@@ -1,0 +1,200 @@
+"""The engine issues the ops of the program, and the board of their waits stays small.
+
+Who waits for whom follows from the accesses to each place in their order, by the one rule of
+`Scoreboard`. So ops that are the same, with the same accesses to every place in the same order,
+have the same waits; how a lane orders them beyond that is a matter of urgency.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.layout import Plan
+from offload.program import Op, Verb, cells
+from offload.task import Task
+from offload.variants import EARLY, as_run
+from tests.training import RESIDENT, TIERS, Run, attached, plain
+
+NVME = ("nvme", "nvme", "nvme")
+MIXED = ("nvme", "cpu", "device")
+SAME = [(tier, other, tier) for tier in TIERS for other in TIERS]
+
+USER = (Verb.FORWARD, Verb.BACKWARD)
+PLAIN = ("forward", "backward_first", "norm", "update")
+
+
+def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
+    """What the engine issues in a step, taken back or not."""
+    executor: Any = run.engine.executor
+    submit, issued = executor._submit, list[tuple[Op, Task]]()
+
+    def recording(op: Op, *arguments: Any) -> Task:
+        task: Task = submit(op, *arguments)
+        issued.append((op, task))
+        return task
+
+    executor._submit = recording
+    try:
+        loop(run)
+        run.engine.settle()
+    finally:
+        del executor._submit
+    assert not any(task.cancelled for _, task in issued)
+    return [op for op, _ in issued]
+
+
+def bare(op: Op) -> Op:
+    """Without what a phase adds; the user's compute without its places (the engine has an op for
+    its weights and one for its gradient), and urgency apart."""
+    if op.verb in USER:
+        return replace(op, waits=(), deadline=0, reads=(), writes=())
+    return replace(op, waits=(), deadline=0)
+
+
+def accesses(plan: Plan, ops: Iterable[Op]) -> dict[object, list[object]]:
+    """By place, who writes it and who reads it in between: writers in order, readers in any."""
+    found: dict[object, list[tuple[bool, Op]]] = {}
+    for op in ops:
+        writes = list(cells(plan, op.writes))
+        for cell in cells(plan, op.reads):
+            if cell not in writes:
+                found.setdefault(cell, []).append((False, bare(op)))
+        for cell in writes:
+            found.setdefault(cell, []).append((True, bare(op)))
+    ordered: dict[object, list[object]] = {}
+    for cell, entries in found.items():
+        for writing, group in groupby(entries, lambda entry: entry[0]):
+            run = [op for _, op in group]
+            ordered.setdefault(cell, []).extend(run if writing else [Counter(run)])
+    return ordered
+
+
+def work(ops: Iterable[Op]) -> Counter[Op]:
+    return Counter(bare(op) for op in ops if op.verb not in USER)
+
+
+def micro_batches(count: int) -> Callable[[Run], None]:
+    def loop(run: Run) -> None:
+        for _ in range(count):
+            run.loss().backward()
+        run.step()
+
+    return loop
+
+
+def evaluation_between(run: Run) -> None:
+    with torch.no_grad():
+        run.loss()
+    plain(run, 0)
+
+
+def one_graph_twice(run: Run) -> None:
+    loss = run.loss()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    run.step()
+
+
+LOOPS: dict[str, tuple[Callable[[Run], None], dict[str, Any], tuple[str, ...]]] = {
+    "clipping": (micro_batches(1), {"max_grad_norm": 1.0}, PLAIN),
+    "two micro-batches": (
+        micro_batches(2),
+        {},
+        ("forward", "backward_first", "forward", "backward_next", "norm", "update"),
+    ),
+    "updates in backward": (
+        micro_batches(1),
+        {"micro_batches": 1},
+        ("forward", "backward_first" + EARLY),
+    ),
+    "updates in the second backward": (
+        micro_batches(2),
+        {"micro_batches": 2},
+        ("forward", "backward_first", "forward", "backward_next" + EARLY),
+    ),
+    "evaluation": (evaluation_between, {}, ("forward", *PLAIN)),
+    "one graph twice": (
+        one_graph_twice,
+        {},
+        ("forward", "backward_first", "backward_next", "norm", "update"),
+    ),
+}
+
+
+def in_steady_state(run: Run, loop: Callable[[Run], None]) -> list[Op]:
+    """The ops of a step after two, in which orders are learnt and slots filled."""
+    for _ in range(2):
+        loop(run)
+    run.engine.settle()
+    issued = recorded(run, loop)
+    assert run.engine.report().misses == 0
+    return issued
+
+
+def assert_same_ops(plan: Plan, issued: Sequence[Op], due: Sequence[Op]) -> None:
+    assert work(issued) == work(due)
+    found, wanted = accesses(plan, issued), accesses(plan, due)
+    assert found.keys() == wanted.keys()
+    for cell, order in wanted.items():
+        assert found[cell] == order, cell
+
+
+@pytest.mark.parametrize("placement", SAME, ids="-".join)
+def test_a_step_issues_the_ops_of_the_program(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    with attached(placement, tmp_path) as run:
+        issued = in_steady_state(run, micro_batches(1))
+        due = [op for phase in run.engine.program.step for op in phase.ops]
+        assert_same_ops(run.engine.plan, issued, due)
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, NVME, MIXED], ids="-".join)
+@pytest.mark.parametrize("name", LOOPS)
+def test_every_loop_issues_the_phases_as_run(
+    name: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    loop, config, names = LOOPS[name]
+    with attached(placement, tmp_path, **config) as run:
+        issued = in_steady_state(run, loop)
+        due, held = list[Op](), dict[Any, int]()
+        for phase_name in names:
+            phase = as_run(run.engine.program, phase_name, held)
+            due += phase.ops
+            held = dict(phase.exit)
+        assert_same_ops(run.engine.plan, issued, due)
+
+
+# -- the board ----------------------------------------------------------------------------------
+
+
+def longest(engine: offload.Engine) -> int:
+    return max(len(found) for found in engine.executor._board._accesses.values())
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, MIXED, ("cpu", "cpu", "nvme")], ids="-".join)
+def test_what_is_kept_of_a_place_does_not_grow_with_the_steps(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    with attached(placement, tmp_path) as run:
+        for number in range(12):
+            plain(run, number)
+            with torch.no_grad():
+                run.loss()
+        assert longest(run.engine) <= 12, "more than what two steps leave"
+
+
+def test_what_is_kept_of_a_place_does_not_grow_with_forwards(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run, torch.no_grad():
+        for _ in range(60):
+            run.loss()
+        assert longest(run.engine) <= 6
