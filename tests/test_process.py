@@ -97,10 +97,9 @@ def test_output_that_cannot_be_written_is_told(arguments: tuple[str], unbuffered
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [("train", "--help"), (*SHORT, "--json")])
-def test_a_command_whose_output_cannot_be_written(arguments: tuple[str, ...]) -> None:
+def test_a_command_whose_output_cannot_be_written() -> None:
     with open("/dev/full", "w") as full:
-        done = command_line(*arguments, stdout=full)
+        done = command_line("train", "--help", stdout=full)
     assert done.returncode == 1
     assert "offload: error: standard output cannot be written: No space" in done.stderr
     assert "Traceback" not in done.stderr
