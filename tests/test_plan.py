@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -347,7 +348,11 @@ def large() -> Profile:
     return large_model()
 
 
-@pytest.mark.parametrize("cpu_memory", ["1GiB", "64GiB", "2TiB"])
+def slow(*given: str) -> Any:
+    return pytest.param(*given, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("cpu_memory", [slow("1GiB"), "64GiB", slow("2TiB")])
 def test_planning_seventy_billion_parameters(large: Profile, cpu_memory: str) -> None:
     config = Config(
         device_memory="16GiB", cpu_memory=cpu_memory, nvme_space="4TiB", nvme_path=("/nvme",)
@@ -357,8 +362,8 @@ def test_planning_seventy_billion_parameters(large: Profile, cpu_memory: str) ->
     assert time.process_time() - start < 6.0  # About one on a quiet machine.
 
 
-@pytest.mark.parametrize("cpu_memory", ["1GiB", "500GiB"])
-@pytest.mark.parametrize("device_memory", ["1GiB", "16GiB"])
+@pytest.mark.parametrize("cpu_memory", ["1GiB", slow("500GiB")])
+@pytest.mark.parametrize("device_memory", [slow("1GiB"), "16GiB"])
 def test_refusing_seventy_billion_parameters(
     large: Profile, device_memory: str, cpu_memory: str
 ) -> None:
