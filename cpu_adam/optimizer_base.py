@@ -63,8 +63,9 @@ class CPUOptimizer(torch.optim.Optimizer):
         self._batch: Batch | None = None
         super().__init__(params, defaults)
 
+    @staticmethod
     @abstractmethod
-    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+    def hyper_of(group: Mapping[str, Any]) -> Hyper:
         """The hyper-parameters of a group. Raises ValueError where no step is defined by them."""
 
     def _unused(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f"implementations asked for, which torch refuses too; likely cause: options of two "
                 f"set-ups merged; try: leave both unset, every value gives the same bits here"
             )
-        self._hyper(group)
+        self.hyper_of(group)
         for parameter in group["params"]:
             check_parameter(parameter, group["states"], self.rule)
 
@@ -113,7 +114,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update(self) -> None:
-        hypers = [self._hyper(group) for group in self.param_groups]
+        hypers = [self.hyper_of(group) for group in self.param_groups]
         due = self._due()
         if self._must_skip(due):
             self.skipped_steps += 1

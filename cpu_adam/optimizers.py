@@ -69,7 +69,9 @@ class CPUAdam(CPUOptimizer):
         }
         super().__init__(params, defaults, skip_nonfinite)
 
-    def _hyper(self, group: Mapping[str, Any]) -> AdamHyper:
+    @staticmethod
+    def hyper_of(group: Mapping[str, Any]) -> AdamHyper:
+        """What a parameter group, also one of torch.optim.AdamW or Adam, is frozen to."""
         beta1, beta2 = group["betas"]
         return AdamHyper(
             lr=float(group["lr"]),
@@ -119,7 +121,9 @@ class CPULion(CPUOptimizer):
         }
         super().__init__(params, defaults, skip_nonfinite)
 
-    def _hyper(self, group: Mapping[str, Any]) -> LionHyper:
+    @staticmethod
+    def hyper_of(group: Mapping[str, Any]) -> LionHyper:
+        """What a parameter group is frozen to."""
         beta1, beta2 = group["betas"]
         return LionHyper(
             lr=float(group["lr"]),
@@ -170,7 +174,9 @@ class CPUSGD(CPUOptimizer):
         }
         super().__init__(params, defaults, skip_nonfinite)
 
-    def _hyper(self, group: Mapping[str, Any]) -> SGDHyper:
+    @staticmethod
+    def hyper_of(group: Mapping[str, Any]) -> SGDHyper:
+        """What a parameter group, also one of torch.optim.SGD, is frozen to."""
         return SGDHyper(
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),

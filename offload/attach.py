@@ -51,8 +51,9 @@ def attach(
         model: stays the same object; its parameters keep their identity, names and shapes.
             Parameters on the meta device get memory here, unit by unit, so that the whole model
             never lies in memory at once; those are new objects, in the optimizer's groups too.
-        optimizer: `torch.optim.AdamW`, `Adam` or `SGD` over parameters of the model, with or
-            without states; None serves the model forward-only.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, or `cpu_adam.CPUAdam`, `CPULion` or
+            `CPUSGD`, over parameters of the model, with or without states; None serves the model
+            forward-only.
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.

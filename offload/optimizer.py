@@ -2,48 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_adam import AdamHyper, SGDHyper
+from cpu_adam import CPUSGD, CPUAdam, CPULion
 from cpu_adam.hyper import Hyper
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.states import States
 from offload.updates import Turn
 
-
-def _adam(group: Mapping[str, Any], *, decoupled: bool) -> AdamHyper:
-    return AdamHyper(
-        lr=float(group["lr"]),
-        beta1=float(group["betas"][0]),
-        beta2=float(group["betas"][1]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group.get("decoupled_weight_decay", decoupled)),
-        maximize=bool(group.get("maximize", False)),
-    )
-
-
-def _sgd(group: Mapping[str, Any]) -> SGDHyper:
-    return SGDHyper(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        weight_decay=float(group["weight_decay"]),
-        nesterov=bool(group["nesterov"]),
-        maximize=bool(group.get("maximize", False)),
-    )
-
-
 HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
-    torch.optim.AdamW: functools.partial(_adam, decoupled=True),
-    torch.optim.Adam: functools.partial(_adam, decoupled=False),
-    torch.optim.SGD: _sgd,
+    torch.optim.AdamW: CPUAdam.hyper_of,
+    torch.optim.Adam: CPUAdam.hyper_of,
+    torch.optim.SGD: CPUSGD.hyper_of,
+    CPUAdam: CPUAdam.hyper_of,
+    CPULion: CPULion.hyper_of,
+    CPUSGD: CPUSGD.hyper_of,
 }
 """Optimizers that can be attached, and what a parameter group of theirs is frozen to."""
 
@@ -59,7 +37,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         ValueError: an option that is not offered.
     """
     if type(optimizer) not in HYPER_OF:
-        names = ", ".join(f"torch.optim.{known.__name__}" for known in HYPER_OF)
+        names = ", ".join(
+            f"{known.__module__.rpartition('.')[0]}.{known.__name__}" for known in HYPER_OF
+        )
         raise TypeError(
             f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be attached: its "
             f"update is not known here. Use one of {names}"
@@ -71,6 +51,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                     f"{option}=True in parameter group {number} is not offered by the offloaded "
                     f"update: build the optimizer with {option}=False"
                 )
+        if group.get("states", "exact") != "exact":
+            raise ValueError(
+                f"states={group['states']!r} in parameter group {number}: offloaded, all states "
+                f"are of one format: say it by Config(states={group['states']!r})"
+            )
+    if getattr(optimizer, "skip_nonfinite", False):
+        raise ValueError(
+            "skip_nonfinite=True is not offered by the offloaded update: build the optimizer with "
+            "skip_nonfinite=False, and leave out step() where optimizer.grad_norm() or a "
+            "GradScaler finds what is not finite"
+        )
 
 
 def rule_of(optimizer: torch.optim.Optimizer | None) -> str:

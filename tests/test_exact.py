@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import offload
+from cpu_adam import CPULion
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
@@ -291,6 +292,10 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
 
 
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return CPULion(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
 
@@ -350,6 +355,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "groups, L2 decay": (accumulation, {"optimizer": grouped}),
     "SGD": (accumulation, {"optimizer": momentum}),
     "SGD, fp32, edits": (edits_at_rest, fp32(optimizer=plain_sgd)),
+    "Lion": (accumulation, {"optimizer": lion}),
     "compact": (accumulation, {"states": "compact", "steps": 4}),
     "compact, tied, own clipping": (
         own_clipping,

@@ -1,0 +1,103 @@
+"""The bits of a loop without any engine: plain PyTorch, stepped by the optimizers of `cpu_adam`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from cpu_adam import CPUSGD, CPUAdam, CPULion
+from tests.small import adamw, small
+from tests.test_exact import CASES
+from tests.training import Net, Run, assert_same, result_of, train
+
+LOOPS = (
+    "plain",
+    "plain fp32",
+    "accumulation",
+    "torch clipping",
+    "tied, accumulation",
+    "frozen",
+    "checkpointing",
+    "dropout",
+    "second backward",
+    "two losses",
+    "evaluation",
+    "L2 term",
+    "out of order",
+    "skipped step",
+    "groups, L2 decay",
+    "SGD",
+    "SGD, fp32, edits",
+    "Lion",
+)
+PLACEMENT = ("nvme", "cpu", "nvme")
+
+
+def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of `cpu_adam` that does what another one is asked to do."""
+    kinds: Any = {torch.optim.AdamW: CPUAdam, torch.optim.Adam: CPUAdam, torch.optim.SGD: CPUSGD}
+    return kinds.get(type(optimizer), CPULion)(optimizer.param_groups)
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_the_bits_of_a_loop_without_an_engine(case: str, tmp_path: Path) -> None:
+    feature, options = CASES[case]
+    made = options.get("optimizer", lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
+    torch.manual_seed(1)
+    model = options.get("build", Net)().to(options.get("dtype", torch.bfloat16))
+    run = Run(model, alone(made(model)), torch.Generator().manual_seed(7))
+    torch.manual_seed(2)
+    for number in range(options.get("steps", 3)):
+        feature(run, number)
+    plain = result_of(run)
+    ours = train(PLACEMENT, tmp_path, feature, **options)
+    for slots in (*plain.states.values(), *ours.states.values()):
+        for name in ("step", "momentum_buffer"):  # kept only where there is a use for them
+            slots.pop(name, None)
+    assert_same(ours, plain)
+
+
+@pytest.mark.parametrize("kind", [CPUAdam, CPULion, CPUSGD])
+def test_its_optimizers_are_attached_with_their_states(kind: Any, tmp_path: Path) -> None:
+    def started() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = small()
+        optimizer = kind(model.parameters(), lr=1e-3)
+        step(model, optimizer)
+        return model, optimizer
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.arange(12).view(2, 6)).float().logsumexp(-1).sum().backward()
+        optimizer.step()
+
+    theirs, reference = started()
+    ours, mine = started()
+    config = offload.Config(
+        params="cpu", gradients="cpu", optimizer="nvme", nvme_path=(str(tmp_path),)
+    )
+    _, optimizer = offload.attach(ours, mine, config)
+    for _ in range(2):
+        step(theirs, reference)
+        step(ours, optimizer)
+    model, back = offload.detach(ours)
+    assert back is mine
+    step(theirs, reference)
+    step(model, back)
+    for one, other in zip(model.parameters(), theirs.parameters()):
+        assert torch.equal(one, other)
+
+
+def test_what_cannot_be_kept_is_refused() -> None:
+    model = small(torch.bfloat16)
+    for options, message in (
+        ({"states": "compact"}, r"Config\(states='compact'\)"),
+        ({"skip_nonfinite": True}, "skip_nonfinite=False"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            offload.attach(model, CPUAdam(model.parameters(), **options))  # type: ignore[arg-type]
+    offload.attach(model, adamw(model))[1].engine.close()
