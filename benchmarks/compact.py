@@ -1,0 +1,84 @@
+"""Does training come as far with `compact` states as with `exact` ones? Curves over several seeds.
+
+    python benchmarks/compact.py [--seeds 0 1 2] [--steps 120] [--plot docs/compact.png]
+
+Each seed trains the default model of `offload train` with both formats, in turns; any further
+option goes to `offload train`. Prints the held-out losses and their ratio, writes the curves as a
+picture. The first step of a seed is the same in both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+FORMATS = ("exact", "compact")
+
+
+def train(states: str, seed: int, steps: int, more: list[str]) -> tuple[list[float], float]:
+    """The loss of each step, and the held-out loss."""
+    command = [sys.executable, "-m", "offload", "train", "--json", "--states", states]
+    command += ["--seed", str(seed), "--steps", str(steps), *more]
+    out = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    records = [json.loads(line) for line in out.splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "step"]
+    (held_out,) = [r["held_out_loss"] for r in records if r["kind"] == "summary"]
+    return losses, held_out
+
+
+def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    seeds = sorted({seed for _, seed in curves})
+    for states, style in zip(FORMATS, ("-", "--")):
+        for index, seed in enumerate(seeds):
+            axes.plot(
+                range(1, 1 + len(curves[states, seed])),
+                curves[states, seed],
+                style,
+                color=f"C{index}",
+                linewidth=1.2,
+                label=f"{states}, seed {seed}",
+            )
+    axes.set(xlabel="step", ylabel="training loss, nats per byte", ylim=(None, 4))
+    axes.grid(alpha=0.3)
+    axes.legend(ncols=len(FORMATS), fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--plot", type=Path)
+    asked, more = parser.parse_known_args()
+    curves: dict[tuple[str, int], list[float]] = {}
+    table = Table("seed", *FORMATS, "compact / exact", title="held-out loss, nats per byte")
+    ratios: list[float] = []
+    for seed in asked.seeds:
+        held_out: dict[str, Any] = {}
+        for states in FORMATS:
+            curves[states, seed], held_out[states] = train(states, seed, asked.steps, more)
+        ratios.append(held_out["compact"] / held_out["exact"])
+        figures = (f"{held_out[states]:.4f}" for states in FORMATS)
+        table.add_row(str(seed), *figures, f"{ratios[-1]:.4f}")
+    table.add_row("mean", "", "", f"{statistics.mean(ratios):.4f}")
+    Console().print(table)
+    if asked.plot is not None:
+        plot(curves, asked.plot)
+
+
+if __name__ == "__main__":
+    main()
