@@ -56,7 +56,8 @@ def host_tensor(size: int) -> torch.Tensor:
             area.madvise(getattr(mmap, advice))
     # One write a page makes the memory ours now, not in the middle of a step.
     np.frombuffer(area, dtype=np.uint8)[::_PAGE_BYTES] = 0
-    return torch.frombuffer(area, dtype=torch.uint8)[:size]
+    with torch.inference_mode(False):  # What is made in it can never be written outside it.
+        return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
 def _cuda_runtime() -> Any:
@@ -165,6 +166,9 @@ class Memory:
 
 def typed(flat: torch.Tensor, dtype: str, offset: int, shape: Sequence[int]) -> torch.Tensor:
     """A contiguous view of `shape` into flat bytes at `offset`."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # Autograd would never save a view made in it.
+            return typed(flat, dtype, offset, shape)
     kind: torch.dtype = getattr(torch, dtype)
     count = 1
     for size in shape:

@@ -77,7 +77,8 @@ def attach(
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
-    return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
+    with torch.inference_mode(False):  # What is made in it could not be trained after it.
+        return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
 
 
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -93,10 +94,11 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     engine = engine_of(model)
     engine.settle()
     places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
-    values = [engine.values_of(bound.index, index) for bound, index in places]
     read = whole(engine.gradients.read)
-    gradients = [read(bound.index, index) for bound, index in places]
-    return model, _hand_back(model, places, values, gradients)
+    with torch.inference_mode(False):
+        values = [engine.values_of(bound.index, index) for bound, index in places]
+        gradients = [read(bound.index, index) for bound, index in places]
+        return model, _hand_back(model, places, values, gradients)
 
 
 @whole

@@ -69,6 +69,11 @@ def _check_parameters(model: nn.Module) -> None:
                 f"parameter {name} has no shape yet (a Lazy module): run one batch through the "
                 "model before attach"
             )
+        if parameter.is_inference():
+            raise ValueError(
+                f"parameter {name} was made under torch.inference_mode() and can be used in it "
+                "only: build the model outside it"
+            )
         if type(parameter) is not nn.Parameter:
             kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
             raise ValueError(

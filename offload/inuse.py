@@ -49,7 +49,8 @@ class InUse:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
         self._passes.give_up(entry)
         self._executor.quiesce("weight", bound.index, to_write=False)
-        buffer = host_tensor(bound.spec.weight_bytes).to(self._executor.device)
+        with torch.inference_mode(False):
+            buffer = host_tensor(bound.spec.weight_bytes).to(self._executor.device)
         for piece, (offset, size) in enumerate(bound.spec.pieces):
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
