@@ -9,6 +9,13 @@ also notes the parameter's version, as torch's own check does not look at packed
 no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
 so the guard composes with them in whatever order they are entered. Both hold on to the unit's
 `Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
+
+[Note: Guards left behind]
+Ctrl-C in a module skips its hooks, and leaves its guard on torch's stack of hooks. Each `with` of
+the user's that it unwinds then takes off the topmost pair, which is not its own: so of what is left
+of the stack as it was, one pair for every guard is too many, the topmost ones. What was put on
+later lies above and stays. Inside backward torch works on a stack of that backward, which goes
+with it: there nothing is left.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from torch import nn
 
 from offload.arena import typed
 from offload.interrupt import whole
+from offload.passes import in_backward
 from offload.profile import Unit
 from offload.resting import RestingParameter
 from offload.task import Task
@@ -275,12 +283,40 @@ class SavingGuard:
         """Guard what is saved from here to `close`, while `units` are used."""
         self._locator = locator
         self._units = units
-        self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
+        self._in_backward = in_backward()
+        self._outer: Any = _hooks._top_saved_tensors_default_hooks(False)
+        self._pair: _Pair = (self._pack, self._unpack)
+        _hooks._push_saved_tensors_default_hooks(*self._pair)
+        self._stack = [self._pair]
+        """Torch's stack as it was then."""
+        if self._outer is not None:
+            self._stack = _take_all()
+            _put_back(self._stack)
 
     def close(self) -> None:
-        """Stop guarding; guards are closed in reverse order."""
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Stop guarding."""
+        now = _take_all()
+        _put_back([pair for pair in now if pair[0] is not self._pair[0]])
+        self._let_go()
+
+    @staticmethod
+    def leave(guards: Sequence[SavingGuard]) -> None:
+        """Stop guards whose modules Ctrl-C has ended, see [Note: Guards left behind]."""
+        left = [guard for guard in guards if not guard._in_backward]
+        if left:
+            now = _take_all()
+            known = 0
+            for pair, before in zip(now, left[-1]._stack):
+                if pair[0] is not before[0] or pair[1] is not before[1]:
+                    break
+                known += 1
+            _put_back(now[: max(0, known - len(left))] + now[known:])
+        for guard in guards:
+            guard._let_go()
+
+    def _let_go(self) -> None:
+        """Break the circle through our own methods."""
+        del self._pair, self._stack
 
     @whole
     def _pack(self, tensor: torch.Tensor) -> Any:
@@ -300,3 +336,23 @@ class SavingGuard:
         if self._outer is None:
             return packed  # type: ignore[no-any-return]
         return self._outer[1](packed[0])  # type: ignore[no-any-return]
+
+
+_Pair = tuple[Any, Any]
+"""What packs and what unpacks."""
+
+_hooks: Any = torch._C._autograd
+
+
+def _take_all() -> list[_Pair]:
+    """Empty torch's stack of saved-tensor hooks; the lowest pair comes first."""
+    found: list[_Pair] = []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    return found[::-1]
+
+
+def _put_back(pairs: Sequence[_Pair]) -> None:
+    for pair in pairs:
+        _hooks._push_saved_tensors_default_hooks(*pair)

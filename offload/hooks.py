@@ -67,9 +67,9 @@ class Hooks:
         self._engine.check()
         if in_backward():
             return
-        # A forward that Ctrl-C ended has skipped its post-hooks.
-        while self._guards:
-            self._guards.pop()[1].close()
+        # A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks.
+        left, self._guards = self._guards, []
+        SavingGuard.leave([guard for _, guard in left])
         self._in_forward = True
         self._engine.open_forward()
 

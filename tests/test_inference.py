@@ -82,5 +82,5 @@ def test_attached_and_detached_in_it(placement: tuple[str, str, str], tmp_path: 
 def test_a_model_built_in_it_is_refused(tmp_path: Path) -> None:
     with torch.inference_mode():
         model = nn.Linear(4, 4)
-    with pytest.raises(ValueError, match="weight was made under torch.inference_mode"):
+    with pytest.raises(ValueError, match=r"weight was made under torch\.inference_mode"):
         offload.attach(model, None, config(RESIDENT, tmp_path))

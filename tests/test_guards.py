@@ -1,0 +1,156 @@
+"""The pair of saved-tensor hooks around a unit: torch's stack of them is as the user left it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from offload.binding import SavingGuard
+from tests.training import Net, Run, attached, plain
+
+PLACEMENT = ("cpu", "cpu", "cpu")
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+def stack() -> list[Any]:
+    """What packs, for every pair on torch's stack, the lowest first."""
+    internal: Any = torch._C._autograd
+    found = []
+    while (top := internal._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        internal._pop_saved_tensors_default_hooks()
+    for pair in reversed(found):
+        internal._push_saved_tensors_default_hooks(*pair)
+    return [pack for pack, _ in reversed(found)]
+
+
+class Pressed:
+    """Raises KeyboardInterrupt the n-th time that it is called."""
+
+    def __init__(self, after: int = 0):
+        self.left = after
+
+    def __call__(self, *_: object) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+@contextmanager
+def pressed_in(module: nn.Module, after: int = 0) -> Iterator[None]:
+    handle = module.register_forward_pre_hook(Pressed(after))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            yield
+    finally:
+        handle.remove()
+
+
+def counting() -> tuple[list[int], Hooks]:
+    count = [0]
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        count[0] += 1
+        return tensor
+
+    return count, (pack, lambda packed: packed)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("block", [0, 2, 4])
+def test_pressed_in_a_recompute_the_next_forward_runs(
+    reentrant: bool, block: int, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        return Net(checkpointed=True, reentrant=reentrant)
+
+    with attached(PLACEMENT, tmp_path, build=build) as run:
+        plain(run, 0)
+        loss = run.loss()
+        with pressed_in(run.model.blocks[block].down):  # type: ignore[union-attr, index, arg-type]
+            loss.backward()
+        run.optimizer.zero_grad()
+        assert stack() == []
+        for number in range(2):
+            plain(run, number)
+            assert stack() == []
+
+
+@pytest.mark.parametrize("own", ["before", "around", "after", "before and after"])
+def test_pressed_in_a_forward_the_pairs_of_the_user_stay_theirs(own: str, tmp_path: Path) -> None:
+    with attached(PLACEMENT, tmp_path) as run:
+        plain(run, 0)
+        (_, outer), (count, mine), (_, other) = counting(), counting(), counting()
+        with ExitStack() as before:
+            if "before" in own:
+                before.enter_context(saved_tensors_hooks(*outer))
+            within = run.model.blocks[2].up  # type: ignore[union-attr, index]
+            with pressed_in(within), ExitStack() as around:  # type: ignore[arg-type]
+                if own == "around":
+                    around.enter_context(saved_tensors_hooks(*other))
+                run.loss()
+            with ExitStack() as after:
+                if "after" in own:
+                    after.enter_context(saved_tensors_hooks(*mine))
+                run.loss()
+                wanted = [outer[0]] * ("before" in own) + [mine[0]] * ("after" in own)
+                assert stack() == wanted
+                assert bool(count[0]) is ("after" in own)
+            assert stack() == [outer[0]] * ("before" in own)
+        assert stack() == []
+        run.optimizer.zero_grad()
+        plain(run, 1)
+
+
+class Both(nn.Module):
+    """Calls a unit inside its own forward, with a pair of hooks between the two."""
+
+    def __init__(self, between: Hooks):
+        super().__init__()
+        self.net, self.between = Net(layers=2), between
+        self.weight = nn.Parameter(torch.ones(50))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with saved_tensors_hooks(*self.between):
+            return self.net(tokens) * self.weight  # type: ignore[no-any-return]
+
+
+def test_pressed_in_nested_units_nothing_is_left(tmp_path: Path) -> None:
+    _, between = counting()
+    _, outer = counting()
+
+    def once(run: Run, wanted: list[Any]) -> None:
+        run.loss()
+        assert stack() == wanted
+
+    with attached(PLACEMENT, tmp_path, build=lambda: Both(between)) as run:
+        inner = run.model.net.blocks[1].up  # type: ignore[union-attr, index]
+        once(run, [])
+        with pressed_in(inner):  # type: ignore[arg-type]
+            run.loss()
+        once(run, [])
+        with saved_tensors_hooks(*outer):
+            with pressed_in(inner):  # type: ignore[arg-type]
+                run.loss()
+            once(run, [outer[0]])
+        with pressed_in(inner), saved_tensors_hooks(*outer):  # type: ignore[arg-type]
+            run.loss()
+        with saved_tensors_hooks(*outer):
+            once(run, [outer[0]])
+        once(run, [])
+
+
+def test_a_guard_is_taken_out_from_below_others() -> None:
+    _, mine = counting()
+    guard = SavingGuard(None, [])  # type: ignore[arg-type]
+    with saved_tensors_hooks(*mine):
+        guard.close()
+        assert stack() == [mine[0]]
+    assert stack() == []
