@@ -319,9 +319,12 @@ class SavingGuard:
         del self._pair, self._stack
 
     @whole
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _locate(self, tensor: torch.Tensor) -> Handle | None:
         with torch._C.DisableTorchFunctionSubclass():
-            handle = self._locator.handle_of(tensor)
+            return self._locator.handle_of(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._locate(tensor)
         if handle is not None:
             return handle
         if self._outer is None:
@@ -329,7 +332,6 @@ class SavingGuard:
         # Hooks around ours may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
 
-    @whole
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
             return packed.engine.tensor_of(packed)

@@ -105,8 +105,8 @@ class Engine:
             raise EngineError("the offload engine of this model was closed")
         if torn() != self._torn:
             raise EngineError(
-                "Ctrl-C was pressed twice while the engine was in the middle of something, which "
-                "may be half done now: start again from the last checkpoint"
+                f"{torn()[-1]} while the engine was in the middle of something, which may be half "
+                "done now: start again from the last checkpoint"
             )
         self.executor.lanes.check()
 
@@ -274,6 +274,7 @@ class Engine:
             bound.saving(),
         )
 
+    @whole
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
 

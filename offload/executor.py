@@ -81,13 +81,17 @@ class Executor:
         """Queue the ops of a chunk: moves, and the one that does `run`."""
         passage = Passage() if staged(ops) else None
         tasks = []
-        for op in ops:
-            bytes_of = partial(self._bytes_of, passage)
-            moves = op.verb is Verb.MOVE
-            work = self._mover(op, passage) if moves else partial(run, bytes_of)
-            tasks.append(self._submit(op, pass_number, work, passage))
-        if passage is not None:
-            self.lanes.seal(passage)
+        try:
+            for op in ops:
+                bytes_of = partial(self._bytes_of, passage)
+                moves = op.verb is Verb.MOVE
+                work = self._mover(op, passage) if moves else partial(run, bytes_of)
+                tasks.append(self._submit(op, pass_number, work, passage))
+            if passage is not None:
+                self.lanes.seal(passage)
+        except BaseException as error:
+            self.lanes.fail(error)  # A passage that is not sealed would be waited for for ever.
+            raise
         return tasks
 
     def reserve(self, op: Op, pass_number: int) -> Task:

@@ -62,16 +62,20 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._leave_guards()
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         self._engine.check()
         if in_backward():
             return
-        # A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks.
-        left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard in left])
+        self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
+
+    def _leave_guards(self) -> None:
+        """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
+        left, self._guards = self._guards, []
+        SavingGuard.leave([guard for _, guard in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward and not in_backward():

@@ -1,12 +1,15 @@
-"""Ctrl-C inside the engine: it counts when the engine's books are whole again.
+"""Signals inside the engine: their handlers run when the engine's books are whole again.
 
-Python raises KeyboardInterrupt between any two lines of the main thread. In the middle of a hook
-that would leave a unit half in use, or a step half begun, and what follows could hang or be wrong.
-So whatever the engine does in a call from outside is `whole`: the interrupt is raised at its end.
+Python runs the handler of a signal between any two lines of the main thread, and what it raises
+(KeyboardInterrupt, the SystemExit of a SIGTERM handler, the timeout of SIGALRM) ends whatever ran
+there. In the middle of a hook that would leave a unit half in use, or a step half begun, and what
+follows could hang or be wrong. So whatever the engine does in a call from outside is `whole`: every
+handler that is a Python function is called at its end. (Blocking the signals would not do: the
+kernel hands them to a thread where they are not blocked, and Python still calls the handler here.)
 What goes on for long is made of calls that are whole each: `attach` takes its memory, then moves
 unit by unit, and undoes what it did; `detach` and `stream_weights` read parameter by parameter.
-Who cannot wait presses twice: that is raised at once, and no engine of the process can be used any
-more, as nobody knows what was left half done.
+Who cannot wait presses Ctrl-C twice: that is raised at once, and no engine of the process can be
+used any more, as nobody knows what was left half done.
 """
 
 from __future__ import annotations
@@ -15,66 +18,106 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import functools
 import threading
-from collections.abc import Callable
-from signal import SIGINT
+from collections.abc import Callable, Sequence
+from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Handler = Callable[[int, FrameType | None], object]
 
-_NUMBER = int(SIGINT)
+_SIGINT = int(SIGINT)
+_NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
 _MAIN = threading.main_thread().ident
 
 _inside = False
 """Whether something whole is under way."""
-_pending = 0
-"""How often Ctrl-C was pressed in it."""
-_torn = 0
+_came: dict[int, FrameType | None] = {}
+"""Signals that came in it, and where the first of each did."""
+_presses = 0
+"""How often Ctrl-C was among them."""
+_torn: list[str] = []
 
 
 def _note(number: int, frame: FrameType | None) -> None:
     """The handler while something whole is under way. It raises once at most."""
-    global _pending, _torn
-    _pending += 1
-    if _pending == 2 and _inside:
-        _torn += 1
-        raise KeyboardInterrupt
+    global _presses
+    _came.setdefault(number, frame)
+    if number == _SIGINT:
+        _presses += 1
+        if _presses == 2 and _inside:
+            _torn.append("Ctrl-C was pressed twice")
+            raise KeyboardInterrupt
 
 
-def torn() -> int:
-    """How often something whole was torn by a second Ctrl-C."""
-    return _torn
+def torn() -> tuple[str, ...]:
+    """What has torn something whole: each time, the reason."""
+    return tuple(_torn)
 
 
 def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let `function` run to its end, its return or its error, before a Ctrl-C counts."""
+    """Let `function` run to its end, its return or its error, before a signal counts."""
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        global _inside, _pending
-        # Elsewhere Python raises no KeyboardInterrupt.
+        global _inside, _presses
+        # On other threads Python calls no handlers.
         if _inside or threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
-        handler: Any = _signal.getsignal(_NUMBER)
-        if not callable(handler):
-            return function(*args, **kwargs)
-        _pending = 0
-        # A second press raises once, anywhere up to the first `_inside = False`: what it cuts short
-        # there is done again below, where presses are only counted.
+        get: Any = _signal.getsignal
+        handlers = [(number, it) for number in _NUMBERS if callable(it := get(number))]
+        begun, before = False, len(_torn)
+        _came.clear()
+        _presses = 0
+        # A second Ctrl-C raises once, anywhere up to the first `_inside = False`: what it cuts
+        # short there is done again below, where signals are only noted.
         try:
             try:
                 _inside = True
-                _signal.signal(_NUMBER, _note)
+                for number, _ in handlers:
+                    _signal.signal(number, _note)
+                begun = True
                 return function(*args, **kwargs)
+            except BaseException as error:
+                # No error that the engine meets, and its own books are not written for it.
+                if begun and len(_torn) == before and not isinstance(error, Exception):
+                    _torn.append(f"{type(error).__name__} was raised")
+                raise
             finally:
-                _inside = False
-                _signal.signal(_NUMBER, handler)
+                _end(handlers)
         finally:
-            if _inside:
-                _inside = False
-                _signal.signal(_NUMBER, handler)
-            if _pending:
-                handler(SIGINT, None)
+            if _inside or _came:
+                _end(handlers)
 
     return run
+
+
+def _end(handlers: Sequence[tuple[int, Handler]]) -> None:
+    """Put the handlers back and call those whose signals came."""
+    global _inside
+    _inside = False
+    try:
+        _put_back(handlers)
+    finally:
+        try:
+            _put_back(handlers)  # Again, as one that is back may have raised meanwhile.
+        finally:
+            _call(dict(handlers))
+
+
+def _put_back(handlers: Sequence[tuple[int, Handler]]) -> None:
+    for number, handler in handlers:
+        if _signal.getsignal(number) is _note:
+            _signal.signal(number, handler)
+
+
+def _call(handlers: dict[int, Handler]) -> None:
+    """Call the handlers of what came; one that raises does not keep the others from it."""
+    if _came:
+        number = next(iter(_came))
+        frame = _came.pop(number)
+        try:
+            handlers[number](number, frame)
+        finally:
+            _call(handlers)

@@ -131,6 +131,12 @@ class Lanes:
                     self._schedule.cancel(task)
             self._changed.notify_all()
 
+    def fail(self, error: BaseException) -> None:
+        """Something could not be queued whole: start nothing more, end every wait with `error`."""
+        with self._lock:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     # -- the user's thread --------------------------------------------------------------------
 
     def check(self) -> None:

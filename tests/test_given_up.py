@@ -192,7 +192,7 @@ def test_what_an_aborted_backward_counted_is_forgotten(tmp_path: Path) -> None:
 def test_pressed_twice_after_updates_have_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interrupt, "_torn", interrupt.torn())
+    monkeypatch.setattr(interrupt, "_torn", [])
     with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
         plain(run, 0)
         loss = run.loss()

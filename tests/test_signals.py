@@ -1,0 +1,162 @@
+"""Handlers of any signal that raise inside the engine: as if the signal had come between calls."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import offload
+from offload import interrupt
+from offload.interrupt import whole
+from tests.training import assert_same, attached, plain, result_of, train
+
+ENGINE = str(Path(offload.__file__).parent)
+PLACEMENT = ("nvme", "cpu", "nvme")
+
+
+class Stopped(Exception):
+    """What the handlers here raise."""
+
+
+@contextmanager
+def handler_of(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def stop(*_: object) -> None:
+    raise Stopped
+
+
+@contextmanager
+def sent(number: int, at: int) -> Iterator[list[int]]:
+    """Send a signal at a line that the engine runs; counts the lines."""
+    lines = [0]
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(ENGINE):
+            return None
+        if event == "line":
+            lines[0] += 1
+            if lines[0] == at:
+                signal.raise_signal(number)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
+def test_a_handler_that_raises_anywhere_in_a_step(number: int, tmp_path: Path) -> None:
+    expected = train(PLACEMENT, tmp_path, steps=3)
+    with attached(PLACEMENT, tmp_path) as run:
+        plain(run, 0)
+        with sent(number, -1) as counted:
+            plain(run, 1)
+    rng, stopped = random.Random(int(number)), 0
+    for part in range(10):
+        at = rng.randrange(part * counted[0] // 10, (part + 1) * counted[0] // 10)
+        with handler_of(number, stop), attached(PLACEMENT, tmp_path) as run:
+            plain(run, 0)
+            losses, state = list(run.losses), run.generator.get_state()
+            try:
+                with sent(number, at):
+                    plain(run, 1)
+            except Stopped:
+                stopped += 1
+                run.optimizer.zero_grad()
+                if run.engine.steps == 1:
+                    run.losses[:] = losses
+                    run.generator.set_state(state)
+                    plain(run, 1)
+            plain(run, 2)
+            assert_same(result_of(run), expected)
+    assert stopped >= 8
+
+
+def test_what_is_whole_ends_before_any_handler_is_called() -> None:
+    called: list[tuple[int, str]] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        assert frame is not None
+        called.append((number, frame.f_code.co_name))
+        raise Stopped(number)
+
+    @whole
+    def work() -> None:
+        for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGTERM, signal.SIGUSR1):
+            signal.raise_signal(number)
+        assert not called
+
+    with handler_of(signal.SIGTERM, note), handler_of(signal.SIGALRM, note):
+        with handler_of(signal.SIGUSR1, signal.SIG_IGN), pytest.raises(Stopped) as caught:
+            work()
+        assert [number for number, _ in called] == [signal.SIGTERM, signal.SIGALRM]
+        assert {name for _, name in called} == {"work"}
+        assert isinstance(caught.value.__context__, Stopped)
+        assert signal.getsignal(signal.SIGTERM) is note
+        assert signal.getsignal(signal.SIGALRM) is note
+    assert not interrupt._inside
+
+
+def test_a_handler_set_inside_stays() -> None:
+    def mine(*_: object) -> None:
+        """Handles."""
+
+    with handler_of(signal.SIGTERM, stop):
+        whole(lambda: signal.signal(signal.SIGTERM, mine))()
+        assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_what_no_handler_can_raise_tears_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as an exception set from another thread: what is half done is not known."""
+    monkeypatch.setattr(interrupt, "_torn", [])
+    with attached(PLACEMENT, tmp_path) as run:
+        run.loss().backward()
+        seal = run.engine.executor.lanes.seal
+
+        def broken(passage: Any) -> None:
+            monkeypatch.setattr(run.engine.executor.lanes, "seal", seal)
+            raise SystemExit(3)
+
+        monkeypatch.setattr(run.engine.executor.lanes, "seal", broken)
+        with pytest.raises(SystemExit):
+            run.optimizer.step()
+        for touch in (run.loss, run.step, run.model.state_dict):
+            with pytest.raises(offload.EngineError, match="SystemExit was raised while the engine"):
+                touch()
+
+
+def test_a_chunk_that_cannot_be_queued_ends_every_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(PLACEMENT, tmp_path) as run:
+        run.loss().backward()
+
+        def broken(passage: Any) -> None:
+            raise MemoryError("on purpose")
+
+        monkeypatch.setattr(run.engine.executor.lanes, "seal", broken)
+        with pytest.raises(MemoryError):
+            run.optimizer.step()
+        for touch in (run.loss, run.step, run.model.state_dict):
+            with pytest.raises(offload.EngineError, match="on purpose") as caught:
+                touch()
+            assert isinstance(caught.value.__cause__, MemoryError)
