@@ -54,17 +54,18 @@ class AdamHyper:
         _check_decays(beta1=self.beta1, beta2=self.beta2)
 
     def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, L2 decay, 1 - beta1, beta2, 1 - beta2, root of the second moment's bias
-        correction, eps, what the weight shrinks by, step size, step modulo and over 2**24."""
+        """Scale, L2 decay, 1 - beta1, beta2, 1 - beta2, reciprocal of the root of the
+        second moment's bias correction, eps, share of the weight that decays, step size, step
+        modulo and over 2**24."""
         return (
             -gradient_scale if self.maximize else gradient_scale,
             0.0 if self.decoupled else self.weight_decay,
             1.0 - self.beta1,
             self.beta2,
             1.0 - self.beta2,
-            math.sqrt(1.0 - self.beta2**step),
+            1.0 / math.sqrt(1.0 - self.beta2**step),
             self.eps,
-            1.0 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            self.lr * self.weight_decay if self.decoupled else 0.0,
             self.lr / (1.0 - self.beta1**step),
             float(step % STEP_LOW),
             float(step // STEP_LOW),
@@ -96,14 +97,14 @@ class LionHyper:
         _check_decays(beta1=self.beta1, beta2=self.beta2)
 
     def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, beta1, 1 - beta1, beta2, 1 - beta2, what the weight shrinks by, lr."""
+        """Scale, beta1, 1 - beta1, beta2, 1 - beta2, share of the weight that decays, lr."""
         return (
             -gradient_scale if self.maximize else gradient_scale,
             self.beta1,
             1.0 - self.beta1,
             self.beta2,
             1.0 - self.beta2,
-            1.0 - self.lr * self.weight_decay,
+            self.lr * self.weight_decay,
             self.lr,
         )
 

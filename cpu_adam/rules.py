@@ -65,18 +65,20 @@ def adam(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     g = g + weight_decay * p                    if L2 decay
     m = m + (1 - beta1) * (g - m)
     v = beta2 * v + (1 - beta2) * (g * g)
-    d = sqrt(v) / sqrt(1 - beta2**t) + eps
-    p = p * (1 - lr * weight_decay)             if decoupled decay
-    p = p - (lr / (1 - beta1**t)) * (m / d)
+    d = sqrt(v) * (1 / sqrt(1 - beta2**t)) + eps
+    p = p - (p * (lr * weight_decay) + (m / d) * (lr / (1 - beta1**t)))
+
+    The decay is 0 unless it is decoupled. (A factor 1 - lr * weight_decay would be rounded to the
+    same side in every step, by up to 3e-8 of the weight: more than all else over many steps.)
     """
     m, v = states["exp_avg"], states["exp_avg_sq"]
-    _, _, rest1, beta2, rest2, correction2, eps, shrink, step_size = f.tensors[:9]
+    _, _, rest1, beta2, rest2, correction2, eps, decay, step_size = f.tensors[:9]
     g = _decayed(p, _scaled(g, f, s), f, s)
     m.add_(torch.sub(g, m, out=s.term).mul_(rest1))
     v.mul_(beta2).add_(torch.mul(g, g, out=s.term).mul_(rest2))
-    denominator = square_root(v, s.wide, out=s.term).div_(correction2).add_(eps)
-    ratio = torch.div(m, denominator, out=s.term)
-    p.mul_(shrink).sub_(ratio.mul_(step_size))
+    denominator = square_root(v, s.wide, out=s.term).mul_(correction2).add_(eps)
+    move = torch.div(m, denominator, out=s.term).mul_(step_size)
+    p.sub_(torch.mul(p, decay, out=s.gradient).add_(move))
 
 
 def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
@@ -84,16 +86,15 @@ def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
 
     u = beta1 * m + (1 - beta1) * g
     m = beta2 * m + (1 - beta2) * g
-    p = p * (1 - lr * weight_decay)             if decay
-    p = p - lr * sign(u)
+    p = p - (p * (lr * weight_decay) + lr * sign(u))
     """
     m = states["exp_avg"]
-    _, beta1, rest1, beta2, rest2, shrink, lr = f.tensors
+    _, beta1, rest1, beta2, rest2, decay, lr = f.tensors
     g = _scaled(g, f, s)
     u = torch.mul(m, beta1).add_(torch.mul(g, rest1, out=s.term))
     m.mul_(beta2).add_(torch.mul(g, rest2, out=s.term))
     sign = torch.where(u.isnan(), u, u.sign())
-    p.mul_(shrink).sub_(sign.mul_(lr))
+    p.sub_(torch.mul(p, decay, out=s.gradient).add_(sign.mul_(lr)))
 
 
 def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:

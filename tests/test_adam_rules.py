@@ -35,7 +35,7 @@ def random(elements: int, seed: int) -> Float32:
 def numpy_lion(p: Float32, g: Float32, m: Float32, by: LionHyper) -> tuple[Float32, Float32]:
     u = f(by.beta1) * m + f(1.0 - by.beta1) * g
     m = f(by.beta2) * m + f(1.0 - by.beta2) * g
-    return p * f(1.0 - by.lr * by.weight_decay) - f(by.lr) * np.sign(u), m
+    return p - (p * f(by.lr * by.weight_decay) + f(by.lr) * np.sign(u)), m
 
 
 def numpy_sgd(

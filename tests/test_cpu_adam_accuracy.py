@@ -71,24 +71,28 @@ def errors(steps: int, weight_decay: float) -> list[tuple[float, float]]:
     return list(zip(wrong[0].tolist(), wrong[1].tolist()))
 
 
-def compare(steps: int) -> None:
-    """Errors of one unit more or less in a thousand are chance; all kinds together must tie."""
-    for weight_decay in (0.0, 0.01):
+def compare(steps: int, decayed: float) -> None:
+    """Errors of one unit more or less in a thousand are chance; all kinds together must tie.
+
+    decayed: at most this share of torch's error must be ours with weight decay, whose factor
+    1 - lr * weight_decay torch rounds: the geometric mean over the kinds.
+    """
+    for weight_decay, most in ((0.0, 1.005), (0.01, decayed)):
         found = errors(steps, weight_decay)
         for kind, (mine, theirs) in zip(KINDS, found):
             print(f"decay {weight_decay}, {kind}: exact {mine:.4g}, torch fused {theirs:.4g}")
             assert mine <= 1.03 * theirs
         ratios = [math.log(mine / theirs) for mine, theirs in found]
-        assert sum(ratios) / len(ratios) <= 0.005
+        assert math.exp(sum(ratios) / len(ratios)) <= most
 
 
 def test_errors_over_some_steps_are_no_larger_than_those_of_torch() -> None:
-    compare(50)
+    compare(50, decayed=0.3)
 
 
 @pytest.mark.slow
 def test_errors_over_ten_thousand_steps_are_no_larger_than_those_of_torch() -> None:
-    compare(10_000)
+    compare(10_000, decayed=0.06)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
