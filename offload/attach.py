@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.arena import Memory, compute_device, device_free_bytes, host_tensor, typed
 from offload.binding import BoundUnit, Group, partition
-from offload.checks import check_arguments, check_model
+from offload.checks import check_arguments, check_model, check_ways
 from offload.config import Config
 from offload.engine import Engine
 from offload.executor import Executor
@@ -74,6 +74,7 @@ def attach(
     device = compute_device()
     groups = partition(model)
     check_model(model, optimizer, groups)
+    check_ways(model, trains=optimizer is not None)
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))

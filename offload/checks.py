@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from cpu_adam import kernel
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
+from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer, check_optimizer
-from offload.resting import RestingParameter
+from offload.resting import NO_WHOLE_GRADIENT, RestingParameter
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -220,4 +222,50 @@ def check_model(
                     f"the optimizer's group {number} holds a parameter of shape "
                     f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
                     "model.parameters()"
+                )
+
+
+def check_ways(model: nn.Module, *, trains: bool) -> None:
+    """Refuse what offloaded parameters would silently do in another way than torch's own.
+
+    Raises:
+        ValueError: see the message; `CPU_ADAM_KERNEL` names no kernel that runs here.
+    """
+    kernel()
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not parameter.is_contiguous():
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
+                f"{parameter.stride()} (channels_last, or a transposed view), and offloaded ones "
+                "are contiguous, with which torch computes other bits: call "
+                "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
+            )
+        mine = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if trains and any(not isinstance(hook, Hook) for hook in mine.values()):
+            raise ValueError(f"parameter {name} has a hook that torch calls {NO_WHOLE_GRADIENT}")
+    _check_stored_views(model)
+
+
+def _check_stored_views(model: nn.Module) -> None:
+    """Refuse views of parameters that modules keep as plain attributes."""
+    homes = {
+        parameter.untyped_storage().data_ptr(): name
+        for name, parameter in model.named_parameters()
+        if not parameter.is_meta and parameter.numel()
+    }
+    for name, module in model.named_modules():
+        # The hook of spectral_norm and its like sets such an attribute anew in every forward.
+        renewed = {getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()}
+        for attribute, value in vars(module).items():
+            if type(value) is not torch.Tensor or attribute in renewed:
+                continue
+            if value.is_meta or value.layout is not torch.strided or not value.numel():
+                continue
+            of = homes.get(value.untyped_storage().data_ptr())
+            if of is not None:
+                where = f"{name}.{attribute}" if name else attribute
+                raise ValueError(
+                    f"attribute {where} is a view of parameter {of}, and once that is offloaded it "
+                    "would keep the old values: take it from the parameter in forward, or give it "
+                    "a clone()"
                 )

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from offload.binding import SavingGuard
 from offload.engine import Engine
 from offload.gradients import take_gradient
 from offload.interrupt import whole
+from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
 
 
@@ -36,13 +36,13 @@ class Hooks:
         self._in_forward = False
         self._handles: list[Any] = []
         keep = self._handles.append
-        keep(model.register_forward_pre_hook(_Hook(self._enter_root), prepend=True))
+        keep(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
-            before = _Hook(partial(self._before_forward, tuple(used)))
-            after = _Hook(partial(self._after_forward, tuple(used)))
+            before = Hook(partial(self._before_forward, tuple(used)))
+            after = Hook(partial(self._after_forward, tuple(used)))
             keep(module.register_forward_pre_hook(before))
             keep(module.register_forward_hook(after, always_call=True))
-        keep(model.register_forward_hook(_Hook(self._leave_root), always_call=True))
+        keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
         for module in model.modules():
             before_load: Any = module.register_load_state_dict_pre_hook
             keep(before_load(_refuse_assign))
@@ -53,9 +53,10 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    arrive = _Hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    arrive = Hook(partial(_gradient_arrived, known, trains, unit.index, index))
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    keep(register(arrive))
+                    with torch._C.DisableTorchFunctionSubclass():
+                        keep(register(arrive))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -95,10 +96,10 @@ class Hooks:
         if not self._guards or self._guards[-1][0] is not module:
             return None  # Its pre-hook was not reached: another hook raised before.
         # An output that is a view of a weight must outlive the slot.
-        output = tree_map_only(torch.Tensor, self._engine.outliving, output)
+        output = replaced(output, self._engine.outliving)
         self._guards.pop()[1].close()
         if torch.is_grad_enabled():
-            leaves: list[Any] = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
+            leaves: list[Any] = [*tensors_in(output)]
             for unit in used:
                 if self._engine.units[unit].spec.backward:
                     for leaf in leaves:
@@ -115,7 +116,7 @@ class Hooks:
         self._engine.hold(unit)
 
 
-class _Hook:
+class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
     def __init__(self, function: Callable[..., Any]):
@@ -124,6 +125,7 @@ class _Hook:
         self._function = disable(whole(function))
 
     def __call__(self, *args: Any) -> Any:
+        """Call the function."""
         return self._function(*args)
 
     def __deepcopy__(self, memo: object) -> Any:

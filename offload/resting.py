@@ -110,6 +110,18 @@ def _find(tree: Any) -> Iterable[RestingParameter]:
             yield from _find(item)
 
 
+NO_WHOLE_GRADIENT = (
+    "when it has accumulated a gradient, but that of an offloaded parameter is accumulated where "
+    "it lives and p.grad never shows it inside backward: p.register_hook() changes each gradient "
+    "as it comes, and after backward p.grad may be changed"
+)
+"""Why what torch calls after accumulating cannot be."""
+
+
+def _refuse_hook(parameter: RestingParameter, hook: object) -> None:
+    raise RuntimeError(f"register_post_accumulate_grad_hook: torch calls it {NO_WHOLE_GRADIENT}")
+
+
 def _requires_grad_(parameter: RestingParameter, requires_grad: bool = True) -> Any:
     parameter._offload_home.set_requires_grad(parameter, requires_grad)
     return parameter
@@ -147,6 +159,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.data.__set__: lambda parameter, value: parameter._offload_home.set_data(value),
     _T.requires_grad.__set__: lambda p, wanted: p._offload_home.set_requires_grad(p, wanted),
     _T.requires_grad_: _requires_grad_,
+    _T.register_post_accumulate_grad_hook: _refuse_hook,
     **{
         question: _as_contiguous(question)
         for question in (_T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order)
@@ -206,7 +219,6 @@ _METHODS = (
     "is_inference",
     "is_same_size",
     "register_hook",
-    "register_post_accumulate_grad_hook",
     "retain_grad",
     "get_device",
     "__hash__",

@@ -27,7 +27,7 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("interrupt", "config", "profile", "records", "scoreboard"),
+    ("interrupt", "outputs", "config", "profile", "records", "scoreboard"),
     ("machine",),
     ("layout",),
     ("plan",),
