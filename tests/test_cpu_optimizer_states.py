@@ -164,7 +164,7 @@ def test_a_step_is_that_of_the_update(states: str) -> None:
     dtype = getattr(torch, format.weight_dtype)
     optimizer = CPUAdam(parameters(dtype), states=states, weight_decay=0.0)
     run(optimizer, 2)
-    by = optimizer._hyper(optimizer.param_groups[0])
+    by = optimizer.hyper_of(optimizer.param_groups[0])
     records = []
     for p in parameters(dtype):
         record = torch.zeros(format.record_bytes(p.numel()), dtype=torch.uint8)
