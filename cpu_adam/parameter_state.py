@@ -100,6 +100,8 @@ def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> 
     for key, value in saved.items():
         if key == STEP:
             state[key] = torch.tensor(float(value), dtype=torch.float32)
+        elif key == "residue" and isinstance(value, Tensor) and value.is_floating_point():
+            continue  # An optimizer of torch made it so, and its lower bits are gone.
         elif key not in slots:
             state[key] = copy.deepcopy(value)
         elif value is not None:

@@ -41,14 +41,15 @@ def from_plain(
 ) -> None:
     """Write the slots of a span from its plain state; what `state` lacks becomes zero.
 
-    state: 1-D tensors of the span's length, of any floating dtype (the residue: int16).
+    state: 1-D tensors of the span's length, of any floating dtype (the residue: integers; one that
+    an optimizer of torch has made floating is as good as none).
     """
     whole = {}
     for name, dtype in plain_dtypes(format).items():
         slot = record_views[name]
         given = state.get(name)
         whole[name] = torch.zeros_like(slot, dtype=dtype)
-        if given is not None:
+        if given is not None and given.is_floating_point() == dtype.is_floating_point:
             whole[name].copy_(given)
     if format.group_elements > 1:
         compact.restore(whole, record_views)

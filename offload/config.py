@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import reprlib
@@ -52,14 +53,18 @@ def parse_bytes(text: str | int | float) -> int:
     return int(number * _UNITS[unit])
 
 
-def format_bytes(count: int) -> str:
-    """`count` bytes in the largest binary unit that keeps it at one or more: `1.50 GiB`."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"
+def format_bytes(count: int, *, up: bool = False) -> str:
+    """`count` bytes in the largest binary unit that keeps it at one or more: `1.50 GiB`.
+
+    `up` rounds up, so that what is shown is enough.
+    """
+    size, units = float(count), iter(("B", "KiB", "MiB", "GiB", "TiB"))
+    unit = next(units)
+    while abs(size) >= 1024 and unit != "TiB":
+        size, unit = size / 1024, next(units)
+    if unit == "B":
+        return f"{size:.0f} B"
+    return f"{math.ceil(size * 100) / 100 if up else size:.2f} {unit}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

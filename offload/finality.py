@@ -205,6 +205,7 @@ class Finality:
             )
         raise RuntimeError(
             f"{what} came before step(), but Config.micro_batches={self._micro_batches} declared "
-            f"that step() follows, and updates of {count} have begun: call step() first, or leave "
-            "micro_batches out"
+            f"that step() follows, and updates of {count} have begun: call step() first. To look "
+            "at gradients before it, leave micro_batches out; Config.max_grad_norm clips them "
+            "inside step()"
         )

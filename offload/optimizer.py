@@ -10,6 +10,7 @@ from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from cpu_adam.hyper import Hyper
+from cpu_adam.optimizer_base import CPUOptimizer
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.states import States
@@ -88,6 +89,24 @@ def give_back(original: torch.optim.Optimizer) -> None:
         before = vars(original).pop("_offload_step")
         if before is not None:
             vars(original)["step"] = before
+
+
+def _let_go_at_step(original: torch.optim.Optimizer) -> None:
+    """Make states that were handed back what torch's own optimizer steps with, when it first does.
+
+    It has no masters, and moments of the parameter's dtype. Until then nothing is lost: the
+    optimizer may be attached again.
+    """
+
+    def let_go(*_: object) -> None:
+        for parameter, state in original.state.items():
+            state.pop("residue", None)
+            for name, value in state.items():
+                if name != "step":
+                    state[name] = value.to(parameter.dtype)
+        handle.remove()
+
+    handle = original.register_step_pre_hook(let_go)
 
 
 class _StateView(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
@@ -240,9 +259,14 @@ class Optimizer(torch.optim.Optimizer):
         return frozen
 
     def give_up(self) -> torch.optim.Optimizer:
-        """Hand all states to the optimizer that was attached, which steps by itself again."""
+        """Hand all states to the optimizer that was attached, which steps by itself again.
+
+        An optimizer of torch cannot step with all of it, see `_let_go_at_step`; `CPUAdam` can.
+        """
         for parameter in list(self.state):
             self._original.state[parameter] = self.state_of(parameter)
+        if not isinstance(self._original, CPUOptimizer):
+            _let_go_at_step(self._original)
         give_back(self._original)
         return self._original
 

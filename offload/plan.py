@@ -215,7 +215,7 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
         if amount is not None and amount > budgets[tier]:
             mark = "  <-- too small"
             mark += f" ({format_bytes(free[tier])} is free)" if amount > free[tier] else ""
-        shown = "-" if amount is None else format_bytes(amount)
+        shown = "-" if amount is None else format_bytes(amount, up=True)
         name = _FIELDS[tier]
         lines.append(
             f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}"
@@ -232,14 +232,15 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
 
 def _way_out(config: Config, budgets: dict[Tier, int], marked: int) -> str:
     kinds = "params, gradients or optimizer (--params, --gradients, --optimizer)"
+    raised = "raise the marked budget" if marked == 1 else "raise them"
     if not config.nvme_path:
         return (
-            "no nvme path is given: nvme_path (--nvme-path DIR) on a local drive opens a third tier"
+            f"{raised}, or open a third tier: no nvme path is given (nvme_path, --nvme-path DIR, "
+            "on a local drive)"
         )
     if budgets["nvme"] == 0 and config.nvme_space is None:
         return (
             f"nothing is free on nvme_path {config.nvme_path[0]} (--nvme-path): free some space, "
             "or give a directory on another drive"
         )
-    raised = "raise the marked budget" if marked == 1 else "raise them"
     return f"{raised}, or move {kinds} to a tier with room"

@@ -92,6 +92,19 @@ def test_training_goes_on_with_plain_torch_after_detach(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(reference, rel=1e-4)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_torch_steps_with_what_a_bfloat16_model_is_handed_back(kind: Any, tmp_path: Path) -> None:
+    model = small(torch.bfloat16)
+    optimizer = kind(
+        model.parameters(), lr=1e-2, **({"momentum": 0.9} if kind is torch.optim.SGD else {})
+    )
+    _, attached = offload.attach(model, optimizer, config(MIXED, tmp_path))
+    torch_step(model, attached)
+    assert offload.detach(model)[1] is optimizer
+    losses = [torch_step(model, optimizer) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+
+
 def test_attach_again_after_detach_goes_on_bit_for_bit(tmp_path: Path) -> None:
     with attached(MIXED, tmp_path) as run:
         for number in range(4):

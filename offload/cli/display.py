@@ -138,7 +138,7 @@ class Progress:
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("loss {task.fields[loss]}  {task.fields[speed]:,.0f} tokens/s"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -146,7 +146,7 @@ class Progress:
             expand=True,
             transient=True,
         )
-        self._task = self._bar.add_task("", total=steps, loss=float("nan"), speed=0.0)
+        self._task = self._bar.add_task("", total=steps, loss="-", speed=0.0)
 
     def __enter__(self) -> Progress:
         self._bar.start()
@@ -160,7 +160,7 @@ class Progress:
         self._smoothed = SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
         self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         smooth = self._smoothed / self._weight
-        self._bar.update(self._task, completed=step, loss=smooth, speed=tokens_per_s)
+        self._bar.update(self._task, completed=step, loss=f"{smooth:.3f}", speed=tokens_per_s)
         now = time.monotonic()
         due = step in (1, self._steps) or now - self._spoken >= PLAIN_INTERVAL_S
         if due and not self._console.is_terminal:
