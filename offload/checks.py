@@ -233,11 +233,12 @@ def check_ways(model: nn.Module, *, trains: bool) -> None:
     """
     kernel()
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not parameter.is_contiguous():
+        # Columns of a wider matrix only move together: the order of their elements stays.
+        if not parameter.is_meta and not parameter.is_contiguous() and _dense(parameter):
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
-                f"{parameter.stride()} (channels_last, or a transposed view), and offloaded ones "
-                "are contiguous, with which torch computes other bits: call "
+                f"{parameter.stride()} (channels_last, or transposed), and offloaded ones are "
+                "contiguous, with which torch computes other bits: call "
                 "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
             )
         mine = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
