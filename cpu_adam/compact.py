@@ -8,7 +8,8 @@ in 0 ... 255, which stand for
     m = m_scale * (q * |q| / 127**2)        sqrt(v) = v_scale * (r**2 / 255**2)
 
 (the variance as its root, and a companding function, as in arXiv 2602.23349; the function is
-another, see below). A step decodes, updates in float32 as any Adam, and encodes what came out.
+another, see below). A step decodes, updates in float32 and encodes what came out. Its arithmetic is
+`adam`'s but for the moments, whose factors are folded into the scales: see `adam` here.
 
 Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.995 and
 be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer that is
@@ -19,7 +20,8 @@ cut into chunks, thread or machine can change it. The largest of a group is kept
 Squares. Adam divides one moment by the root of the other, element by element, so both must reach
 far below the largest of the group, and about as far: a root that is too coarse freezes elements
 of small gradients, a momentum that is coarser than the root throws them about. With squares the
-smallest step of m is 1/16129 of the largest; the smallest root above 0 is r = 2, 1/16256.
+smallest step of m is 1/16129 of the largest; the smallest root of a group that has one above 0 is
+r = 2, 1/16256. (Also that of an element without gradients: it has m = 0, so it does not move.)
 
 What is not finite. A group with a NaN or an infinity among its m, or its roots, has a scale of NaN
 and codes of 0: it decodes as NaN from then on. One whose largest is below 2**-80 is stored as zero
@@ -36,7 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cpu_adam.formats import GROUP_ELEMENTS
-from cpu_adam.rules import square_root
+from cpu_adam.rules import Factors, Scratch, adam_step, decayed, scaled, square_root
 
 MOMENTUM_BITS, ROOT_BITS = 14, 15
 """Bits below the point of a code in fixed point; its dither has as many."""
@@ -48,12 +50,56 @@ TINY, INFINITE = 0x17800000, 0x7F800000
 
 def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
+    m, root = _decoded(codes)
+    return {"exp_avg": m, "exp_avg_sq": root.mul_(root)}
+
+
+def _decoded(codes: Mapping[str, Tensor], *decays: Tensor) -> tuple[Tensor, Tensor]:
+    """m and the root of v, each times its decay where there are any."""
     q, r = codes["exp_avg"].float(), codes["exp_avg_sq"].float()
     m_unit = codes["exp_avg_scale"] * _scalar(1.0 / LARGEST_MOMENTUM**2, q)
     root_unit = codes["exp_avg_sq_scale"] * _scalar(1.0 / LARGEST_ROOT**2, r)
-    m = q.mul(q.abs()).mul_(_spread(m_unit, q))
-    root = r.mul(r).mul_(_spread(root_unit, r))
-    return {"exp_avg": m, "exp_avg_sq": root.mul_(root)}
+    for unit, decay in zip((m_unit, root_unit), decays):
+        unit.mul_(decay)
+    return q.mul(q.abs()).mul_(_spread(m_unit, q)), r.mul(r).mul_(_spread(root_unit, r))
+
+
+def adam(
+    p: Tensor,
+    g: Tensor,
+    codes: Mapping[str, Tensor],
+    f: Factors,
+    s: Scratch,
+    first_element: int,
+    step: int,
+) -> None:
+    """One step of Adam on a span: a master, its gradient and the slots of its record.
+
+    As `rules.adam`, but for the moments. With g scaled and decayed first where there is an L2 decay
+    (scale is 1 below then), and the products in brackets rounded once for all elements:
+
+        m = q * |q| * (m_scale / 127**2 * beta1) + g * ((1 - beta1) * scale)
+        r = r * r * (v_scale / 255**2 * sqrt(beta2))
+        h = g * (sqrt(1 - beta2) * scale)
+        v = r * r + h * h
+
+    first_element: where the span starts in its parameter, a multiple of 128. step: the number of
+    the step.
+    """
+    beta1, root_beta2, root_rest2 = f.tensors[11:14]
+    shares = f.tensors[2], root_rest2
+    if f.numbers[1] == 0.0:
+        g = g.float()
+        shares = shares[0] * f.tensors[0], root_rest2 * f.tensors[0]
+    else:
+        g = decayed(p, scaled(g, f, s), f, s)
+    m, root = _decoded(codes, beta1, root_beta2)
+    m.add_(torch.mul(g, shares[0], out=s.term))
+    h = torch.mul(g, shares[1], out=s.term)
+    v = root.mul_(root).add_(h.mul_(h))
+    root = square_root(v, s.wide, out=v)
+    adam_step(p, m, s.term.copy_(root), f, s)
+    _encode(m, root, codes, *dither(first_element, m.numel(), step, m.device))
 
 
 def encode(
@@ -64,8 +110,8 @@ def encode(
     first_element: where the span starts in its parameter, a multiple of 128. step: the number of
     that step.
     """
-    m = moments["exp_avg"]
-    _encode(moments, codes, *dither(first_element, m.numel(), step, m.device))
+    m, root = moments["exp_avg"], _root(moments["exp_avg_sq"])
+    _encode(m, root, codes, *dither(first_element, m.numel(), step, m.device))
 
 
 def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
@@ -76,7 +122,7 @@ def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
     """
     device = codes["exp_avg"].device
     halves = [torch.full((), 1 << bits >> 1, device=device) for bits in (MOMENTUM_BITS, ROOT_BITS)]
-    _encode(moments, codes, *halves)
+    _encode(moments["exp_avg"], _root(moments["exp_avg_sq"]), codes, *halves)
     found = {name: codes[name].clone() for name in ("exp_avg_scale", "exp_avg_sq_scale")}
     for ulps in (-2, -1, 1, 2, 0):
         nearby = {
@@ -90,12 +136,14 @@ def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
             scale.copy_(scale.where(kept, nearby[name + "_scale"]))
 
 
-def _encode(
-    moments: Mapping[str, Tensor], codes: Mapping[str, Tensor], for_m: Tensor, for_root: Tensor
-) -> None:
-    m, v = moments["exp_avg"], moments["exp_avg_sq"]
-    root = square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
+def _root(v: Tensor) -> Tensor:
+    return square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
 
+
+def _encode(
+    m: Tensor, root: Tensor, codes: Mapping[str, Tensor], for_m: Tensor, for_root: Tensor
+) -> None:
+    """Write the slots of a span's record; what the codes are rounded by is given."""
     scale = _scales(m, codes["exp_avg_scale"])
     fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM << MOMENTUM_BITS).copysign_(m)
     code = _rounded(fixed, 1.5 * 2.0**23).add_(for_m) >> MOMENTUM_BITS
@@ -104,8 +152,7 @@ def _encode(
     scale = _scales(root, codes["exp_avg_sq_scale"])
     fixed = _fixed(root, scale, LARGEST_ROOT << ROOT_BITS)
     code = _rounded(fixed, 2.0**23).add_(for_root) >> ROOT_BITS
-    code = torch.maximum(code, (root > 0).int().mul_(LEAST_ROOT))
-    codes["exp_avg_sq"].copy_(code.mul_(_spread(scale > 0, code)))
+    codes["exp_avg_sq"].copy_(code.clamp_(min=LEAST_ROOT).mul_(_spread(scale > 0, code)))
 
 
 def dither(

@@ -56,7 +56,7 @@ class AdamHyper:
     def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
         """Scale, L2 decay, 1 - beta1, beta2, 1 - beta2, reciprocal of the root of the
         second moment's bias correction, eps, share of the weight that decays, step size, step
-        modulo and over 2**24."""
+        modulo and over 2**24; for `compact` beta1 and the roots of beta2 and 1 - beta2."""
         return (
             -gradient_scale if self.maximize else gradient_scale,
             0.0 if self.decoupled else self.weight_decay,
@@ -69,6 +69,9 @@ class AdamHyper:
             self.lr / (1.0 - self.beta1**step),
             float(step % STEP_LOW),
             float(step // STEP_LOW),
+            self.beta1,
+            math.sqrt(self.beta2),
+            math.sqrt(1.0 - self.beta2),
         )
 
 

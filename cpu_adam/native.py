@@ -33,7 +33,7 @@ from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 
-_FACTORS = 12  # numbers in a row of factors
+_FACTORS = 16  # numbers in a row of factors
 _ADDRESSES = 3  # the first column of a row of a table that is an address
 _NONE = np.zeros((1, _FACTORS), np.float32)
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}

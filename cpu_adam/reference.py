@@ -196,10 +196,10 @@ def update(
         state = cut(record_views, format, start, count)
         residue = state.get("residue")
         master = w if residue is None else join(w, residue, out=scratch.master)
-        moments = compact.decode(state) if coded else state
-        rule(master, g, moments, factors, scratch)
         if coded:
-            compact.encode(moments, state, first_element + start, step)
+            compact.adam(master, g, state, factors, scratch, first_element + start, step)
+        else:
+            rule(master, g, state, factors, scratch)
         if residue is not None:
             _split(master, w, residue, scratch.bits)
 

@@ -72,12 +72,17 @@ def adam(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     same side in every step, by up to 3e-8 of the weight: more than all else over many steps.)
     """
     m, v = states["exp_avg"], states["exp_avg_sq"]
-    _, _, rest1, beta2, rest2, correction2, eps, decay, step_size = f.tensors[:9]
-    g = _decayed(p, _scaled(g, f, s), f, s)
+    _, _, rest1, beta2, rest2 = f.tensors[:5]
+    g = decayed(p, scaled(g, f, s), f, s)
     m.add_(torch.sub(g, m, out=s.term).mul_(rest1))
     v.mul_(beta2).add_(torch.mul(g, g, out=s.term).mul_(rest2))
-    denominator = square_root(v, s.wide, out=s.term).mul_(correction2).add_(eps)
-    move = torch.div(m, denominator, out=s.term).mul_(step_size)
+    adam_step(p, m, square_root(v, s.wide, out=s.term), f, s)
+
+
+def adam_step(p: Tensor, m: Tensor, root: Tensor, f: Factors, s: Scratch) -> None:
+    """The last two lines of `adam`, with `root` the square root of v, which is overwritten."""
+    correction2, eps, decay, step_size = f.tensors[5:9]
+    move = torch.div(m, root.mul_(correction2).add_(eps), out=root).mul_(step_size)
     p.sub_(torch.mul(p, decay, out=s.gradient).add_(move))
 
 
@@ -90,7 +95,7 @@ def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     """
     m = states["exp_avg"]
     _, beta1, rest1, beta2, rest2, decay, lr = f.tensors
-    g = _scaled(g, f, s)
+    g = scaled(g, f, s)
     u = torch.mul(m, beta1).add_(torch.mul(g, rest1, out=s.term))
     m.mul_(beta2).add_(torch.mul(g, rest2, out=s.term))
     sign = torch.where(u.isnan(), u, u.sign())
@@ -109,7 +114,7 @@ def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scrat
     buffer = states["momentum_buffer"]
     _, _, momentum, rest, lr = f.tensors[:5]
     fresh, nesterov = f.numbers[5:]
-    g = _decayed(p, _scaled(g, f, s), f, s)
+    g = decayed(p, scaled(g, f, s), f, s)
     if fresh:
         buffer.copy_(g)
     else:
@@ -125,14 +130,14 @@ RULES: dict[str, Rule] = {"adam": adam, "lion": lion, "sgd": sgd}
 """Every rule there is, by the name that its hyper-parameters have."""
 
 
-def _scaled(g: Tensor, f: Factors, s: Scratch) -> Tensor:
+def scaled(g: Tensor, f: Factors, s: Scratch) -> Tensor:
     """The gradient in float32, multiplied by the scale unless that is 1."""
     if g.dtype != torch.float32:
         g = s.gradient.copy_(g)
     return g if f.numbers[0] == 1.0 else torch.mul(g, f.tensors[0], out=s.gradient)
 
 
-def _decayed(p: Tensor, g: Tensor, f: Factors, s: Scratch) -> Tensor:
+def decayed(p: Tensor, g: Tensor, f: Factors, s: Scratch) -> Tensor:
     """The gradient with its L2 term, where there is one."""
     if f.numbers[1] == 0.0:
         return g

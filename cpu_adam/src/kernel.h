@@ -24,7 +24,7 @@ using Byte = unsigned char;
 // Most arrays that an operation may have: gradient, weight and five slots.
 constexpr int ARRAYS_MAX = 7;
 // Numbers in a row of factors.
-constexpr int FACTORS = 12;
+constexpr int FACTORS = 16;
 // Elements that share an item of some arrays: spans of an operation with such arrays start and are
 // cut at multiples of this, counted from the first element of the parameter.
 constexpr int GROUP_ELEMENTS = 128;

@@ -117,7 +117,7 @@ INLINE U16 high_half(U32 x) {
 #endif
 }
 
-// Bytes to 32-bit integers, signed or not, and the low bytes of 32-bit integers.
+// Bytes to 32-bit integers, signed or not.
 INLINE I32 widen_signed(I8 x) {
 #if CPU_ADAM_LANES == 16
     return (I32)_mm512_cvtepi8_epi32((__m128i)x);
@@ -144,21 +144,33 @@ INLINE I32 widen(U8 x) {
     return __builtin_convertvector(x, I32);
 #endif
 }
-INLINE U8 low_byte(U32 x) {
+// Four vectors of integers that fit a byte as the bytes of one.
+using Bytes = typename Of<4 * LANES>::U8;
+template <bool SIGNED> INLINE Bytes packed(const I32* x) {
 #if CPU_ADAM_LANES == 16
-    return (U8)_mm512_cvtepi32_epi8((__m512i)x);
+    // Each instruction packs within 128 bits: then each has four bytes of each vector.
+    const __m512i order =
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512i low = _mm512_packs_epi32((__m512i)x[0], (__m512i)x[1]);
+    __m512i high = _mm512_packs_epi32((__m512i)x[2], (__m512i)x[3]);
+    __m512i all = SIGNED ? _mm512_packs_epi16(low, high) : _mm512_packus_epi16(low, high);
+    return (Bytes)_mm512_permutexvar_epi32(order, all);
 #elif CPU_ADAM_LANES >= 8
-    // Low bytes of each 128-bit lane side by side, then the two lanes.
-    const __m128i low = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
-    __m256i packed = _mm256_shuffle_epi8((__m256i)x, _mm256_broadcastsi128_si256(low));
-    __m128i upper = _mm256_extracti128_si256(packed, 1);
-    return (U8)_mm_cvtsi128_si64(_mm_unpacklo_epi32(_mm256_castsi256_si128(packed), upper));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i low = _mm256_packs_epi32((__m256i)x[0], (__m256i)x[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)x[2], (__m256i)x[3]);
+    __m256i all = SIGNED ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
+    return (Bytes)_mm256_permutevar8x32_epi32(all, order);
 #elif defined(__SSE2__)
-    __m128i bytes = (__m128i)(x & 0xFFu);
-    bytes = _mm_packs_epi32(bytes, bytes);
-    return (U8)_mm_cvtsi128_si32(_mm_packus_epi16(bytes, bytes));
+    __m128i low = _mm_packs_epi32((__m128i)x[0], (__m128i)x[1]);
+    __m128i high = _mm_packs_epi32((__m128i)x[2], (__m128i)x[3]);
+    return (Bytes)(SIGNED ? _mm_packs_epi16(low, high) : _mm_packus_epi16(low, high));
 #else
-    return __builtin_convertvector(x, U8);
+    U8 parts[4];
+    for (int i = 0; i < 4; i++) parts[i] = __builtin_convertvector((U32)x[i], U8);
+    Bytes all;
+    __builtin_memcpy(&all, parts, sizeof all);
+    return all;
 #endif
 }
 
@@ -170,14 +182,28 @@ INLINE U32 lane_numbers() {
 }
 
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
-template <int N = LANES> INLINE int32_t largest(typename Of<N>::I32 x) {
+template <int N = LANES> INLINE uint32_t largest(typename Of<N>::U32 x) {
     if constexpr (N == 1) {
         return x[0];
     } else {
-        typename Of<N / 2>::I32 halves[2];
+        typename Of<N / 2>::U32 halves[2];
         __builtin_memcpy(halves, &x, sizeof x);
         return largest<N / 2>(larger(halves[0], halves[1]));
     }
+}
+
+// The nearest integers, ties to even; anything for what is not finite or is above 2**23.
+INLINE I32 rounded(F32 x) {
+#if CPU_ADAM_LANES == 16
+    return (I32)_mm512_cvtps_epi32((__m512)x);
+#elif CPU_ADAM_LANES >= 8
+    return (I32)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__SSE2__)
+    return (I32)_mm_cvtps_epi32((__m128)x);
+#else
+    F32 power = floats((bits_of(x) & 0x80000000u) | 0x4B000000u);  // 2**23 with the sign of x
+    return __builtin_convertvector(x + power - power, I32);        // up to 2**23
+#endif
 }
 
 // The square root, correctly rounded.
