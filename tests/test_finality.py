@@ -21,6 +21,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    first_fast,
     plain,
     result_of,
     train,
@@ -230,7 +231,7 @@ def counted(run: Run, number: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("placement", [PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")], ids="-".join)
+@pytest.mark.parametrize("placement", first_fast([PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")]))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_update_begins_when_the_backward_of_its_unit_is_over(
     shape: str, placement: tuple[str, str, str], tmp_path: Path

@@ -13,7 +13,17 @@ import torch
 
 import offload
 from offload import interrupt
-from tests.training import RESIDENT, Net, Run, assert_same, attached, batch, plain, train
+from tests.training import (
+    RESIDENT,
+    Net,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    first_fast,
+    plain,
+    train,
+)
 
 PLACEMENTS = [("nvme", "cpu", "nvme"), RESIDENT, ("cpu", "nvme", "device")]
 PLACEMENT = PLACEMENTS[0]
@@ -83,7 +93,7 @@ def declared(run: Run) -> int | None:
 # -- a backward that ends with an exception -------------------------------------------------------
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", first_fast(PLACEMENTS))
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("how", CUTS)
 def test_step_completes_a_backward_that_was_cut(

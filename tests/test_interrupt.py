@@ -29,6 +29,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    first_fast,
     loss_of,
     result_of,
     same_bits,
@@ -123,7 +124,7 @@ def same_at(
     assert presses >= count * 3 // 4
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("placement", first_fast(PLACEMENTS))
 def test_pressed_anywhere_in_a_step(placement: tuple[str, str, str], tmp_path: Path) -> None:
     same_at(placement, tmp_path, 4, seed=0)
 
@@ -242,7 +243,10 @@ def kept(model: Any, optimizer: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("meta", [False, True], ids=["trained", "meta"])
+@pytest.mark.parametrize(
+    "meta",
+    [pytest.param(False, id="trained", marks=pytest.mark.slow), pytest.param(True, id="meta")],
+)
 def test_pressed_anywhere_in_attach(meta: bool, tmp_path: Path) -> None:
     def made() -> tuple[Any, Any]:
         with torch.device("meta" if meta else "cpu"):

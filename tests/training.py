@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -25,6 +26,13 @@ ALL_PLACEMENTS = tuple(itertools.product(TIERS, repeat=3))
 """(params, gradients, optimizer), all 27."""
 
 RESIDENT = ("device", "device", "device")
+
+
+def first_fast(placements: Iterable[tuple[str, str, str]]) -> list[Any]:
+    """Parameters of a test: the first placement in the fast tier, the others in the slow one."""
+    first, *others = placements
+    slow = [pytest.param(one, marks=pytest.mark.slow, id="-".join(one)) for one in others]
+    return [pytest.param(first, id="-".join(first)), *slow]
 
 
 class Block(nn.Module):
