@@ -2,16 +2,20 @@
 
 [Note: Memory]
 A table holds addresses. Before each step the addresses of all weights and slots are read again and
-compared; anything else than what was laid out (`p.data = ...`, an edited or a loaded state, another
-set of gradients) makes a new batch. The batch holds on to the storages that it saw, so an equal
-address is the same memory. It does not hold on to gradients.
+compared, with the layouts of the weights and the identities of the slots; anything else than what
+was laid out (`p.data = ...`, an edited or a loaded state, another set of gradients) makes a new
+batch. The batch holds on to the storages that it saw, so an equal address is the same memory. It
+does not hold on to gradients. A gradient that may overlap what the step writes is copied first.
+
+[Note: Count]
+All that can be refused is refused before anything is changed. The members of a native call are
+counted up when it has returned, so that an interrupted step has counted what it has updated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,8 +23,9 @@ from torch import Tensor
 
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
+from cpu_adam.memory import Ranges, are_native, readable
 from cpu_adam.native import Span, UpdateTable
-from cpu_adam.parameter_state import STEP, local
+from cpu_adam.parameter_state import STEP, local, whole_step
 
 States = Mapping[Tensor, dict[str, Any]]
 """`Optimizer.state`: what is kept for each parameter."""
@@ -59,6 +64,8 @@ class _Part:
     table: UpdateTable
     staged: list[tuple[Tensor, Tensor]]
     """Weights that are not contiguous, each with the contiguous copy that is updated for it."""
+    counts: Tensor
+    """1 for each member of the batch that is of this part, else 0."""
 
 
 class Batch:
@@ -74,20 +81,25 @@ class Batch:
         self._identities = [id(p) for p in due.parameters]
         self._dtypes = [g.dtype for g in due.gradients]
         self._sharded = any(local(p) is not p for p in due.parameters)
-        self._counted = all(STEP in member.state for member in members)
-        steps = [float(m.state.get(STEP, not m.begins)) for m in members]
+        self._counted = all(STEP in member.keys for member in members)
+        steps = [
+            whole_step(m.state[STEP]) if self._counted else float(not m.begins) for m in members
+        ]
         self._steps = torch.tensor(steps, dtype=torch.float32)
         if self._counted:  # Views, so that all are read and counted up by one call.
             for member, step in zip(members, self._steps.unbind()):
                 member.state[STEP] = step
         self._weights = [local(p).detach() for p in due.parameters]
+        slots = [local(slot) for member in members for slot in member.slots.values()]
+        self._apart = not Ranges(self._weights).overlap()
+        self._writes = Ranges([*self._weights, *slots])
         self._scratch: Tensor | None = None
         self._turns: list[int] = []
         self._parts: list[_Part] = []
         self._kept = [(m.state, m.keys) for m in members]
         self._states = list(states.values())
         self._state_identities = [id(state) for state in self._states]
-        self._addresses = self._look()
+        self._seen = self._look()
 
     def serves(self, due: Due, states: States, setting: object) -> bool:
         """Whether all that was laid out is as it was: see [Note: Memory]."""
@@ -97,7 +109,7 @@ class Batch:
             and self._identities == [id(p) for p in due.parameters]
             and self._dtypes == [g.dtype for g in due.gradients]
             and self._state_identities == [id(state) for state in states.values()]
-            and self._addresses == self._look()
+            and self._seen == self._look()
         )
 
     def run(
@@ -108,12 +120,8 @@ class Batch:
         hypers: of each parameter group. gradients: of each member. gradient_scale: what they are
         multiplied by.
         """
-        if self._sharded:
-            gradients = [_placed(g, p) for g, p in zip(gradients, self._parameters)]
-        self._steps.add_(1)
-        steps = [int(step) for step in self._steps.tolist()]
-        if not self._counted:
-            self._steps.fill_(1)  # A rule that does not count knows a first step and later ones.
+        gradients = self._ready(gradients)
+        steps = [int(step) + 1 for step in self._steps.tolist()]
         numbers: dict[tuple[int, int], int] = {}
         turns = [numbers.setdefault(key, len(numbers)) for key in zip(self._groups, steps)]
         if turns != self._turns:
@@ -124,25 +132,45 @@ class Batch:
                 stage.copy_(weight)
             due = [gradients[i] for i in part.indices]
             part.table.update(pairs, gradient_scale=gradient_scale, gradients=due)
+            self._steps.add_(part.counts)
+            if not self._counted:  # Such a rule knows a first step and later ones.
+                self._steps.clamp_(max=1)
             for weight, stage in part.staged:
                 weight.copy_(stage)
         if self._sharded:
             torch.autograd.graph.increment_version(self._parameters)
 
-    def _look(self) -> list[int] | None:
-        """Addresses of all tensors that updates read or write; None where one is missing."""
+    def _ready(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """What of the gradients is of this process, apart from what the step writes.
+
+        Raises ValueError where one has no memory.
+        """
+        if self._sharded:
+            gradients = [_placed(g, p) for g, p in zip(gradients, self._parameters)]
+        ready = [readable(gradient) for gradient in gradients]
+        are_native(ready)
+        with_elements = [i for i, gradient in enumerate(ready) if gradient.numel()]
+        for i in self._writes.touched_by([ready[i] for i in with_elements]):
+            ready[with_elements[i]] = ready[with_elements[i]].clone()
+        return ready
+
+    def _look(self) -> tuple[list[Any], list[int]] | None:
+        """Where all tensors are that updates read or write; None where one is missing."""
         try:
             slots = [state[key] for state, keys in self._kept for key in keys]
         except KeyError:
             return None
-        tensors = [*self._parameters, *slots]
+        if not all(isinstance(slot, Tensor) for slot in slots):
+            return None
+        weights, identities = self._parameters, [id(slot) for slot in slots]
         if self._sharded:
-            tensors = [local(x) for x in tensors]
-        return [x.data_ptr() for x in tensors]
+            weights, slots = [local(x) for x in weights], [local(x) for x in slots]
+        layouts = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in weights]
+        return layouts, identities + [slot.data_ptr() for slot in slots]
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Part]:
         everything = range(len(self._members))
-        waves = [[i] for i in everything] if _overlap(self._weights) else [list(everything)]
+        waves = [list(everything)] if self._apart else [[i] for i in everything]
         parts = []
         for wave in waves:
             kinds: dict[tuple[str, torch.dtype], list[int]] = {}
@@ -157,7 +185,7 @@ class Batch:
         for i in indices:
             member, weight = self._members[i], self._weights[i]
             stage = weight
-            if not weight.is_contiguous():
+            if not weight.is_contiguous() or weight.is_neg():
                 stage = torch.empty_like(weight, memory_format=torch.contiguous_format)
                 staged.append((weight, stage))
             slots = {name: local(slot).view(-1) for name, slot in member.slots.items()}
@@ -165,7 +193,10 @@ class Batch:
                 if slot.name not in slots:
                     slots[slot.name] = self._unread(slot, weight.numel())
             spans.append(Span(stage.view(-1), None, slots, turns[i]))
-        return _Part(indices, UpdateTable(spans, self._members[indices[0]].format), staged)
+        counts = torch.zeros_like(self._steps)
+        counts[indices] = 1
+        table = UpdateTable(spans, self._members[indices[0]].format)
+        return _Part(indices, table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:
         """Memory for a slot that a member does without: written, never read, shared by all."""
@@ -186,14 +217,3 @@ def _placed(gradient: Tensor, parameter: Tensor) -> Tensor:
             parameter.placements,  # type: ignore[attr-defined]
         )
     return local(gradient)
-
-
-def _overlap(weights: Iterable[Tensor]) -> bool:
-    """Whether the memory of any two tensors may overlap, going by their first and last bytes."""
-    ranges = []
-    for weight in weights:
-        if weight.numel():
-            last = sum((n - 1) * stride for n, stride in zip(weight.shape, weight.stride()))
-            start = weight.data_ptr()
-            ranges.append((start, start + (last + 1) * weight.element_size()))
-    return any(start < end for (_, end), (start, _) in pairwise(sorted(ranges)))

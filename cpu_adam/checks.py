@@ -112,6 +112,33 @@ def check_sum(into: Tensor, gradient: Tensor) -> None:
         )
 
 
+def check_dense(gradient: Tensor, parameter: Tensor) -> None:
+    """Raise ValueError unless a step can be taken by this gradient of the parameter."""
+    found = cause = remedy = ""
+    if gradient.layout is not torch.strided:
+        found = f"one of layout {gradient.layout}"
+        cause = "nn.Embedding(sparse=True)"
+        remedy = "sparse=False, or torch.optim.SparseAdam for that parameter"
+    elif gradient.dtype not in GRADIENT_DTYPES:
+        found = f"one of {gradient.dtype}"
+        cause = "a loss in another precision"
+        remedy = "parameter.grad = parameter.grad.float()"
+    elif gradient.numel() != parameter.numel() or not gradient.is_cpu:
+        found = f"one of shape {tuple(gradient.shape)} on {gradient.device}"
+        cause = "a gradient of what the parameter was before `data =`"
+        remedy = "zero_grad() where a parameter is changed"
+    elif hasattr(gradient, "to_local") != hasattr(parameter, "to_local"):
+        found = f"a {type(gradient).__name__} for a {type(parameter).__name__}"
+        cause = "a gradient that was sharded by hand"
+        remedy = "gradient.full_tensor(), or distribute_tensor of it"
+    if found:
+        raise ValueError(
+            f"asked for a step by a dense gradient in CPU memory, bfloat16, float16 or float32, "
+            f"like its parameter; found {found} for a parameter of shape "
+            f"{tuple(parameter.shape)}; likely cause: {cause}; try: {remedy}"
+        )
+
+
 def check_gradient(gradient: Tensor) -> None:
     """Raise ValueError unless the tensor is of a dtype that gradients may have."""
     if gradient.dtype not in GRADIENT_DTYPES:

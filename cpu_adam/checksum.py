@@ -100,6 +100,7 @@ def _bytes_of(buffer: Any) -> _Bytes:
             return buffer.reshape(-1).view(np.uint8)
     elif hasattr(buffer, "data_ptr"):
         contiguous = buffer.is_cpu and buffer.is_contiguous()
+        contiguous = contiguous and (buffer.data_ptr() != 0 or buffer.nbytes == 0)
         if contiguous:
             return np.asarray(_Memory(buffer))
     else:
@@ -109,8 +110,9 @@ def _bytes_of(buffer: Any) -> _Bytes:
             return np.frombuffer(view, np.uint8)
     raise ValueError(
         f"asked for the CRC32C of contiguous bytes in CPU memory; found a {type(buffer).__name__} "
-        f"that is strided or on another device; likely cause: a transposed or sliced view; try: "
-        f"make it contiguous (and move it to the CPU) first"
+        f"that is strided, on another device or without memory of its own; likely cause: a "
+        f"transposed or sliced view, or a DTensor; try: make it contiguous (and move it to the "
+        f"CPU, or take to_local()) first"
     )
 
 

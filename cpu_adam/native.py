@@ -8,7 +8,7 @@ kernel serves go to the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
+from cpu_adam.memory import are_native, readable
 
 _FACTORS = 16  # numbers in a row of factors
 _ADDRESSES = 3  # the first column of a row of a table that is an address
@@ -152,26 +153,24 @@ class UpdateTable:
     """Many spans that are updated by one native call: built once, used every step.
 
     A call costs well under a microsecond per span on top of the memory's time, so that a model of
-    many small parameters is updated as fast as one of few large ones.
+    many small parameters is updated as fast as one of few large ones. The memory of weights and
+    slots is taken at construction and held: a tensor that is given other memory later (`set_`,
+    `data =`) is not followed, one whose storage is resized is refused.
     """
 
     def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
         """All of one format. Raises ValueError for anything else."""
         self._format = format
-        self._spans = list(spans)
-        slots_of = [
-            [
-                span.record_views[slot.name]
-                for slot in format.slots
-                if slot.name in span.record_views
-            ]
-            for span in spans
-        ]
+        self._spans = spans = [_detached(span) for span in spans]
+        names = [slot.name for slot in format.slots]
+        slots_of = [[s.record_views[n] for n in names if n in s.record_views] for s in spans]
         for span, slots in zip(spans, slots_of):
             check_span(span.weight, span.gradient, slots, format)
             check_start(span.first_element, format)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
-        self._native = _are_native(tensors)
+        self._native = are_native(tensors)
+        self._held = tensors
+        self._addresses = [x.data_ptr() for x in tensors]
         self._written = [x for x in tensors if not x.is_inference()]
         self._last_turn = max((span.turn for span in spans), default=-1)
         self._rows = np.array(
@@ -204,7 +203,9 @@ class UpdateTable:
         Returns, where they are asked for, a row of checksums for each span.
         """
         check_turns(turns, self._last_turn, self._format)
-        due = self._own if gradients is None else self._checked(gradients)
+        due = self._own if gradients is None else gradients
+        due = None if due is None else self._checked(due)
+        self._check_memory()
         if due is None:
             raise ValueError(
                 "asked for an update by the gradients of the table; found spans without; likely "
@@ -212,15 +213,16 @@ class UpdateTable:
             )
         chosen = kernel()
         native = chosen.native is not None and self._native
-        if not due or not native or not all(x.is_cpu for x in due):
+        if not due or not are_native(due) or not native:
             spans = [
                 replace(span, gradient=gradient.reshape(-1))
                 for span, gradient in zip(self._spans, due)
             ]
             return _by_reference(spans, turns, gradient_scale, self._format, checksums)
-        self._rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in due]
+        rows = self._rows.copy()  # Other threads may be in a call of their own.
+        rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in due]
         factors = _factors(turns, gradient_scale)
-        found = _run(chosen, self._format.name, due[0].dtype, self._rows, factors, checksums)
+        found = _run(chosen, self._format.name, due[0].dtype, rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
         return found
 
@@ -235,7 +237,16 @@ class UpdateTable:
                 f"likely cause: a parameter without a gradient, or of another dtype; try: a table "
                 f"for each dtype, of the parameters that have gradients"
             )
-        return [x if x.is_contiguous() else x.contiguous() for x in gradients]
+        plain = [readable(x) for x in gradients]
+        return [x if x.is_contiguous() else x.contiguous() for x in plain]
+
+    def _check_memory(self) -> None:
+        if [x.data_ptr() for x in self._held] != self._addresses:
+            raise ValueError(
+                "asked for the update of tensors where they were when the table was built; found "
+                "a storage that has moved; likely cause: resize_ of a weight or a slot; try: build "
+                "the table anew"
+            )
 
 
 def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
@@ -288,7 +299,7 @@ def sum_of_squares(gradient: Tensor) -> float:
     check_gradient(gradient)
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
-        return reference.sum_of_squares(gradient)
+        return reference.sum_of_squares(readable(gradient))
     number = _GRADIENTS[gradient.dtype]
     found: float = chosen.native.sum_of_squares(
         chosen.index, number, gradient.data_ptr(), gradient.numel()
@@ -312,11 +323,7 @@ def stream(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
     chosen = kernel()
-    return chosen if chosen.native is not None and _are_native(tensors) else None
-
-
-def _are_native(tensors: Iterable[Tensor]) -> bool:
-    return all(x.is_cpu and x.is_contiguous() for x in tensors)
+    return chosen if are_native(tensors) and chosen.native is not None else None
 
 
 def _by_reference(
@@ -342,6 +349,12 @@ def _by_reference(
         slots = (span.record_views[slot.name] for slot in format.slots)
         row[:] = [crc32c(x.cpu().contiguous()) for x in (span.weight, *slots)]
     return found
+
+
+def _detached(span: Span) -> Span:
+    """The same memory, whatever becomes of the tensors."""
+    slots = {name: x.detach() for name, x in span.record_views.items()}
+    return replace(span, weight=span.weight.detach(), record_views=slots)
 
 
 def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:

@@ -24,17 +24,21 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from cpu_adam.batch import Batch, Due, Member
+from cpu_adam.checks import check_dense
 from cpu_adam.hyper import Hyper
+from cpu_adam.memory import check_memory
 from cpu_adam.native import is_finite
 from cpu_adam.parameter_state import (
     STEP,
     agreed,
     check_parameter,
+    check_slot,
     fresh,
     key_of,
     loaded,
     local,
     saved,
+    whole_step,
 )
 
 _REFUSED = {
@@ -95,6 +99,12 @@ class CPUOptimizer(torch.optim.Optimizer):
                 f"set-ups merged; try: leave both unset, every value gives the same bits here"
             )
         self.hyper_of(group)
+        if len({id(p) for p in group["params"]}) != len(group["params"]):
+            raise ValueError(
+                f"asked for {type(self).__name__} of parameters, each once; found one twice in a "
+                f"group; likely cause: tied weights collected module by module; try: "
+                f"model.parameters(), which names each once"
+            )
         for parameter in group["params"]:
             check_parameter(parameter, group["states"], self.rule)
 
@@ -122,7 +132,10 @@ class CPUOptimizer(torch.optim.Optimizer):
         setting = [(group["states"], self._unused(group)) for group in self.param_groups]
         if self._batch is None or not self._batch.serves(due, self.state, setting):
             self._batch = None
-            members = [self._member(p, number) for p, number in zip(due.parameters, due.groups)]
+            pairs = list(zip(due.parameters, due.groups))
+            for parameter, number in pairs:
+                self._check_member(parameter, number)
+            members = [self._member(parameter, number) for parameter, number in pairs]
             self._batch = Batch(due, members, self.state, setting)
         scale = getattr(self, "grad_scale", None)
         self._batch.run(hypers, due.gradients, 1.0 if scale is None else 1.0 / float(scale))
@@ -134,13 +147,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 gradient = parameter.grad
                 if gradient is None:
                     continue
-                if gradient.layout is not torch.strided:
-                    raise ValueError(
-                        f"asked for a step by a dense gradient; found one of layout "
-                        f"{gradient.layout} for a parameter of shape {tuple(parameter.shape)}; "
-                        f"likely cause: nn.Embedding(sparse=True); try: sparse=False, or "
-                        f"torch.optim.SparseAdam for that parameter"
-                    )
+                check_dense(gradient, parameter)
                 due.parameters.append(parameter)
                 due.gradients.append(gradient)
                 due.groups.append(number)
@@ -154,6 +161,20 @@ class CPUOptimizer(torch.optim.Optimizer):
             return False
         found = not all(is_finite(local(gradient)) for gradient in due.gradients)
         return agreed(found, [p for group in self.param_groups for p in group["params"]])
+
+    def _check_member(self, parameter: Tensor, number: int) -> None:
+        """Raise ValueError where a parameter or what is there of its state cannot be updated."""
+        group = self.param_groups[number]
+        format = check_parameter(parameter, group["states"], self.rule)
+        check_memory(local(parameter))
+        unused = self._unused(group)
+        state = self.state.get(parameter, {})
+        for slot in format.slots:
+            value = state.get(key_of(slot))
+            if value is not None and slot.name not in unused:
+                check_slot(parameter, slot, value)
+        if self.counts_steps:
+            whole_step(state.get(STEP, 0))
 
     def _member(self, parameter: Tensor, number: int) -> Member:
         """A parameter with its state, which is made or completed where it is not there yet."""

@@ -8,6 +8,7 @@ and states are DTensors; what is updated is the part of each that this process h
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from cpu_adam.compact import encode
 from cpu_adam.formats import Slot, StateFormat, format_for
+from cpu_adam.memory import check_memory, is_wrapper
 
 STEP = "step"
 """Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch."""
@@ -33,11 +35,53 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local(x: Tensor) -> Tensor:
-    """The part of a tensor that this process holds: of a DTensor its local one, else itself."""
+    """The part of a tensor that this process holds: of a DTensor its local one, else itself.
+
+    Waits for one that a collective is still to deliver.
+    """
     if type(x) in _PLAIN or not hasattr(x, "to_local"):
         return x
     part: Tensor = x.to_local()
+    if type(part) not in _PLAIN and hasattr(part, "wait"):
+        part = part.wait()
     return part
+
+
+def whole_step(value: Any) -> float:
+    """A number of steps. Raises ValueError unless it is a whole number from 0 to 2**53."""
+    single = not isinstance(value, Tensor) or (
+        value.numel() == 1 and value.device.type != "meta" and not value.is_complex()
+    )
+    step = math.nan
+    if single and isinstance(value, int | float | Tensor):
+        step = float(local(value) if isinstance(value, Tensor) else value)
+    if not (0 <= step < 2**53 and step == int(step)):
+        raise ValueError(
+            f"asked for the number of steps that a parameter has taken, a whole number from 0 on; "
+            f"found {value!r}; likely cause: a damaged checkpoint or an edited state; try: "
+            f"torch.tensor(0.0) for a state that begins anew, without its moments"
+        )
+    return step
+
+
+def check_slot(parameter: Tensor, slot: Slot, value: Any) -> None:
+    """Raise ValueError unless what a state has for a slot is of this parameter, in CPU memory."""
+    want = getattr(torch, slot.dtype)
+    weight, coarse = local(parameter), slot.elements_per_item > 1
+    shape = (slot.items(weight.numel()),) if coarse else tuple(weight.shape)
+    found = type(value).__name__
+    if isinstance(value, Tensor):
+        here = local(value)
+        found = f"{found} of {here.dtype} {tuple(here.shape)} on {here.device}"
+        if here.layout == torch.strided and here.is_cpu and here.dtype == want:
+            check_memory(here)
+            if tuple(here.shape) == shape:
+                return
+    raise ValueError(
+        f"asked for a step with {key_of(slot)} as {want} {shape} in CPU memory; found {found}; "
+        f"likely cause: the parameter was given another shape, or its state was edited; try: "
+        f"optimizer.state.pop(parameter), which begins anew"
+    )
 
 
 def key_of(slot: Slot) -> str:
@@ -60,6 +104,10 @@ def check_parameter(parameter: Tensor, states: str, rule: str) -> StateFormat:
         found = f"a parameter of layout {parameter.layout}"
         cause = "a sparse layer"
         remedy = "torch.optim.SparseAdam or SGD for it"
+    elif is_wrapper(local(parameter)):
+        found = f"a {type(local(parameter)).__name__}, which has no memory of its own"
+        cause = "a tensor subclass that wraps others, or a fake tensor"
+        remedy = "torch.optim for it, or the tensors that it wraps as parameters"
     if found:
         raise ValueError(
             f"asked for the update of parameters in CPU memory, real and strided; found {found}; "

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -57,6 +58,10 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
         if (columns[ELEMENTS_COLUMN] < 0 || columns[FACTORS_COLUMN] < 0 ||
             columns[FACTORS_COLUMN] >= int64_t(factors.shape(0)) || columns[FIRST_COLUMN] < 0)
             throw nb::index_error("a row of the table is out of range");
+        const int64_t* addresses = columns + ADDRESS_COLUMNS;
+        if (columns[ELEMENTS_COLUMN] > 0 &&
+            std::find(addresses, addresses + chosen.arrays, 0) != addresses + chosen.arrays)
+            throw nb::value_error("a row of the table has no memory");
     }
     if (checksums && (int64_t(checksums->shape(0)) != table.count ||
                       int64_t(checksums->shape(1)) != chosen.arrays - 1))
@@ -71,6 +76,7 @@ static double squares(int kernel, int gradient, uintptr_t address, int64_t eleme
     const Kernel& chosen = kernel_at(kernel);
     if (gradient < 0 || gradient >= GRADIENTS || elements < 0)
         throw nb::index_error("no such gradient");
+    if (elements > 0 && address == 0) throw nb::value_error("a gradient has no memory");
     nb::gil_scoped_release released;
     return sum_of_squares(chosen, Gradient(gradient), reinterpret_cast<const Byte*>(address),
                           elements);

@@ -1,0 +1,102 @@
+"""What lies at the address of a tensor: whether native code may read and write there.
+
+[Note: Addresses]
+Native calls take addresses. A wrapper subclass (DTensor, a fake tensor, what a collective will
+deliver) has none, nor has a storage that was resized to nothing; torch's zero tensors are numbers
+without memory, and a tensor with the negative bit holds the opposite of what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_NO_DISPATCH = Tensor.__torch_dispatch__
+
+
+def is_wrapper(x: Tensor) -> bool:
+    """Whether a tensor is of a class that answers torch's operations itself."""
+    kind = type(x)
+    return kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+def are_native(tensors: Iterable[Tensor]) -> bool:
+    """Whether native code may take the addresses of tensors; else torch's operations serve them.
+
+    Raises ValueError where neither can, for CPU memory that is not there: see [Note: Addresses].
+    """
+    found = True
+    for x in tensors:
+        if is_wrapper(x):
+            raise ValueError(_refusal(x, f"a {type(x).__name__}, which has none of its own"))
+        if not x.is_cpu:
+            found = False
+        elif x.data_ptr() == 0 and x.numel():
+            if not x._is_zerotensor():
+                raise ValueError(_refusal(x, "a storage without memory"))
+            found = False
+        else:
+            found = found and x.is_contiguous() and not x.is_neg()
+    return found
+
+
+def check_memory(x: Tensor) -> None:
+    """Raise ValueError unless a tensor has memory that a step can write."""
+    are_native([x])
+    if x.numel() and x.is_cpu and x.data_ptr() == 0:
+        raise ValueError(_refusal(x, "a zero tensor, which is a number without memory"))
+
+
+def readable(x: Tensor) -> Tensor:
+    """The same numbers, such that they lie in memory as they are read; the tensor itself if so."""
+    if is_wrapper(x):
+        return x  # To be refused by whoever takes its address.
+    if x.is_neg():
+        x = x.resolve_neg()
+    return x.clone() if x.data_ptr() == 0 and x._is_zerotensor() else x
+
+
+def extent(x: Tensor) -> tuple[int, int]:
+    """The first address of a tensor of at least one element, and the one after its last."""
+    start = x.data_ptr()
+    if x.is_contiguous():
+        return start, start + x.numel() * x.element_size()
+    last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+    return start, start + (last + 1) * x.element_size()
+
+
+class Ranges:
+    """Where tensors lie in memory, going by their first and last bytes."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        ranges = np.array(sorted(extent(x) for x in tensors if x.numel()), np.int64).reshape(-1, 2)
+        self._starts: npt.NDArray[np.int64] = ranges[:, 0]
+        self._ends = np.maximum.accumulate(ranges[:, 1])
+
+    def overlap(self) -> bool:
+        """Whether any two of them may share memory."""
+        return bool((self._starts[1:] < self._ends[:-1]).any())
+
+    def touched_by(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Indices of the other tensors that may share memory with one of them."""
+        if not len(self._starts) or not tensors:
+            return []
+        starts, ends = np.array([extent(x) for x in tensors], np.int64).T
+        # The first range that ends behind the start: those before it lie wholly before the tensor.
+        first = np.searchsorted(self._ends, starts, side="right")
+        nearest = np.append(self._starts, np.iinfo(np.int64).max)[first]
+        return [int(i) for i in np.flatnonzero((nearest < ends) & (starts < ends))]
+
+
+def _refusal(x: Tensor, found: str) -> str:
+    return (
+        f"asked for the address of a tensor's elements in CPU memory; found {found}, of "
+        f"{x.dtype} and shape {tuple(x.shape)}; likely cause: a tensor subclass where its local "
+        f"tensor is meant, a fake tensor, or a storage that was resized to nothing; try: a plain "
+        f"tensor: to_local() of a DTensor, and storages that hold their elements"
+    )
