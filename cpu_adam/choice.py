@@ -46,6 +46,16 @@ _threads: int | None = None  # as set by `set_threads`
 _placed = False
 
 
+def _renew_lock() -> None:
+    """In a forked child: the thread that held the lock may not be in it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def kernel() -> Kernel:
     """The kernel in use and why; chosen now if this is the first use.
 

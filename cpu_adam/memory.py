@@ -50,6 +50,8 @@ def check_memory(x: Tensor) -> None:
     are_native([x])
     if x.numel() and x.is_cpu and x.data_ptr() == 0:
         raise ValueError(_refusal(x, "a zero tensor, which is a number without memory"))
+    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride())):
+        raise ValueError(_refusal(x, "elements that share memory with each other (expand)"))
 
 
 def readable(x: Tensor) -> Tensor:

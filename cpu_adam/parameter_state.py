@@ -31,6 +31,7 @@ ENCODED_ELEMENTS = 1 << 20
 _GATHERABLE = {torch.int16: torch.int32}
 """Dtypes that neither gloo nor NCCL can send, and the ones that hold the same numbers."""
 
+_NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -50,7 +51,7 @@ def local(x: Tensor) -> Tensor:
 def whole_step(value: Any) -> float:
     """A number of steps. Raises ValueError unless it is a whole number from 0 to 2**53."""
     single = not isinstance(value, Tensor) or (
-        value.numel() == 1 and value.device.type != "meta" and not value.is_complex()
+        value.numel() == 1 and _has_numbers(local(value)) and not value.is_complex()
     )
     step = math.nan
     if single and isinstance(value, int | float | Tensor):
@@ -139,6 +140,12 @@ def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> 
     format keeps codes. Raises ValueError where the state is of another parameter, optimizer or
     format.
     """
+    if not isinstance(saved, Mapping):
+        raise ValueError(
+            f"asked to load the state of a parameter, a dict; found a {type(saved).__name__}; "
+            f"likely cause: not what state_dict() of an optimizer returned, or damaged; try: the "
+            f"'state' of a checkpoint, by parameter numbers"
+        )
     slots = {key_of(slot): slot for slot in format.slots}
     state: dict[str, Any] = {}
     codes = [slot.name for slot in format.slots if key_of(slot) != slot.name]
@@ -147,7 +154,7 @@ def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> 
         saved = {key: value for key, value in saved.items() if key not in codes}
     for key, value in saved.items():
         if key == STEP:
-            state[key] = torch.tensor(float(value), dtype=torch.float32)
+            state[key] = torch.tensor(whole_step(value), dtype=torch.float32)
         elif key == "residue" and isinstance(value, Tensor) and value.is_floating_point():
             continue  # An optimizer of torch made it so, and its lower bits are gone.
         elif key not in slots:
@@ -173,7 +180,7 @@ def _encoded(
     slots = [slot for slot in format.slots if slot.name != "residue"]
     state = {key_of(slot): fresh(parameter, slot) for slot in slots}
     flat = {slot.name: state[key_of(slot)].view(-1) for slot in slots}
-    step, elements = int(saved[STEP]), parameter.numel()
+    step, elements = int(whole_step(saved.get(STEP))), parameter.numel()
     for first in range(0, elements, ENCODED_ELEMENTS):
         here = slice(first, min(first + ENCODED_ELEMENTS, elements))
         part = {
@@ -205,6 +212,12 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     same_kind = isinstance(value, Tensor) and (local(value) is value) == (
         slot.elements_per_item > 1 or local(parameter) is parameter
     )
+    if same_kind and not _has_numbers(local(value)):
+        raise ValueError(
+            f"asked to load {key} from a dense tensor in memory; found one of layout "
+            f"{value.layout} and {value.dtype} on {value.device}; likely cause: a checkpoint that "
+            f"was loaded without its data; try: torch.load(..., map_location='cpu'), to_dense()"
+        )
     if not same_kind or tuple(value.shape) != shape or not _fits(value.dtype, want):
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
@@ -218,7 +231,21 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     copied = torch.empty_like(
         value, dtype=want, device="cpu", memory_format=torch.contiguous_format
     )
-    return copied.copy_(value.detach())
+    copied.copy_(value.detach())
+    if key in _NEVER_NEGATIVE and bool((local(copied) < 0).any()):
+        raise ValueError(
+            f"asked to load {key}, which is 0 or more (or NaN, after divergence); found negative "
+            f"numbers; likely cause: a damaged checkpoint, or moments of another optimizer; try: "
+            f"an earlier checkpoint"
+        )
+    return copied
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether a tensor is dense and in memory."""
+    if x.layout != torch.strided or x.is_quantized or x.is_meta or is_wrapper(x):
+        return False
+    return x.numel() == 0 or x.data_ptr() != 0 or x._is_zerotensor() or not x.is_cpu
 
 
 def _fits(found: torch.dtype, want: torch.dtype) -> bool:
