@@ -18,12 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import Ranges, are_native, readable
+from cpu_adam.memory import Ranges, are_native
 from cpu_adam.native import Span, UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
 
@@ -91,6 +92,8 @@ class Batch:
                 member.state[STEP] = step
         self._weights = [local(p).detach() for p in due.parameters]
         slots = [local(slot) for member in members for slot in member.slots.values()]
+        sizes = [w.numel() * dtype.itemsize for w, dtype in zip(self._weights, self._dtypes)]
+        self._sizes = np.array(sizes, np.int64)
         self._apart = not Ranges(self._weights).overlap()
         self._writes = Ranges([*self._weights, *slots])
         self._scratch: Tensor | None = None
@@ -126,6 +129,8 @@ class Batch:
         turns = [numbers.setdefault(key, len(numbers)) for key in zip(self._groups, steps)]
         if turns != self._turns:
             self._parts, self._turns = self._laid_out(turns), turns
+        if len(self._parts) > 1:  # A single one is refused whole by its call.
+            are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
         for part in self._parts:
             for weight, stage in part.staged:
@@ -141,32 +146,26 @@ class Batch:
             torch.autograd.graph.increment_version(self._parameters)
 
     def _ready(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """What of the gradients is of this process, apart from what the step writes.
-
-        Raises ValueError where one has no memory.
-        """
+        """What of the gradients is of this process, apart from what the step writes."""
         if self._sharded:
             gradients = [_placed(g, p) for g, p in zip(gradients, self._parameters)]
-        ready = [readable(gradient) for gradient in gradients]
-        are_native(ready)
-        with_elements = [i for i, gradient in enumerate(ready) if gradient.numel()]
-        for i in self._writes.touched_by([ready[i] for i in with_elements]):
-            ready[with_elements[i]] = ready[with_elements[i]].clone()
+        ready = list(gradients)
+        for i in self._writes.touched_by(ready, self._sizes):
+            ready[i] = ready[i].clone()
         return ready
 
     def _look(self) -> tuple[list[Any], list[int]] | None:
         """Where all tensors are that updates read or write; None where one is missing."""
         try:
             slots = [state[key] for state, keys in self._kept for key in keys]
-        except KeyError:
+            weights, identities = self._parameters, [id(slot) for slot in slots]
+            if self._sharded:
+                weights, slots = [local(x) for x in weights], [local(x) for x in slots]
+            addresses = [slot.data_ptr() for slot in slots]
+        except (KeyError, AttributeError):  # Dropped, or no tensor.
             return None
-        if not all(isinstance(slot, Tensor) for slot in slots):
-            return None
-        weights, identities = self._parameters, [id(slot) for slot in slots]
-        if self._sharded:
-            weights, slots = [local(x) for x in weights], [local(x) for x in slots]
         layouts = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in weights]
-        return layouts, identities + [slot.data_ptr() for slot in slots]
+        return layouts, identities + addresses
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Part]:
         everything = range(len(self._members))

@@ -127,7 +127,9 @@ def check_dense(gradient: Tensor, parameter: Tensor) -> None:
         found = f"one of shape {tuple(gradient.shape)} on {gradient.device}"
         cause = "a gradient of what the parameter was before `data =`"
         remedy = "zero_grad() where a parameter is changed"
-    elif hasattr(gradient, "to_local") != hasattr(parameter, "to_local"):
+    elif (type(gradient) is not Tensor or type(parameter) is not torch.nn.Parameter) and (
+        hasattr(gradient, "to_local") != hasattr(parameter, "to_local")
+    ):
         found = f"a {type(gradient).__name__} for a {type(parameter).__name__}"
         cause = "a gradient that was sharded by hand"
         remedy = "gradient.full_tensor(), or distribute_tensor of it"

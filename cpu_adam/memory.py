@@ -32,7 +32,7 @@ def are_native(tensors: Iterable[Tensor]) -> bool:
     """
     found = True
     for x in tensors:
-        if is_wrapper(x):
+        if type(x) not in _PLAIN and is_wrapper(x):
             raise ValueError(_refusal(x, f"a {type(x).__name__}, which has none of its own"))
         if not x.is_cpu:
             found = False
@@ -84,11 +84,16 @@ class Ranges:
         """Whether any two of them may share memory."""
         return bool((self._starts[1:] < self._ends[:-1]).any())
 
-    def touched_by(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Indices of the other tensors that may share memory with one of them."""
+    def touched_by(self, tensors: Sequence[Tensor], sizes: npt.NDArray[np.int64]) -> list[int]:
+        """Indices of other tensors, of so many bytes, that may share memory with one of them."""
         if not len(self._starts) or not tensors:
             return []
-        starts, ends = np.array([extent(x) for x in tensors], np.int64).T
+        starts = np.array([x.data_ptr() for x in tensors], np.int64)
+        ends = starts + sizes
+        if not all(x.is_contiguous() for x in tensors):
+            for i, x in enumerate(tensors):
+                if x.numel():
+                    ends[i] = extent(x)[1]
         # The first range that ends behind the start: those before it lie wholly before the tensor.
         first = np.searchsorted(self._ends, starts, side="right")
         nearest = np.append(self._starts, np.iinfo(np.int64).max)[first]

@@ -187,7 +187,8 @@ class UpdateTable:
 
         They may have any shape with as many elements. Raises ValueError for anything else.
         """
-        self._own = self._checked(gradients)
+        self._own = list(gradients)
+        self._check(self._own)
 
     def update(
         self,
@@ -204,16 +205,18 @@ class UpdateTable:
         """
         check_turns(turns, self._last_turn, self._format)
         due = self._own if gradients is None else gradients
-        due = None if due is None else self._checked(due)
-        self._check_memory()
         if due is None:
             raise ValueError(
                 "asked for an update by the gradients of the table; found spans without; likely "
                 "cause: a table built for gradients that each step brings; try: update(gradients=)"
             )
+        self._check(due)
         chosen = kernel()
         native = chosen.native is not None and self._native
-        if not due or not are_native(due) or not native:
+        if not are_native(due):
+            due = [readable(gradient).contiguous() for gradient in due]
+            native = native and are_native(due)
+        if not due or not native:
             spans = [
                 replace(span, gradient=gradient.reshape(-1))
                 for span, gradient in zip(self._spans, due)
@@ -226,8 +229,8 @@ class UpdateTable:
         torch.autograd.graph.increment_version(self._written)
         return found
 
-    def _checked(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """The gradients, contiguous. Raises ValueError if they are not those of the spans."""
+    def _check(self, gradients: Sequence[Tensor]) -> None:
+        """Raise ValueError if these are no gradients of the spans, or a storage has moved."""
         dtypes = {gradient.dtype for gradient in gradients}
         fits = len(dtypes) <= 1 and dtypes <= _GRADIENTS.keys()
         if not fits or [gradient.numel() for gradient in gradients] != self._elements:
@@ -237,10 +240,6 @@ class UpdateTable:
                 f"likely cause: a parameter without a gradient, or of another dtype; try: a table "
                 f"for each dtype, of the parameters that have gradients"
             )
-        plain = [readable(x) for x in gradients]
-        return [x if x.is_contiguous() else x.contiguous() for x in plain]
-
-    def _check_memory(self) -> None:
         if [x.data_ptr() for x in self._held] != self._addresses:
             raise ValueError(
                 "asked for the update of tensors where they were when the table was built; found "
