@@ -286,11 +286,11 @@ def test_gradients_that_lie_in_weights_are_copied_first(kind: str) -> None:
     results = []
     for alias in (True, False):
         base = torch.randn(1001, generator=torch.Generator().manual_seed(0))
-        params = [nn.Parameter(base[:500]), nn.Parameter(base[501:])]
+        params = [nn.Parameter(base[:501]), nn.Parameter(base[501:])]
         optimizer = OURS[kind](params, lr=0.1)
         run(optimizer, 1)
-        gradients = [base[501:], base[1:501]]  # One is the other's weight; one overlaps both.
-        for p, gradient in zip(params, gradients[::-1]):
+        gradients = [base[500:], base[1:501]]  # Each is, or overlaps, the other's weight.
+        for p, gradient in zip(params, gradients):
             p.grad = gradient if alias else gradient.clone()
         optimizer.step()
         results.append(base)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from cpu_adam import CPUSGD, FORMATS, CPUAdam, CPULion
 from tests.optimizers import assert_near, assert_same, bits
@@ -128,6 +129,16 @@ def check_skipping(mesh: Any) -> None:
     assert [bits(p.to_local()) for p in model.parameters()] == before
 
 
+def check_waiting(mesh: Any) -> None:
+    """A gradient that a collective is still to deliver is waited for."""
+    parameter = nn.Parameter(distribute_tensor(torch.ones(1024), mesh, [Replicate()]))
+    optimizer = CPUSGD([parameter], lr=1.0)
+    partial = DTensor.from_local(torch.ones(1024), mesh, [Partial()])
+    parameter.grad = partial.redistribute(mesh, [Replicate()], async_op=True)
+    optimizer.step()
+    assert (parameter.to_local() == 1 - mesh.size()).all()
+
+
 def check_refusals(mesh: Any) -> None:
     model = sharded_model(torch.bfloat16, mesh)
     if "compact" in FORMATS:
@@ -149,6 +160,7 @@ def check_all(mesh: Any) -> None:
     check_from_torch(mesh)
     check_skipping(mesh)
     check_refusals(mesh)
+    check_waiting(mesh)
 
 
 def work(rank: int, path: str, processes: int) -> None:
