@@ -255,8 +255,10 @@ def interrupted(run: Run, number: int) -> None:
         begin(task)
 
     lanes.begin = pressed
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
     with pytest.raises(KeyboardInterrupt):
         run.loss()
+    signal.signal(signal.SIGINT, before)
     lanes.begin = begin
     run.loss().backward()
     run.step()
