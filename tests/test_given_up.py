@@ -277,7 +277,7 @@ GIVEN_UP = [zero_by_optimizer, zero_by_model, fill_with_zeros, fill_by_model, as
 GIVEN_UP += [failed_forward, pressed_in_forward, cut_and_zeroed]
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("give_up", GIVEN_UP)
 def test_a_step_that_is_given_up_starts_the_count_again(
     give_up: Callable[[Run], None], micro_batches: int, tmp_path: Path

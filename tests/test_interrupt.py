@@ -215,6 +215,7 @@ def early_at(placement: tuple[str, str, str], drive: Path, count: int, seed: int
     assert completed >= count // 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", [PLACEMENTS[0]], ids="-".join)
 def test_pressed_anywhere_with_updates_inside_backward(
     placement: tuple[str, str, str], tmp_path: Path
@@ -243,6 +244,7 @@ def kept(model: Any, optimizer: Any) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "meta",
     [pytest.param(False, id="trained", marks=pytest.mark.slow), pytest.param(True, id="meta")],
