@@ -4,12 +4,15 @@
 Speed is compared within *groups*: one state format with one number of threads. The jobs of a group
 run in turns, round after round, so that whatever else the machine does falls on all alike; ratios
 are taken within a round, and the median of them counts. A first round is not counted. All arrays
-lie in one mapping, touched before, on huge pages where the system gives them.
+lie end to end in one mapping, touched before, on huge pages where the system gives them.
 
-What memory gives is an in-place stream: every byte that the update must move (gradient read; weight
-and state read and written) read and written back with an addition, by the same threads. It runs
-over one array, and over arrays like those of the update where the kernels have that; the faster
-counts.
+What memory gives is an in-place stream by the same threads: as many bytes as the update must move
+(gradient read; weight and state read and written), each read and written back with an addition of
+nothing, which changes none. It runs over the very bytes of the update: on a virtual machine one
+region of a process's memory can be a third slower than another, as the host backs some with small
+pages, and no stream elsewhere tells what these can give. It goes over them as one array, from the
+first byte on for half as many as are moved, and array by array where the kernels have that; the
+faster counts.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ def default_kernels() -> tuple[str, ...]:
 def needed_bytes(wanted: Wanted) -> int:
     """Memory that measuring takes, beyond the process itself."""
     return max(
-        sum(_padded(count * dtype.itemsize) for count, dtype in layout.values())
+        sum(_lined(count * dtype.itemsize) for count, dtype in layout.values())
         for layout in (_layout(FORMATS[name], wanted) for name in wanted.formats)
     )
 
@@ -130,18 +133,18 @@ class _Memory:
         start = -whole.data_ptr() % HUGE_PAGE_BYTES
         self._bytes = whole[start : start + size]
 
+    def words(self, count: int) -> Tensor:
+        """The first words of 32 bits."""
+        return self._bytes[: 4 * count].view(torch.int32)
+
     def cut(self, layout: Mapping[str, tuple[int, torch.dtype]]) -> dict[str, Tensor]:
-        """Tensors of zeros over the whole mapping; earlier ones must be out of use."""
+        """Tensors of zeros from its start on, end to end; earlier ones must be out of use."""
         found, start = {}, 0
         for name, (count, dtype) in layout.items():
             size = count * dtype.itemsize
             found[name] = self._bytes[start : start + size].view(dtype).zero_()
-            start += _padded(size)
+            start += _lined(size)
         return found
-
-
-def _padded(size: int) -> int:
-    return -(-size // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _lined(size: int) -> int:
@@ -150,20 +153,18 @@ def _lined(size: int) -> int:
 
 
 def _layout(format: StateFormat, wanted: Wanted) -> dict[str, tuple[int, torch.dtype]]:
-    """Items and dtype of every array of a job, by name."""
+    """Items and dtype of every array of a job, by name: first those of the update."""
     elements = wanted.elements
     own = {"gradient": (elements, wanted.gradient)}
     own["weight"] = (elements, getattr(torch, format.weight_dtype))
     for slot in format.slots:
         own[f"slot {slot.name}"] = (slot.items(elements), getattr(torch, slot.dtype))
-    size = sum(_lined(count * dtype.itemsize) for count, dtype in own.values())
-    own["words"] = (size // 4, torch.int32)
     shared = arrays(wanted.peers, format, wanted.gradient)
     return own | {f"peer {name}": (elements, dtype) for name, dtype in shared.items()}
 
 
 class _Job:
-    """The tensors of an update in one format, of streams of its bytes and of peers."""
+    """The tensors of an update in one format, which streams run over too, and of peers."""
 
     def __init__(self, format: StateFormat, wanted: Wanted, memory: _Memory) -> None:
         self._format = format
@@ -172,9 +173,9 @@ class _Job:
         self._gradient = _fill(tensors["gradient"], 1e-2)
         self._weight = _fill(tensors["weight"], 1.0)
         self._slots = {slot.name: tensors[f"slot {slot.name}"] for slot in format.slots}
-        self._words = tensors["words"]
         written = [self._weight, *self._slots.values()]
         self._moved_bytes = self._gradient.nbytes + 2 * sum(x.nbytes for x in written)
+        self._words = memory.words(self._moved_bytes // 8)
         of_peers = arrays(wanted.peers, format, wanted.gradient)
         shared = {name: tensors[f"peer {name}"] for name in of_peers}
         if shared:
@@ -213,20 +214,16 @@ class _Job:
             )
 
     def _streams(self) -> dict[str, Callable[[], object]]:
-        """In-place streams of the update's bytes: half as many words, each read and written."""
-        words = self._words[: self._moved_bytes // 8]
+        """In-place streams over the update's bytes: see [Note: Fair figures]."""
         chosen = choice.kernel()
         if chosen.native is None:
-            return {"torch in-place add": partial(_add_one, words)}
+            return {"torch in-place add": partial(self._words.add_, 0)}
         found: dict[str, Callable[[], object]] = {}
-        found["one array"] = partial(native.stream, chosen, "stream", words)
+        found["one array"] = partial(native.stream, chosen, "stream", self._words)
         name = f"stream_{self._format.name}"
         if name in chosen.native.OPERATIONS and self._gradient.itemsize == 2:
-            like, start = [], 0
-            for x in (self._gradient, self._weight, *self._slots.values()):
-                like.append(self._words.view(torch.uint8)[start : start + x.nbytes].view(x.dtype))
-                start += _lined(x.nbytes)
-            found["as many arrays"] = partial(native.stream, chosen, name, *like)
+            own = (self._gradient, self._weight, *self._slots.values())
+            found["as many arrays"] = partial(native.stream, chosen, name, *own)
         return found
 
     def _figures(self, times: Mapping[tuple[Role, str], Sequence[float]]) -> Iterator[Figure]:
@@ -282,10 +279,6 @@ class _Job:
                 slots[slot.name] = self._slots[slot.name][first : first + slot.items(elements)]
             spans.append(native.Span(self._weight[cut], self._gradient[cut], slots))
         return native.UpdateTable(spans, self._format)
-
-
-def _add_one(words: Tensor) -> None:
-    words.add_(1)
 
 
 def _fill(x: Tensor, scale: float) -> Tensor:

@@ -312,9 +312,10 @@ def is_finite(gradient: Tensor) -> bool:
 
 
 def stream(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
-    """Read and write every byte of some tensors in place, with the threads of an update.
+    """Read every byte of some tensors and write it back as it was, with the threads of an update.
 
-    For benchmarks: the operation is `stream`, of one int32 tensor, or that of a state format.
+    For benchmarks: the operation is `stream`, of one int32 tensor, or that of a state format
+    (`stream_exact`), of its gradient (only read), weight and slots.
     """
     _run_on(chosen, operation, *tensors)
 

@@ -135,6 +135,93 @@ def test_a_busy_machine_is_remarked_on_at_both_ends(monkeypatch, capsys):
     assert f"But {remark}" in " ".join(shown.out.split())
 
 
+def job_of(format, elements=8192, gradient=torch.bfloat16):
+    """The memory of a job, the job, and its tensors in the order in which they lie there."""
+    wanted = bench.Wanted(
+        elements=elements, formats=(format,), kernels=bench.default_kernels(), threads=(1,),
+        gradient=gradient, peers=(), seconds=0.0,
+    )  # fmt: skip
+    memory = bench._Memory(bench.needed_bytes(wanted))
+    job = bench._Job(FORMATS[format], wanted, memory)
+    return memory, job, (job._gradient, job._weight, *job._slots.values())
+
+
+@pytest.mark.parametrize("elements", [128, 8192 + 77])
+@pytest.mark.parametrize("kernel", choice.available())
+@pytest.mark.parametrize("format", FORMATS)
+def test_streams_leave_every_byte_as_it_was(format, kernel, elements):
+    """Whatever it is: NaN, subnormal, codes."""
+    memory, job, _ = job_of(format, elements)
+    memory._bytes.copy_(torch.randint(256, memory._bytes.shape, dtype=torch.uint8))
+    before = memory._bytes.clone()
+    with choice.forced(kernel):
+        for stream in job._streams().values():
+            stream()
+    assert torch.equal(memory._bytes, before)
+
+
+needs_kernels = pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize("kernel", [name for name in choice.available() if name != "python"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_streams_go_over_the_bytes_of_the_update(format, kernel, monkeypatch):
+    """Seen by letting them add one instead of nothing."""
+    monkeypatch.setattr(cpu_adam.native, "_NONE", cpu_adam.native._NONE + 1)
+    memory, job, own = job_of(format)
+    ends = [x.data_ptr() + x.nbytes for x in own]
+    assert [x.data_ptr() for x in own] == [memory._bytes.data_ptr(), *ends[:-1]]
+    moved = own[0].nbytes + 2 * sum(x.nbytes for x in own[1:])
+    assert job._moved_bytes == moved
+    with choice.forced(kernel):
+        streams = job._streams()
+    before = memory._bytes.clone()
+    streams["one array"]()
+    assert torch.equal(memory.words(moved // 8), before[: moved // 2].view(torch.int32) + 1)
+    assert torch.equal(memory._bytes[moved // 2 :], before[moved // 2 :])
+    assert ("as many arrays" in streams) == (format in ("exact", "compact"))
+    if "as many arrays" in streams:
+        own[0].view(torch.int16).copy_(torch.arange(own[0].numel()))  # By its low bit.
+        before = [x.view(getattr(torch, f"int{8 * x.itemsize}")).clone() for x in own]
+        streams["as many arrays"]()
+        found = [x.view(y.dtype) for x, y in zip(own, before)]
+        want = [before[0], *(x ^ (before[0] & 1) for x in before[1:3])]
+        want += [x + 1 for x in before[3:]]
+        assert all(map(torch.equal, found, want))
+
+
+@needs_kernels
+@pytest.mark.parametrize("format", FORMATS)
+def test_many_small_tensors_are_the_bytes_of_the_one_that_they_are_compared_with(
+    format, monkeypatch
+):
+    _, job, own = job_of(format, 3 * bench.SMALL_ELEMENTS + 128)
+    tables, calls = [], []
+    make = job._table
+
+    def making(tensors, elements):
+        tables.append(make(tensors, elements))
+        return tables[-1]
+
+    monkeypatch.setattr(job, "_table", making)
+    monkeypatch.setattr(bench.native.UpdateTable, "update", lambda self, _: calls.append(self))
+    small = job._small()
+    many, one = tables
+    assert (small.tensors, calls) == (3, [many, one] * (bench.SMALL_ROUNDS + 1))
+    slots = list(FORMATS[format].slots)
+    for k, x in enumerate(own[1:]):
+        items = bench.SMALL_ELEMENTS // (slots[k - 1].elements_per_item if k else 1)
+        starts = [x.data_ptr() + i * items * x.itemsize for i in range(3)]
+        assert [int(row[4 + k]) for row in many._rows] == starts
+        assert [int(row[4 + k]) for row in one._rows] == starts[:1]
+    for table, count in ((many, 3), (one, 1)):
+        assert table._elements == [3 * bench.SMALL_ELEMENTS // count] * count
+        gradients = [g.data_ptr() for g in table._own]
+        size = 3 * bench.SMALL_ELEMENTS // count * own[0].itemsize
+        assert gradients == [own[0].data_ptr() + i * size for i in range(count)]
+
+
 REFUSED = {
     "bench adm": "there is no benchmark 'adm' (did you mean adam?)",
     "bench adam --elements many": "--elements many: expected a number of parameters, such as 64Mi",
@@ -164,11 +251,11 @@ def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, c
 
 
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch, capsys):
-    monkeypatch.setattr(bench_adam, "host_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(bench_adam, "host_free_bytes", lambda: 512 << 20)
     assert run("bench", "adam", "--formats", "exact", "--no-peers") == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    needed = "asked for updates of 64Mi parameters, which take 1.75 GiB of memory"
-    for part in (needed, "found 1.00 GiB free", "likely cause: ", "try: --elements 36Mi"):
+    needed = "asked for updates of 64Mi parameters, which take 896.00 MiB of memory"
+    for part in (needed, "found 512.00 MiB free", "likely cause: ", "try: --elements 36Mi"):
         assert part in told
 
 

@@ -14,9 +14,10 @@ BOUND_BY_MEMORY = 0.9
 """Share of a stream's speed from which on it is memory that bounds the update."""
 
 CAPTION = (
-    "Medians, in brackets the extremes. of stream: speed as a share of an in-place stream of the "
-    "bytes that the update must move, in the same round; of peer: in multiples of the faster peer, "
-    "which does the same whole job (gradient to fp32, fused step, fp32 to weight)."
+    "Medians, in brackets the extremes. of stream: speed as a share of an in-place stream over the "
+    "update's own memory, of as many bytes as it must move, in the same round; of peer: in "
+    "multiples of the faster peer, which does the same whole job (gradient to fp32, fused step, "
+    "fp32 to weight)."
 )
 
 
