@@ -7,6 +7,13 @@ was laid out (`p.data = ...`, an edited or a loaded state, another set of gradie
 batch. The batch holds on to the storages that it saw, so an equal address is the same memory. It
 does not hold on to gradients. A gradient that may overlap what the step writes is copied first.
 
+[Note: Looked at once]
+A step of many small tensors is Python's time, so each thing is read once per tensor and step, by
+loops in C over all tensors, and compared with what was there when the batch was built: where the
+memory is, and the faces of the gradients (`faces`: all that a check of them asks for but their
+addresses). What is the same was found good then. What differs is checked anew, tensor by tensor,
+and laid out anew.
+
 [Note: Count]
 All that can be refused is refused before anything is changed. The members of a native call are
 counted up when it has returned, so that an interrupted step has counted what it has updated.
@@ -14,17 +21,19 @@ counted up when it has returned, so that an interrupted step has counted what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import Ranges, are_native
+from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent
 from cpu_adam.native import Span, UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
 
@@ -62,6 +71,8 @@ class _Part:
     """Members of one format with gradients of one dtype: one native call."""
 
     indices: list[int]
+    rows: npt.NDArray[np.int64]
+    """The indices."""
     table: UpdateTable
     staged: list[tuple[Tensor, Tensor]]
     """Weights that are not contiguous, each with the contiguous copy that is updated for it."""
@@ -79,8 +90,8 @@ class Batch:
         self._setting = setting
         self._members = list(members)
         self._parameters, self._groups = due.parameters, due.groups
-        self._identities = [id(p) for p in due.parameters]
         self._dtypes = [g.dtype for g in due.gradients]
+        self._faces = faces(due.gradients)
         self._sharded = any(local(p) is not p for p in due.parameters)
         self._counted = all(STEP in member.keys for member in members)
         steps = [
@@ -94,6 +105,9 @@ class Batch:
         slots = [local(slot) for member in members for slot in member.slots.values()]
         sizes = [w.numel() * dtype.itemsize for w, dtype in zip(self._weights, self._dtypes)]
         self._sizes = np.array(sizes, np.int64)
+        self._plain = all(
+            type(g) in PLAIN and g.is_contiguous() and not g.is_neg() for g in due.gradients
+        )
         self._apart = not Ranges(self._weights).overlap()
         self._writes = Ranges([*self._weights, *slots])
         self._scratch: Tensor | None = None
@@ -101,7 +115,7 @@ class Batch:
         self._parts: list[_Part] = []
         self._kept = [(m.state, m.keys) for m in members]
         self._states = list(states.values())
-        self._state_identities = [id(state) for state in self._states]
+        self._slots = [m.state[key] for m in members for key in m.keys]
         self._seen = self._look()
 
     def serves(self, due: Due, states: States, setting: object) -> bool:
@@ -109,9 +123,11 @@ class Batch:
         return (
             self._setting == setting
             and self._groups == due.groups
-            and self._identities == [id(p) for p in due.parameters]
-            and self._dtypes == [g.dtype for g in due.gradients]
-            and self._state_identities == [id(state) for state in states.values()]
+            and all(map(is_, self._parameters, due.parameters))
+            and len(self._states) == len(states)
+            and all(map(is_, self._states, states.values()))
+            and None not in (self._faces, self._seen)
+            and self._faces == faces(due.gradients)
             and self._seen == self._look()
         )
 
@@ -123,20 +139,22 @@ class Batch:
         hypers: of each parameter group. gradients: of each member. gradient_scale: what they are
         multiplied by.
         """
-        gradients = self._ready(gradients)
-        steps = [int(step) + 1 for step in self._steps.tolist()]
-        numbers: dict[tuple[int, int], int] = {}
-        turns = [numbers.setdefault(key, len(numbers)) for key in zip(self._groups, steps)]
+        gradients, addresses = self._ready(gradients)
+        steps = self._steps.to(torch.int64).add_(1).tolist()
+        kinds = list(zip(self._groups, steps))
+        numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
+        turns = [numbers[kind] for kind in kinds]
         if turns != self._turns:
             self._parts, self._turns = self._laid_out(turns), turns
-        if len(self._parts) > 1:  # A single one is refused whole by its call.
+        if addresses is None and len(self._parts) > 1:  # A single one is refused by its call.
             are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
         for part in self._parts:
             for weight, stage in part.staged:
                 stage.copy_(weight)
             due = [gradients[i] for i in part.indices]
-            part.table.update(pairs, gradient_scale=gradient_scale, gradients=due)
+            at = None if addresses is None else addresses[part.rows]
+            part.table.update(pairs, gradients=due, addresses=at, gradient_scale=gradient_scale)
             self._steps.add_(part.counts)
             if not self._counted:  # Such a rule knows a first step and later ones.
                 self._steps.clamp_(max=1)
@@ -145,27 +163,38 @@ class Batch:
         if self._sharded:
             torch.autograd.graph.increment_version(self._parameters)
 
-    def _ready(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """What of the gradients is of this process, apart from what the step writes."""
-        if self._sharded:
-            gradients = [_placed(g, p) for g, p in zip(gradients, self._parameters)]
-        ready = list(gradients)
-        for i in self._writes.touched_by(ready, self._sizes):
-            ready[i] = ready[i].clone()
-        return ready
+    def _ready(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Addresses | None]:
+        """What of the gradients is of this process, apart from what the step writes.
 
-    def _look(self) -> tuple[list[Any], list[int]] | None:
-        """Where all tensors are that updates read or write; None where one is missing."""
+        With their addresses, if all of them are plain contiguous tensors in memory.
+        """
+        ready = list(gradients)
+        if self._sharded:
+            ready = [_placed(g, p) for g, p in zip(gradients, self._parameters)]
+        starts = np.fromiter(map(Tensor.data_ptr, ready), np.int64, len(ready))
+        plain = self._plain and bool(((starts != 0) | (self._sizes == 0)).all())
+        ends = starts + self._sizes
+        if not plain:
+            ends = np.array([extent(x)[1] for x in ready], np.int64)
+        for i in self._writes.touched_by(starts, ends):
+            ready[i] = ready[i].clone()
+            starts[i] = ready[i].data_ptr()
+        return ready, starts if plain else None
+
+    def _look(self) -> list[list[Any]] | None:
+        """Where all tensors are that updates read or write; None where a slot is another one."""
+        weights: Sequence[Tensor] = self._parameters
+        found: list[list[Any]] = [list(map(type, weights))]
         try:
             slots = [state[key] for state, keys in self._kept for key in keys]
-            weights, identities = self._parameters, [id(slot) for slot in slots]
-            if self._sharded:
-                weights, slots = [local(x) for x in weights], [local(x) for x in slots]
-            addresses = [slot.data_ptr() for slot in slots]
-        except (KeyError, AttributeError):  # Dropped, or no tensor.
+        except KeyError:
             return None
-        layouts = [(x.data_ptr(), x.shape, x.stride(), x.dtype) for x in weights]
-        return layouts, identities + addresses
+        if not all(map(is_, self._slots, slots)):
+            return None
+        if self._sharded:
+            weights, slots = [local(x) for x in weights], [local(x) for x in slots]
+        found += [list(map(one, weights)) for one in _LAYOUT]
+        return [*found, list(map(Tensor.data_ptr, slots))]
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Part]:
         everything = range(len(self._members))
@@ -195,7 +224,7 @@ class Batch:
         counts = torch.zeros_like(self._steps)
         counts[indices] = 1
         table = UpdateTable(spans, self._members[indices[0]].format)
-        return _Part(indices, table, staged, counts)
+        return _Part(indices, np.array(indices, np.int64), table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:
         """Memory for a slot that a member does without: written, never read, shared by all."""
@@ -204,6 +233,23 @@ class Batch:
             self._scratch = torch.empty(largest, dtype=torch.float32)
         assert slot.dtype == "float32", slot
         return self._scratch[: slot.items(elements)]
+
+
+_LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
+    *(Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype")),
+)
+_FACE: tuple[Callable[[Tensor], Any], ...] = (
+    *(type, Tensor.numel, Tensor.is_contiguous, Tensor.is_neg),
+    *(attrgetter(name) for name in ("dtype", "is_cpu", "layout")),
+)
+
+
+def faces(gradients: Sequence[Tensor]) -> list[list[Any]] | None:
+    """By kind of fact, the facts about each gradient; None where one has no such facts."""
+    try:
+        return [list(map(one, gradients)) for one in _FACE]
+    except RuntimeError:  # Some sparse layouts.
+        return None
 
 
 def _placed(gradient: Tensor, parameter: Tensor) -> Tensor:

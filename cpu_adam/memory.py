@@ -8,21 +8,25 @@ without memory, and a tensor with the negative bit holds the opposite of what li
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+Addresses = npt.NDArray[np.int64]
+"""Addresses in memory, in bytes."""
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
+"""The classes whose objects are nothing but tensors."""
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
 def is_wrapper(x: Tensor) -> bool:
     """Whether a tensor is of a class that answers torch's operations itself."""
     kind = type(x)
-    return kind not in _PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH
+    return kind not in PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH
 
 
 def are_native(tensors: Iterable[Tensor]) -> bool:
@@ -32,7 +36,7 @@ def are_native(tensors: Iterable[Tensor]) -> bool:
     """
     found = True
     for x in tensors:
-        if type(x) not in _PLAIN and is_wrapper(x):
+        if type(x) not in PLAIN and is_wrapper(x):
             raise ValueError(_refusal(x, f"a {type(x).__name__}, which has none of its own"))
         if not x.is_cpu:
             found = False
@@ -64,7 +68,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def extent(x: Tensor) -> tuple[int, int]:
-    """The first address of a tensor of at least one element, and the one after its last."""
+    """The first address of a tensor's elements, and the one after the last of them."""
     start = x.data_ptr()
     if x.is_contiguous():
         return start, start + x.numel() * x.element_size()
@@ -77,24 +81,18 @@ class Ranges:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         ranges = np.array(sorted(extent(x) for x in tensors if x.numel()), np.int64).reshape(-1, 2)
-        self._starts: npt.NDArray[np.int64] = ranges[:, 0]
+        self._starts: Addresses = ranges[:, 0]
         self._ends = np.maximum.accumulate(ranges[:, 1])
 
     def overlap(self) -> bool:
         """Whether any two of them may share memory."""
         return bool((self._starts[1:] < self._ends[:-1]).any())
 
-    def touched_by(self, tensors: Sequence[Tensor], sizes: npt.NDArray[np.int64]) -> list[int]:
-        """Indices of other tensors, of so many bytes, that may share memory with one of them."""
-        if not len(self._starts) or not tensors:
+    def touched_by(self, starts: Addresses, ends: Addresses) -> list[int]:
+        """Indices of other ranges, each from a first byte to before an end, that overlap these."""
+        if not len(self._starts):
             return []
-        starts = np.array([x.data_ptr() for x in tensors], np.int64)
-        ends = starts + sizes
-        if not all(x.is_contiguous() for x in tensors):
-            for i, x in enumerate(tensors):
-                if x.numel():
-                    ends[i] = extent(x)[1]
-        # The first range that ends behind the start: those before it lie wholly before the tensor.
+        # The first range that ends behind the start: those before it lie wholly before the other.
         first = np.searchsorted(self._ends, starts, side="right")
         nearest = np.append(self._starts, np.iinfo(np.int64).max)[first]
         return [int(i) for i in np.flatnonzero((nearest < ends) & (starts < ends))]

@@ -32,7 +32,7 @@ from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import are_native, readable
+from cpu_adam.memory import Addresses, are_native, readable
 
 _FACTORS = 16  # numbers in a row of factors
 _ADDRESSES = 3  # the first column of a row of a table that is an address
@@ -62,14 +62,12 @@ def update(
 
     Returns the checksums of what it has written where they are asked for.
     """
-    whole = Part(0, weight.numel(), first_element, 0)
-    turns = [(hyper, step)]
     found = update_parts(
         weight,
         gradient,
         record_views,
-        [whole],
-        turns,
+        [Part(0, weight.numel(), first_element)],
+        [(hyper, step)],
         gradient_scale=gradient_scale,
         format=format,
         checksums=checksums,
@@ -164,18 +162,20 @@ class UpdateTable:
         self._spans = spans = [_detached(span) for span in spans]
         names = [slot.name for slot in format.slots]
         slots_of = [[s.record_views[n] for n in names if n in s.record_views] for s in spans]
+        rows = []  # of a table: see src/sweep.h
         for span, slots in zip(spans, slots_of):
             check_span(span.weight, span.gradient, slots, format)
             check_start(span.first_element, format)
+            at = (x.data_ptr() for x in (span.weight, *slots))
+            rows.append((span.weight.numel(), span.turn, span.first_element, 0, *at))
+        columns = _ADDRESSES + 2 + len(format.slots)
+        self._rows = np.array(rows, np.int64).reshape(len(spans), columns)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = are_native(tensors)
         self._held = tensors
         self._addresses = [x.data_ptr() for x in tensors]
         self._written = [x for x in tensors if not x.is_inference()]
         self._last_turn = max((span.turn for span in spans), default=-1)
-        self._rows = np.array(
-            [_row(span, slots) for span, slots in zip(spans, slots_of)], np.int64
-        ).reshape(len(self._spans), _ADDRESSES + 2 + len(format.slots))
         self._elements = [span.weight.numel() for span in spans]
         self._own: list[Tensor] | None = None
         own = [span.gradient for span in spans if span.gradient is not None]
@@ -195,12 +195,15 @@ class UpdateTable:
         turns: Turns,
         *,
         gradients: Sequence[Tensor] | None = None,
+        addresses: Addresses | None = None,
         gradient_scale: float = 1.0,
         checksums: bool = False,
     ) -> Checksums | None:
         """Update every span by its turn: the hyper-parameters and the number of the step.
 
         gradients: as `set_gradients` takes them, for this step only: the table does not keep them.
+        addresses: of these, from a caller that has itself looked whether they are plain contiguous
+        tensors in memory that fit, and whether weights and slots are where they were.
         Returns, where they are asked for, a row of checksums for each span.
         """
         check_turns(turns, self._last_turn, self._format)
@@ -210,12 +213,14 @@ class UpdateTable:
                 "asked for an update by the gradients of the table; found spans without; likely "
                 "cause: a table built for gradients that each step brings; try: update(gradients=)"
             )
-        self._check(due)
         chosen = kernel()
         native = chosen.native is not None and self._native
-        if not are_native(due):
-            due = [readable(gradient).contiguous() for gradient in due]
-            native = native and are_native(due)
+        if addresses is None:
+            self._check(due)
+            if not are_native(due):
+                due = [readable(gradient).contiguous() for gradient in due]
+                native = native and are_native(due)
+            addresses = np.array([gradient.data_ptr() for gradient in due], np.int64)
         if not due or not native:
             spans = [
                 replace(span, gradient=gradient.reshape(-1))
@@ -223,7 +228,7 @@ class UpdateTable:
             ]
             return _by_reference(spans, turns, gradient_scale, self._format, checksums)
         rows = self._rows.copy()  # Other threads may be in a call of their own.
-        rows[:, _ADDRESSES] = [gradient.data_ptr() for gradient in due]
+        rows[:, _ADDRESSES] = addresses
         factors = _factors(turns, gradient_scale)
         found = _run(chosen, self._format.name, due[0].dtype, rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
@@ -355,12 +360,6 @@ def _detached(span: Span) -> Span:
     """The same memory, whatever becomes of the tensors."""
     slots = {name: x.detach() for name, x in span.record_views.items()}
     return replace(span, weight=span.weight.detach(), record_views=slots)
-
-
-def _row(span: Span, slots: Sequence[Tensor]) -> tuple[int, ...]:
-    """A row of a table: see src/sweep.h."""
-    addresses = (x.data_ptr() for x in (span.weight, *slots))
-    return (span.weight.numel(), span.turn, span.first_element, 0, *addresses)
 
 
 def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:

@@ -126,31 +126,32 @@ class CPUOptimizer(torch.optim.Optimizer):
     def _update(self) -> None:
         hypers = [self.hyper_of(group) for group in self.param_groups]
         due = self._due()
+        setting = [(group["states"], self._unused(group)) for group in self.param_groups]
+        batch = self._batch
+        if batch is not None and not batch.serves(due, self.state, setting):
+            batch = self._batch = None
+        if batch is None:
+            for gradient, parameter in zip(due.gradients, due.parameters):
+                check_dense(gradient, parameter)
         if self._must_skip(due):
             self.skipped_steps += 1
             return
-        setting = [(group["states"], self._unused(group)) for group in self.param_groups]
-        if self._batch is None or not self._batch.serves(due, self.state, setting):
-            self._batch = None
+        if batch is None:
             pairs = list(zip(due.parameters, due.groups))
             for parameter, number in pairs:
                 self._check_member(parameter, number)
             members = [self._member(parameter, number) for parameter, number in pairs]
-            self._batch = Batch(due, members, self.state, setting)
+            batch = self._batch = Batch(due, members, self.state, setting)
         scale = getattr(self, "grad_scale", None)
-        self._batch.run(hypers, due.gradients, 1.0 if scale is None else 1.0 / float(scale))
+        batch.run(hypers, due.gradients, 1.0 if scale is None else 1.0 / float(scale))
 
     def _due(self) -> Due:
         due = Due([], [], [])
         for number, group in enumerate(self.param_groups):
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                check_dense(gradient, parameter)
-                due.parameters.append(parameter)
-                due.gradients.append(gradient)
-                due.groups.append(number)
+            found = [(p, g) for p in group["params"] if (g := p.grad) is not None]
+            due.parameters.extend([p for p, _ in found])
+            due.gradients.extend([g for _, g in found])
+            due.groups.extend([number] * len(found))
         return due
 
     def _must_skip(self, due: Due) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpu_adam.compact import encode
 from cpu_adam.formats import Slot, StateFormat, format_for
-from cpu_adam.memory import check_memory, is_wrapper
+from cpu_adam.memory import PLAIN, check_memory, is_wrapper
 
 STEP = "step"
 """Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch."""
@@ -32,7 +32,6 @@ _GATHERABLE = {torch.int16: torch.int32}
 """Dtypes that neither gloo nor NCCL can send, and the ones that hold the same numbers."""
 
 _NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def local(x: Tensor) -> Tensor:
@@ -40,10 +39,10 @@ def local(x: Tensor) -> Tensor:
 
     Waits for one that a collective is still to deliver.
     """
-    if type(x) in _PLAIN or not hasattr(x, "to_local"):
+    if type(x) in PLAIN or not hasattr(x, "to_local"):
         return x
     part: Tensor = x.to_local()
-    if type(part) not in _PLAIN and hasattr(part, "wait"):
+    if type(part) not in PLAIN and hasattr(part, "wait"):
         part = part.wait()
     return part
 

@@ -248,6 +248,59 @@ def test_a_gradient_that_does_not_fit_changes_nothing(
     assert_same(tensors_of(optimizer), before)
 
 
+OTHER_GRADIENTS: dict[str, Callable[[], Tensor]] = {
+    "sparse": lambda: torch.ones(4, 4).to_sparse(),
+    "freed": lambda: freed(torch.ones(4, 4)),
+    "a wrapper": lambda: TwoTensor(torch.ones(4, 4), torch.ones(4, 4)),
+    "zeros without memory": lambda: torch._efficientzerotensor(4, 4),
+    "negative": lambda: torch._neg_view(torch.arange(16.0).view(4, 4)),
+    "transposed": lambda: torch.arange(16.0).view(4, 4).t(),
+    "half": lambda: torch.arange(16.0).view(4, 4).half(),
+    "with gaps": lambda: torch.arange(32.0).view(4, 8)[:, ::2],
+}
+
+
+@pytest.mark.parametrize("before", ["contiguous", "transposed"])
+@pytest.mark.parametrize("what", OTHER_GRADIENTS)
+def test_another_kind_of_gradient_after_many_is_seen(what: str, before: str) -> None:
+    """A step that compares with the last one takes or refuses it as a first one does."""
+    results: list[Any] = []
+    for again in (True, False):
+        p, optimizer = stepped(4, 4)
+        if before == "transposed":
+            p.grad = OTHER_GRADIENTS[before]()
+        for _ in range(3):
+            optimizer.step()
+        p.grad_dtype = None  # Any will do.
+        p.grad = OTHER_GRADIENTS[what]()
+        if not again:
+            optimizer._batch = None
+        try:
+            optimizer.step()
+        except ValueError as refusal:
+            results.append(str(refusal))
+        else:
+            results.append([x.tolist() for x in tensors_of(optimizer)])
+    assert results[0] == results[1]
+
+
+def test_a_step_of_many_tensors_runs_little_python() -> None:
+    """What is looked at for each tensor in every step is looked at by loops in C."""
+
+    def calls(tensors: int) -> int:
+        optimizer = CPUAdam([nn.Parameter(torch.ones(4)) for _ in range(tensors)])
+        run(optimizer, 2)
+        events: list[str] = []
+        sys.setprofile(lambda frame, event, _: events.append(event))
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        return sum(event in ("call", "c_call") for event in events)
+
+    assert calls(300) - calls(100) < 20
+
+
 def test_an_interrupted_step_counts_what_it_has_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4).bfloat16())]
     optimizer = CPUAdam(params)
