@@ -227,7 +227,7 @@ class Batch:
         return _Part(indices, np.array(indices, np.int64), table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:
-        """Memory for a slot that a member does without: written, never read, shared by all."""
+        """Memory in the place of a slot that updates leave alone, shared by all members."""
         if self._scratch is None:
             largest = max(weight.numel() for weight in self._weights)
             self._scratch = torch.empty(largest, dtype=torch.float32)

@@ -143,15 +143,16 @@ class SGDHyper:
             raise ValueError(refusal(found, "nesterov, which needs a momentum and no dampening"))
 
     def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, L2 decay, momentum, 1 - dampening, lr; then 1 or 0: whether the buffer starts
-        from the gradient (at step 1, and always without momentum), whether nesterov."""
+        """Scale, L2 decay, momentum, 1 - dampening, lr; then 1 or 0: whether there is a buffer
+        (with momentum), whether it starts from the gradient (at step 1), whether nesterov."""
         return (
             -gradient_scale if self.maximize else gradient_scale,
             self.weight_decay,
             self.momentum,
             1.0 - self.dampening,
             self.lr,
-            float(step == 1 or self.momentum == 0.0),
+            float(self.momentum != 0.0),
+            float(step == 1),
             float(self.nesterov),
         )
 

@@ -182,7 +182,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         group = self.param_groups[number]
         format = check_parameter(parameter, group["states"], self.rule)
         unused = self._unused(group)
-        state = self.state[parameter]
+        state = self.state.get(parameter, {})
         begins = False
         slots, keys = {}, []
         for slot in format.slots:
@@ -199,6 +199,8 @@ class CPUOptimizer(torch.optim.Optimizer):
         if self.counts_steps:
             state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32))
             keys.append(STEP)
+        if state:  # As in torch, one that keeps nothing has no state.
+            self.state[parameter] = state
         return Member(parameter, format, state, slots, keys, begins)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]

@@ -103,19 +103,22 @@ def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
 
 
 def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
-    """SGD as in torch.optim.SGD, whose buffer b always has a place here:
+    """SGD as in torch.optim.SGD. Without momentum its buffer b is neither read nor written.
 
     g = g + weight_decay * p                    if decay
-    b = g                                       at step 1, and without momentum
-    b = momentum * b + (1 - dampening) * g      else
+    b = g                                       at step 1
+    b = momentum * b + (1 - dampening) * g      later
+    p = p - lr * g                              without momentum
     p = p - lr * (g + momentum * b)             with nesterov
     p = p - lr * b                              else
     """
     buffer = states["momentum_buffer"]
     _, _, momentum, rest, lr = f.tensors[:5]
-    fresh, nesterov = f.numbers[5:]
+    kept, fresh, nesterov = f.numbers[5:]
     g = decayed(p, scaled(g, f, s), f, s)
-    if fresh:
+    if not kept:
+        buffer = g
+    elif fresh:
         buffer.copy_(g)
     else:
         buffer.mul_(momentum).add_(torch.mul(g, rest, out=s.term))

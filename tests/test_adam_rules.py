@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, reference
+from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, choice, native, reference
 from cpu_adam.hyper import Hyper
 from cpu_adam.rules import RULES
 
@@ -43,10 +43,9 @@ def numpy_sgd(
 ) -> tuple[Float32, Float32]:
     if by.weight_decay != 0.0:
         g = g + f(by.weight_decay) * p
-    if step == 1 or by.momentum == 0.0:
-        b = g
-    else:
-        b = f(by.momentum) * b + f(1.0 - by.dampening) * g
+    if by.momentum == 0.0:
+        return p - f(by.lr) * g, b
+    b = g if step == 1 else f(by.momentum) * b + f(1.0 - by.dampening) * g
     return p - f(by.lr) * (g + f(by.momentum) * b if by.nesterov else b), b
 
 
@@ -134,11 +133,18 @@ def test_lion_moves_every_weight_by_the_learning_rate() -> None:
     np.testing.assert_array_equal(p, np.array([0.75, 1.25, 1.0, 1.0, np.nan, 0.75, 0.75], "f4"))
 
 
-def test_sgd_without_momentum_reads_no_buffer() -> None:
-    form, by = FORMATS["sgd_fp32"], sgd(momentum=0.0, weight_decay=0.0, lr=0.5)
-    p, slots = torch.ones(3), {"momentum_buffer": torch.full((3,), torch.nan)}
-    reference.update(p, torch.ones(3), slots, by, step=7, format=form)
-    assert p.tolist() == [0.5] * 3
+@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("kernel", choice.available())
+@pytest.mark.parametrize("master", ["exact", "fp32"])
+def test_sgd_without_momentum_leaves_its_buffer_alone(master: str, kernel: str, step: int) -> None:
+    form, by = FORMATS[f"sgd_{master}"], sgd(momentum=0.0, weight_decay=0.0, lr=0.5)
+    p = torch.ones(3333, dtype=getattr(torch, form.weight_dtype))
+    slots = {slot.name: torch.zeros(3333, dtype=getattr(torch, slot.dtype)) for slot in form.slots}
+    slots["momentum_buffer"].fill_(torch.nan)
+    with choice.forced(kernel):
+        native.update(p, torch.ones(3333), slots, by, step=step, format=form)
+    assert bool((p == 0.5).all())
+    assert bool(slots["momentum_buffer"].isnan().all())
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if FORMATS[name].rule != "adam"])

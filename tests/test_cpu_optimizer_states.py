@@ -284,6 +284,32 @@ def test_momentum_that_begins_later_begins_as_in_torch() -> None:
     assert_near(results[1], results[0], 1.0, 8)
 
 
+def test_sgd_without_momentum_keeps_what_torch_keeps() -> None:
+    """Nothing, then a buffer from when there is momentum on, which stays when there is none."""
+    optimizers = [build(parameters(), lr=1e-2) for build in (torch.optim.SGD, CPUSGD)]
+    for step, momentum in enumerate((0.0, 0.0, 0.9, 0.9, 0.0, 0.0)):
+        kept = []
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["momentum"] = momentum
+            run(optimizer, 1, step)
+            kept.append(optimizer.state_dict()["state"])
+        torch.testing.assert_close(kept[1], kept[0], rtol=1e-5, atol=1e-6)
+    assert kept[1]
+
+
+@pytest.mark.parametrize("empty", [{}, {"momentum_buffer": None}])
+@pytest.mark.parametrize("build", [torch.optim.SGD, CPUSGD])
+def test_a_buffer_that_is_none_begins_with_the_next_gradient(build: Any, empty: Any) -> None:
+    """Older versions of torch write it so."""
+    optimizer = build(parameters(), lr=1e-2, momentum=0.9)
+    state = optimizer.state_dict()
+    state["state"] = {key: dict(empty) for key in state["param_groups"][0]["params"]}
+    optimizer.load_state_dict(state)
+    run(optimizer, 1)
+    for p in optimizer.param_groups[0]["params"]:
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], p.grad)
+
+
 @every_optimizer
 @every_dtype
 @pytest.mark.parametrize("flatten", [False, True])
