@@ -100,6 +100,18 @@ def check_parts(weight: Tensor, residue: Tensor, master: Tensor | None = None) -
         )
 
 
+def check_residue(residue: Tensor) -> None:
+    """Raise ValueError unless integers are lower halves of masters: they would lose their bits."""
+    low, high = torch.iinfo(torch.int16).min, torch.iinfo(torch.int16).max
+    if residue.numel() and not low <= int(residue.min()) <= int(residue.max()) <= high:
+        raise ValueError(
+            f"asked to load a residue, whole numbers from {low} to {high}; found "
+            f"{int(residue.min())} to {int(residue.max())}; likely cause: a damaged checkpoint, or "
+            f"a residue of another format; try: an earlier checkpoint, or one without residues, "
+            f"which begins from the bfloat16 weights"
+        )
+
+
 def check_sum(into: Tensor, gradient: Tensor) -> None:
     """Raise ValueError unless `gradient` can be accumulated into `into`."""
     fits = into.dtype == torch.float32 and gradient.dtype in GRADIENT_DTYPES

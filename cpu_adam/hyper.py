@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import ClassVar
 
 STEP_LOW = 1 << 24
@@ -29,7 +30,7 @@ def refusal(found: str, asked: str) -> str:
 class AdamHyper:
     """The hyper-parameters of one parameter group under AdamW or Adam, frozen for one step.
 
-    Raises ValueError for values with which no step is defined.
+    Raises ValueError for values with which no step is defined, TypeError for what is no number.
     """
 
     rule: ClassVar[str] = "adam"
@@ -79,7 +80,7 @@ class AdamHyper:
 class LionHyper:
     """The hyper-parameters of one parameter group under Lion (arXiv 2302.06675).
 
-    Raises ValueError for values with which no step is defined.
+    Raises ValueError for values with which no step is defined, TypeError for what is no number.
     """
 
     rule: ClassVar[str] = "lion"
@@ -116,7 +117,7 @@ class LionHyper:
 class SGDHyper:
     """The hyper-parameters of one parameter group under SGD, as in torch.optim.SGD.
 
-    Raises ValueError for values with which no step is defined.
+    Raises ValueError for values with which no step is defined, TypeError for what is no number.
     """
 
     rule: ClassVar[str] = "sgd"
@@ -136,6 +137,7 @@ class SGDHyper:
 
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
+        _check_kinds(dampening=self.dampening)
         if not math.isfinite(self.dampening):
             raise ValueError(refusal(f"dampening={self.dampening}", "a finite number"))
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
@@ -161,13 +163,21 @@ Hyper = AdamHyper | LionHyper | SGDHyper
 """The hyper-parameters of any rule."""
 
 
+def _check_kinds(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Real):
+            raise TypeError(refusal(f"{name}={value!r}", "a number, or a tensor of a single one"))
+
+
 def _check_sizes(**sizes: float) -> None:
+    _check_kinds(**sizes)
     for name, value in sizes.items():
         if not 0.0 <= value < math.inf:
             raise ValueError(refusal(f"{name}={value}", "a finite number, 0 or more"))
 
 
 def _check_decays(**decays: float) -> None:
+    _check_kinds(**decays)
     for name, value in decays.items():
         if not 0.0 <= value < 1.0:
             raise ValueError(refusal(f"{name}={value}", "a number from 0 up to but below 1"))

@@ -70,18 +70,22 @@ class CPUOptimizer(torch.optim.Optimizer):
     @staticmethod
     @abstractmethod
     def hyper_of(group: Mapping[str, Any]) -> Hyper:
-        """The hyper-parameters of a group. Raises ValueError where no step is defined by them."""
+        """The hyper-parameters of a group. Raises ValueError where no step is defined by them,
+        TypeError where one is no number."""
 
     def _unused(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         """Slots that a group does without."""
         return ()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does. Raises ValueError, and adds none, if it cannot be served."""
+        """Add a group as torch does.
+
+        Raises ValueError or TypeError, and adds none, if it cannot be served.
+        """
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
-        except ValueError:
+        except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
@@ -248,7 +252,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             if key in owners:
                 parameter, group = owners[key]
                 format = check_parameter(parameter, group["states"], self.rule)
-                state[parameter] = loaded(parameter, format, value)
+                state[parameter] = loaded(parameter, format, value, self.counts_steps)
             else:
                 state[key] = copy.deepcopy(value)
         self.__setstate__({"state": type(self.state)(dict, state), "param_groups": groups})

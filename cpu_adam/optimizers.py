@@ -7,13 +7,33 @@ inside. They need nothing of `offload`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
+from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper, refusal
 from cpu_adam.optimizer_base import CPUOptimizer
+
+
+def _number(value: Any) -> Any:
+    """A number, or a tensor of a single one, as a float; anything else as it is, to be refused."""
+    try:
+        return float(value) if hasattr(value, "__float__") else value
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):  # Of several elements, or without memory.
+        return value
+
+
+def _decays(betas: Any) -> tuple[Any, Any]:
+    """Both betas, as `_number` gives them. Raises what unpacking does if they are no pair."""
+    try:
+        beta1, beta2 = betas
+    except (TypeError, ValueError) as error:
+        raise type(error)(refusal(f"betas={betas!r}", "betas, a pair of numbers")) from None
+    return _number(beta1), _number(beta2)
 
 
 class CPUAdam(CPUOptimizer):
@@ -51,11 +71,12 @@ class CPUAdam(CPUOptimizer):
         of a bfloat16 parameter. skip_nonfinite: look at all gradients first and skip the step if
         one is not finite (counted in `skipped_steps`). foreach and fused choose between
         implementations in torch; here each value gives the same. Raises ValueError for amsgrad,
-        capturable and differentiable, and for parameters that cannot be served.
+        capturable and differentiable, and for parameters that cannot be served; TypeError for what
+        is no number where one belongs.
         """
         defaults = {
             "lr": lr,
-            "betas": tuple(float(beta) for beta in betas),
+            "betas": _decays(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -72,13 +93,13 @@ class CPUAdam(CPUOptimizer):
     @staticmethod
     def hyper_of(group: Mapping[str, Any]) -> AdamHyper:
         """What a parameter group, also one of torch.optim.AdamW or Adam, is frozen to."""
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = _decays(group["betas"])
         return AdamHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
+            lr=_number(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=_number(group["eps"]),
+            weight_decay=_number(group["weight_decay"]),
             decoupled=bool(group["decoupled_weight_decay"]),
             maximize=bool(group["maximize"]),
         )
@@ -110,7 +131,7 @@ class CPULion(CPUOptimizer):
         """Arguments and errors as those of `CPUAdam`; weight decay is decoupled."""
         defaults = {
             "lr": lr,
-            "betas": tuple(float(beta) for beta in betas),
+            "betas": _decays(betas),
             "weight_decay": weight_decay,
             "maximize": maximize,
             "foreach": foreach,
@@ -124,12 +145,12 @@ class CPULion(CPUOptimizer):
     @staticmethod
     def hyper_of(group: Mapping[str, Any]) -> LionHyper:
         """What a parameter group is frozen to."""
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = _decays(group["betas"])
         return LionHyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
+            lr=_number(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=_number(group["weight_decay"]),
             maximize=bool(group["maximize"]),
         )
 
@@ -178,10 +199,10 @@ class CPUSGD(CPUOptimizer):
     def hyper_of(group: Mapping[str, Any]) -> SGDHyper:
         """What a parameter group, also one of torch.optim.SGD, is frozen to."""
         return SGDHyper(
-            lr=float(group["lr"]),
-            momentum=float(group["momentum"]),
-            dampening=float(group["dampening"]),
-            weight_decay=float(group["weight_decay"]),
+            lr=_number(group["lr"]),
+            momentum=_number(group["momentum"]),
+            dampening=_number(group["dampening"]),
+            weight_decay=_number(group["weight_decay"]),
             nesterov=bool(group["nesterov"]),
             maximize=bool(group["maximize"]),
         )

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpu_adam.checks import check_residue
 from cpu_adam.compact import encode
 from cpu_adam.formats import Slot, StateFormat, format_for
 from cpu_adam.memory import PLAIN, check_memory, is_wrapper
@@ -132,12 +133,14 @@ def fresh(parameter: Tensor, slot: Slot) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
-def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> dict[str, Any]:
+def loaded(
+    parameter: Tensor, format: StateFormat, saved: Mapping[str, Any], counts_steps: bool
+) -> dict[str, Any]:
     """A state from a checkpoint of ours or torch's: copies, in the dtypes of the format.
 
-    What the format has no slot for is copied as it is. Moments as numbers are encoded where the
-    format keeps codes. Raises ValueError where the state is of another parameter, optimizer or
-    format.
+    counts_steps: whether a state says of how many steps its moments are. What the format has no
+    slot for is copied as it is. Moments as numbers are encoded where the format keeps codes. Raises
+    ValueError where the state is of another parameter, optimizer or format.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(
@@ -160,12 +163,14 @@ def loaded(parameter: Tensor, format: StateFormat, saved: Mapping[str, Any]) -> 
             state[key] = copy.deepcopy(value)
         elif value is not None:
             state[key] = _taken(parameter, key, slots[key], value)
-    missing = [key for key in slots if key not in state and key not in OPTIONAL]
+    needed = [*slots, STEP] if counts_steps else [*slots]
+    missing = [key for key in needed if key not in state and key not in OPTIONAL]
     if state and missing:
         raise ValueError(
-            f"asked to load a state with {', '.join(slots)}; found one with "
-            f"{', '.join(map(str, saved))}; likely cause: the checkpoint is of another optimizer "
-            f"or state format; try: load it into the kind of optimizer that saved it"
+            f"asked to load a state with {', '.join(needed)}; found one with "
+            f"{', '.join(map(str, saved))}, without {', '.join(missing)}; likely cause: the "
+            f"checkpoint is of another optimizer or state format; try: load it into the kind of "
+            f"optimizer that saved it"
         )
     return state
 
@@ -227,6 +232,8 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     if local(parameter) is not parameter:
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         value = value.redistribute(mesh, placements)
+    if want == torch.int16:
+        check_residue(local(value))
     copied = torch.empty_like(
         value, dtype=want, device="cpu", memory_format=torch.contiguous_format
     )

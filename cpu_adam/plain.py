@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cpu_adam import compact
+from cpu_adam.checks import check_residue
 from cpu_adam.formats import StateFormat
 
 
@@ -42,7 +43,8 @@ def from_plain(
     """Write the slots of a span from its plain state; what `state` lacks becomes zero.
 
     state: 1-D tensors of the span's length, of any floating dtype (the residue: integers; one that
-    an optimizer of torch has made floating is as good as none).
+    an optimizer of torch has made floating is as good as none). Raises ValueError, before anything
+    is written, for a residue that is not of 16 bits.
     """
     whole = {}
     for name, dtype in plain_dtypes(format).items():
@@ -50,6 +52,8 @@ def from_plain(
         given = state.get(name)
         whole[name] = torch.zeros_like(slot, dtype=dtype)
         if given is not None and given.is_floating_point() == dtype.is_floating_point:
+            if dtype == torch.int16:
+                check_residue(given)
             whole[name].copy_(given)
     if format.group_elements > 1:
         compact.restore(whole, record_views)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
+from cpu_adam.checks import check_residue
 from cpu_adam.hyper import Hyper
 from cpu_adam.optimizer_base import CPUOptimizer
 from offload.engine import Engine
@@ -305,6 +306,14 @@ class Optimizer(torch.optim.Optimizer):
             group.update({name: value for name, value in old.items() if name != "params"})
 
     def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        slots = [name for name, value in state.items() if name != "step" and value is not None]
+        if slots and "step" not in state and rule_of(self._original) == "adam":
+            raise ValueError(
+                f"asked to load the state of a parameter with the number of its steps; found "
+                f"{', '.join(slots)} without step; likely cause: a state put together by hand, or "
+                f"of another optimizer; try: step=torch.tensor(float(steps)), or no state at all, "
+                f"which begins anew; nothing was loaded"
+            )
         for name, value in state.items():
             if name == "step" or value is None:
                 continue
@@ -313,6 +322,8 @@ class Optimizer(torch.optim.Optimizer):
                     f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
                     f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
                 )
+            if name == "residue" and not value.is_floating_point():
+                check_residue(value)
 
     def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over one parameter's state, or make it fresh where `state` is empty."""

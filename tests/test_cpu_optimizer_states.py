@@ -250,15 +250,26 @@ def _codes(state: dict[str, Any]) -> None:
     state["state"][3]["exp_avg"] = torch.zeros(3, 5, dtype=torch.int8)
 
 
+def _stepless(state: dict[str, Any]) -> None:
+    del state["state"][3]["step"]
+
+
+def _wide_residue(state: dict[str, Any]) -> None:
+    state["state"][3]["residue"] = torch.full((3, 5), 1 << 15, dtype=torch.int32)
+
+
 def _amsgrad(state: dict[str, Any]) -> None:
     state["param_groups"][0]["amsgrad"] = True
 
 
-@pytest.mark.parametrize("spoil", [_groups, _shape, _lacking, _codes, _amsgrad])
+@pytest.mark.parametrize(
+    "spoil", [_groups, _shape, _lacking, _codes, _stepless, _wide_residue, _amsgrad]
+)
 def test_a_state_that_does_not_fit_is_refused_whole(
     spoil: Callable[[dict[str, Any]], None],
 ) -> None:
-    optimizer, other = CPUAdam(parameters(), lr=0.5), CPUAdam(parameters())
+    optimizer = CPUAdam(parameters(torch.bfloat16), lr=0.5)
+    other = CPUAdam(parameters(torch.bfloat16))
     run(optimizer, 2)
     run(other, 1)
     before = [x.clone() for x in tensors_of(other)]

@@ -11,8 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,8 +88,6 @@ def test_freed_memory_is_refused_by_every_function() -> None:
 
 @pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
 def test_the_native_module_refuses_null() -> None:
-    import numpy as np
-
     native, index = cpu_adam.kernel().native, cpu_adam.kernel().index
     assert native is not None
     operation = native.OPERATIONS.index("stream")
@@ -348,6 +348,49 @@ def test_gradients_that_lie_in_weights_are_copied_first(kind: str) -> None:
         optimizer.step()
         results.append(base)
     assert_same(results[:1], results[1:])
+
+
+NO_NUMBERS: list[Any] = [None, "0.1", 1j, [0.1], torch.ones(2), torch.ones((), device="meta")]
+
+
+@pytest.mark.parametrize("wrong", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        *((kind, option) for kind in OURS for option in ("lr", "weight_decay")),
+        *(("adam", "betas"), ("adam", "eps"), ("lion", "betas")),
+        *(("sgd", "momentum"), ("sgd", "dampening")),
+    ],
+)
+def test_what_is_no_number_is_refused(kind: str, option: str, wrong: Any) -> None:
+    optimizer = OURS[kind]([nn.Parameter(torch.ones(2))])
+    given = (wrong, 0.9) if option == "betas" else wrong
+    with pytest.raises(TypeError, match=FOUR_PARTS):
+        OURS[kind]([nn.Parameter(torch.ones(2))], **{option: given})
+    with pytest.raises(TypeError, match=FOUR_PARTS):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], option: given})
+    assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0][option] = given
+    with pytest.raises(TypeError, match=FOUR_PARTS):
+        run(optimizer, 1)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("wrong", [None, 0.9, (), (0.9,), (0.9, 0.9, 0.9)])
+def test_betas_that_are_no_pair_are_refused(wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=FOUR_PARTS):
+        CPUAdam([nn.Parameter(torch.ones(2))], betas=wrong)
+
+
+@every_optimizer
+def test_a_number_of_any_kind_will_do(kind: str) -> None:
+    results = []
+    for lr in (0.5, torch.tensor(0.5), torch.tensor([0.5]), np.float32(0.5), Fraction(1, 2)):
+        results.append(run(OURS[kind]([nn.Parameter(torch.ones(2))], lr=lr), 2))
+    for result in results[1:]:
+        assert_same(result, results[0])
+    with pytest.raises(ValueError, match=FOUR_PARTS):
+        OURS[kind]([nn.Parameter(torch.ones(2))], lr=10**400)
 
 
 def test_a_parameter_twice_in_a_group_is_refused() -> None:

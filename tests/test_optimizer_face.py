@@ -235,6 +235,24 @@ def test_existing_states_and_gradients_are_imported(
         )
 
 
+@pytest.mark.parametrize("spoil", ["no step", "wide residue"])
+def test_a_damaged_state_is_refused_whole(spoil: str, tmp_path: Path) -> None:
+    with attached(MIXED, tmp_path) as run:
+        plain(run, 0)
+        before = copy.deepcopy(run.optimizer.state_dict())
+        state = copy.deepcopy(before)
+        last = state["state"][max(state["state"])]
+        if spoil == "no step":
+            del last["step"]
+        else:
+            last["residue"] = torch.full(last["exp_avg"].shape, 1 << 15)
+        with pytest.raises(ValueError, match=r"asked .*; found .*; likely cause: .*; try: "):
+            run.optimizer.load_state_dict(state)
+        after = run.optimizer.state_dict()["state"]
+        for key, slots in before["state"].items():
+            assert all(same_bits(after[key][name], value) for name, value in slots.items())
+
+
 def test_groups_with_a_tensor_as_rate_and_maximize(tmp_path: Path) -> None:
     def build(model: Net) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
