@@ -10,6 +10,7 @@ second where the rule has one.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
@@ -27,16 +28,34 @@ def refusal(found: str, asked: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdamHyper:
-    """The hyper-parameters of one parameter group under AdamW or Adam, frozen for one step.
+class Hyper:
+    """The hyper-parameters of one parameter group, frozen for one step: what all rules have.
 
     Raises ValueError for values with which no step is defined, TypeError for what is no number.
     """
 
-    rule: ClassVar[str] = "adam"
+    rule: ClassVar[str]
+    """Name of the rule, as `StateFormat.rule` has it."""
 
     lr: float
     """Learning rate."""
+    maximize: bool = False
+    """Whether to climb instead of descend."""
+
+    @abstractmethod
+    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
+        """The scalars of a step, counted from 1, of gradients that are multiplied by the scale."""
+
+    def _scale(self, gradient_scale: float) -> float:
+        return -gradient_scale if self.maximize else gradient_scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamHyper(Hyper):
+    """Under AdamW or Adam."""
+
+    rule: ClassVar[str] = "adam"
+
     beta1: float
     """Decay of the first moment per step, in [0, 1)."""
     beta2: float
@@ -47,8 +66,6 @@ class AdamHyper:
     """Strength of the weight decay; 0 for none."""
     decoupled: bool
     """True for AdamW (the weight shrinks by lr * weight_decay), False for Adam with an L2 term."""
-    maximize: bool = False
-    """Whether to climb instead of descend."""
 
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
@@ -59,7 +76,7 @@ class AdamHyper:
         second moment's bias correction, eps, share of the weight that decays, step size, step
         modulo and over 2**24; for `compact` beta1 and the roots of beta2 and 1 - beta2."""
         return (
-            -gradient_scale if self.maximize else gradient_scale,
+            self._scale(gradient_scale),
             0.0 if self.decoupled else self.weight_decay,
             1.0 - self.beta1,
             self.beta2,
@@ -77,24 +94,17 @@ class AdamHyper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LionHyper:
-    """The hyper-parameters of one parameter group under Lion (arXiv 2302.06675).
-
-    Raises ValueError for values with which no step is defined, TypeError for what is no number.
-    """
+class LionHyper(Hyper):
+    """Under Lion (arXiv 2302.06675): each weight moves by the learning rate."""
 
     rule: ClassVar[str] = "lion"
 
-    lr: float
-    """Learning rate: what each weight moves by in a step."""
     beta1: float
     """Share of the momentum, against the gradient, in the direction of the step; in [0, 1)."""
     beta2: float
     """Decay of the momentum per step, in [0, 1)."""
     weight_decay: float
     """The weight shrinks by lr * weight_decay; 0 for none."""
-    maximize: bool = False
-    """Whether to climb instead of descend."""
 
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, weight_decay=self.weight_decay)
@@ -103,7 +113,7 @@ class LionHyper:
     def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
         """Scale, beta1, 1 - beta1, beta2, 1 - beta2, share of the weight that decays, lr."""
         return (
-            -gradient_scale if self.maximize else gradient_scale,
+            self._scale(gradient_scale),
             self.beta1,
             1.0 - self.beta1,
             self.beta2,
@@ -114,16 +124,11 @@ class LionHyper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SGDHyper:
-    """The hyper-parameters of one parameter group under SGD, as in torch.optim.SGD.
-
-    Raises ValueError for values with which no step is defined, TypeError for what is no number.
-    """
+class SGDHyper(Hyper):
+    """Under SGD, as in torch.optim.SGD."""
 
     rule: ClassVar[str] = "sgd"
 
-    lr: float
-    """Learning rate."""
     momentum: float
     """Decay of the momentum buffer per step; 0 for no momentum."""
     dampening: float = 0.0
@@ -132,8 +137,6 @@ class SGDHyper:
     """Strength of the weight decay, an L2 term; 0 for none."""
     nesterov: bool = False
     """Whether the step looks ahead: gradient + momentum * buffer. Without dampening only."""
-    maximize: bool = False
-    """Whether to climb instead of descend."""
 
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
@@ -148,7 +151,7 @@ class SGDHyper:
         """Scale, L2 decay, momentum, 1 - dampening, lr; then 1 or 0: whether there is a buffer
         (with momentum), whether it starts from the gradient (at step 1), whether nesterov."""
         return (
-            -gradient_scale if self.maximize else gradient_scale,
+            self._scale(gradient_scale),
             self.weight_decay,
             self.momentum,
             1.0 - self.dampening,
@@ -157,10 +160,6 @@ class SGDHyper:
             float(step == 1),
             float(self.nesterov),
         )
-
-
-Hyper = AdamHyper | LionHyper | SGDHyper
-"""The hyper-parameters of any rule."""
 
 
 def _check_kinds(**values: object) -> None:
