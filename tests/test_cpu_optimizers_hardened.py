@@ -284,6 +284,7 @@ def test_another_kind_of_gradient_after_many_is_seen(what: str, before: str) -> 
     assert results[0] == results[1]
 
 
+@pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
 def test_a_step_of_many_tensors_runs_little_python() -> None:
     """What is looked at for each tensor in every step is looked at by loops in C."""
 
