@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/overlap.py
 
 Compute is a sleep, copies, updates and I/O are real and slowed to the speeds of `SLOW`, so the
-figures say how well the engine hides work, not how fast the machine is.
+figures say how well the engine hides work, not how fast the machine is. Exposed is what a step
+takes beyond the compute asked for.
 """
 
 from __future__ import annotations
