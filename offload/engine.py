@@ -227,10 +227,10 @@ class Engine:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
         bound = self.units[unit]
         self._release_held(but=bound)
+        self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if unit not in self.finality.begun:  # Else nothing that comes needs its weights.
             bound.held = True
             self._use(bound)
-        self._begin_final()
 
     def _release_held(self, but: BoundUnit | None = None) -> None:
         """Put the units held at rest, but lasting ones, which stay to the end of the pass."""

@@ -7,9 +7,11 @@ and `update` belong to the pass of the next forward, which needs what they make.
 
 The user's thread starts a pass by issuing all its ops, then computes unit after unit, blocked while
 a unit's waits are not done. After the last backward of a step it issues `norm` and `update`, spends
-`host_seconds`, and begins the next forward at once. Work of the engine on the compute lane (updates
-of states that live on the device) shares the device with the user: one op at a time. Where the CPU
-is the compute device it has a thread of its own beside the user's, and both run at full speed.
+`host_seconds`, and begins the next forward at once. Before the first update of a step it is blocked
+until those of the step before are done, as by `Updates.settle`. Work of the engine on the compute
+lane (updates of states that live on the device) shares the device with the user: one op at a time.
+Where the CPU is the compute device it has a thread of its own beside the user's, and both run at
+full speed.
 
 A move or a sum takes its bytes at the speed of its lane and `Machine.op_seconds` on top; the user's
 compute takes the time that is given for it.
@@ -196,9 +198,7 @@ class _Simulation:
             returned = False
             while self._events and self._events[0][0] == self._now:
                 task = heapq.heappop(self._events)[2]
-                if task is not None:
-                    self._finish(task)
-                returned |= task is None or task.of_user
+                returned |= task is None or self._finish(task)
             if returned:
                 self._advance(user)
             self._dispatch()
@@ -212,27 +212,31 @@ class _Simulation:
     def _user(
         self, steps: int, micro_batches: int, early: bool, marks: list[tuple[float, float]]
     ) -> Iterator[_Task | float]:
-        """The user's loop: yields a task to compute, or seconds to spend on other things."""
+        """The user's loop: yields a task to compute or to wait for, or seconds to spend."""
         phases, number = self._program.phases, 0
+        begun: list[_Task] = []
         for step in range(steps):
-            updates = self._updates_by_unit()
+            updates, before, begun = self._updates_by_unit(), begun, []
             for batch in range(micro_batches):
                 backward = "backward_first" if batch == 0 else "backward_next"
                 for name in ("forward", backward):
                     left = Counter(op.value.unit for op in phases[name].ops if op.verb in _USER)
-                    for task in self._issue(phases[name].ops, name, step, number):
+                    queued = self._issue(phases[name].ops, name, step, number)
+                    for task in (task for task in queued if task.of_user):
                         yield task
                         unit = task.op.value.unit
                         left[unit] -= 1
                         final = name == backward and batch == micro_batches - 1 and not left[unit]
-                        if early and final:
-                            self._issue(updates.pop(unit, []), "update", step, number + 1)
+                        if early and final and unit in updates:
+                            yield from _unfinished(before)
+                            begun += self._issue(updates.pop(unit), "update", step, number + 1)
                     number += 1
             marks.append((self._now, self._waited))
             self._waited = 0.0
+            yield from _unfinished(before)
             self._issue(phases["norm"].ops, "norm", step, number)
             for ops in updates.values():
-                self._issue(ops, "update", step, number)
+                begun += self._issue(ops, "update", step, number)
             if self._host_seconds:
                 yield self._host_seconds
 
@@ -252,14 +256,14 @@ class _Simulation:
             heapq.heappush(self._events, (self._now + action, self._serial, None))
 
     def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
-        """Queue the ops of a phase; returns those that the user's thread has to run."""
+        """Queue the ops of a phase."""
         tasks: list[_Task] = []
         for group in by_chunk(ops):
             passage = Passage() if staged(group) else None
             tasks += [self._queue(op, phase, step, number, passage) for op in group]
             if passage is not None:
                 self._schedule.seal(passage)
-        return [task for task in tasks if task.of_user]
+        return tasks
 
     def _queue(self, op: Op, phase: str, step: int, number: int, passage: Passage | None) -> _Task:
         self._serial += 1
@@ -291,9 +295,8 @@ class _Simulation:
     def _dispatch(self) -> None:
         """Start on every free resource the most urgent op that may start."""
         wanted = self._wanted
-        if wanted is not None and wanted.state is State.READY and self._has_turn(wanted):
-            self._wanted = None
-            self._waited += self._now - self._since
+        if wanted is not None and self._has_turn(wanted):
+            self._unblock()
             wanted.go(State.RUNNING)
             self._begin(wanted)
         for lane in Lane:
@@ -302,7 +305,9 @@ class _Simulation:
                 self._begin(task)
 
     def _has_turn(self, wanted: _Task) -> bool:
-        """Whether the user's thread may use the device now."""
+        """Whether the user's thread may compute `wanted` now."""
+        if not wanted.of_user or wanted.state is not State.READY:
+            return False
         if self._machine.device_is_cpu:
             return True
         first = self._schedule.first(Lane.COMPUTE)
@@ -316,11 +321,25 @@ class _Simulation:
         task.start = self._now
         heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
 
-    def _finish(self, task: _Task) -> None:
+    def _unblock(self) -> None:
+        self._wanted = None
+        self._waited += self._now - self._since
+
+    def _finish(self, task: _Task) -> bool:
+        """End an op; whether the user's thread, which computed it or waited for it, goes on."""
         self._schedule.finish(task)
         self._running = {by: one for by, one in self._running.items() if one is not task}
         span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
         self._spans.append(span)
+        if task is self._wanted:
+            self._unblock()
+            return True
+        return task.of_user
+
+
+def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
+    """Those of `tasks` that are not over, each asked in its turn."""
+    return (task for task in tasks if not task.over)
 
 
 def _no_work() -> None:

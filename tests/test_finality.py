@@ -69,6 +69,22 @@ def test_the_step_must_be_the_one_that_was_begun(begun: Run) -> None:
         begun.optimizer.step()
 
 
+def test_an_update_is_issued_before_the_next_weights_are_waited_for(tmp_path: Path) -> None:
+    with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
+        plain(run, 0)
+        engine: Any = run.engine
+        use, begin, seen = engine._use, engine._begin_updates, list[tuple[str, int]]()
+        loss = run.loss()
+        engine._use = lambda bound: (seen.append(("use", bound.index)), use(bound))
+        engine._begin_updates = lambda turns: (seen.append(("begin", *turns)), begin(turns))
+        loss.backward()
+        del engine._use, engine._begin_updates
+        run.step()
+    last = len(engine.units) - 1
+    order = [(what, unit) for unit in (last, last - 1) for what in ("use", "begin")]
+    assert seen[:4] == order
+
+
 def reentrant(run: Run, order: list[int]) -> None:
     """Reentrant checkpoints give a gradient each time that they run."""
     model: Any = run.model

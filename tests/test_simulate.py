@@ -98,6 +98,27 @@ def test_updates_hide_under_the_next_forward() -> None:
     )
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_updates_begin_when_those_of_the_step_before_are_done(early: bool) -> None:
+    program = program_of(blocks(1, 4096), "device", "device", "nvme")
+    timeline = simulate(program, MACHINE, ten, steps=2, updates_in_backward=early)
+    assert spans(timeline)[-3:] == [
+        ("cpu", "update", 0, 25.0, 38.0),
+        ("h2d", "move", 0, 38.0, 39.0),
+        ("disk", "move", 0, 38.0, 48.0),
+    ]
+    assert timeline.steps == (20.0, 39.0 + 20.0)
+    quick = simulate(program, MACHINE, lambda u, v: 1.0, steps=2, updates_in_backward=early)
+    written = spans(quick)[-1]
+    assert written == ("disk", "move", 0, 20.0, 30.0)
+    # The next update needs nothing of what is being written, and yet waits: in backward, or after.
+    assert quick.steps == (2.0, 30.0 if early else 23.0)
+    second = [
+        start for _, verb, _, start, _ in spans(quick, 1) if verb not in ("forward", "backward")
+    ]
+    assert min(second) == 30.0
+
+
 def test_slots_bound_how_far_fetches_run_ahead() -> None:
     program = program_of(blocks(4, 4096), weight_slots=2)
     timeline = simulate(program, MACHINE, ten, steps=1)
