@@ -63,7 +63,7 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._wake = {lane: threading.Condition(self._lock) for lane in lanes}
         self._schedule = Schedule(self._on_ready)
@@ -132,7 +132,7 @@ class Lanes:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Something could not be queued whole: start nothing more, end every wait with `error`."""
+        """Start nothing more, end every wait with `error`: the first one told is the failure."""
         with self._lock:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -233,7 +233,7 @@ class Lanes:
             try:
                 yield
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
                 raise
 
     # -- the lane threads ---------------------------------------------------------------------
@@ -249,8 +249,7 @@ class Lanes:
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
-            with self._lock:
-                self._fail(error)
+            self.fail(error)
             self._started.abort()
 
     def _prepare(self) -> torch.Stream | None:
@@ -296,7 +295,7 @@ class Lanes:
             use.operations += 1
             task.run, task.fences = _nothing, []  # What its function held can go.
             if error is not None:
-                self._fail(error)
+                self.fail(error)
                 return
             self._finish(task)
 
@@ -315,11 +314,6 @@ class Lanes:
         return event
 
     # -- under the lock -----------------------------------------------------------------------
-
-    def _fail(self, error: BaseException) -> None:
-        """From here on nothing is started, and nobody waits; the first failure is told."""
-        self._failure = self._failure or error
-        self._changed.notify_all()
 
     def _finish(self, task: Task) -> None:
         self._schedule.finish(task)
