@@ -1,24 +1,18 @@
-"""The command line: its surface, where settings come from, what is refused, how it stops."""
+"""The command line: its surface, where settings come from, what is refused, what is shown."""
 
 import io
 import itertools
 import json
 import math
-import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 
 import pytest
 import torch
 
-import offload
-from offload.cli import EXIT_BAD_INPUT, Signals, Stopped, data, display, gpt, main, settings, train
+from offload.cli import EXIT_BAD_INPUT, data, display, gpt, settings, train
 from offload.config import FIELDS
-
-needs_engine = pytest.mark.skipif(not hasattr(offload, "attach"), reason="needs the engine")
+from tests.command import SHORT, run
 
 # fmt: off
 FLAGS = [
@@ -30,29 +24,10 @@ FLAGS = [
 ]
 # fmt: on
 
-SHORT = ["train", "--steps", "3", "--batch", "2", "--seq-len", "32", "--eval-windows", "4"]
-
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-
-
-def run(*arguments):
-    """The exit status of the command line, in this process."""
-    try:
-        return main(arguments)
-    except SystemExit as stop:
-        return stop.code
-
-
-def start(*arguments, **options):
-    """The command line as a process of its own."""
-    command = [sys.executable, "-W", "error", "-c"]
-    command += ["import sys; from offload.cli import main; sys.exit(main())", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
 
 
 def config_file(tmp_path, **content):
@@ -254,34 +229,6 @@ def test_memory_that_runs_out_names_what_to_lower(monkeypatch, capsys, error):
     assert "MemoryError: no memory is left in step 1: lower --batch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
-)
-def test_a_signal_ends_the_run_quietly(monkeypatch, capsys, number, name):
-    def wait(arguments):
-        with Signals() as signals:
-            signals.where = "after step 2 of 3"
-            signal.raise_signal(number)
-
-    monkeypatch.setattr(train, "command", wait)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert run("train") == 128 + number
-    assert capsys.readouterr().err == f"offload: stopped by {name} after step 2 of 3\n"
-    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-
-
-def test_a_held_step_is_finished_first_but_a_second_signal_does_not_wait():
-    done = []
-    with Signals() as signals, pytest.raises(Stopped), signals.hold():
-        signal.raise_signal(signal.SIGINT)
-        done.append("finished")
-    with Signals() as signals, pytest.raises(Stopped), signals.hold():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        done.append("not reached")
-    assert done == ["finished"]
-
-
 def test_the_learning_rate_rises_then_falls():
     found = settings.Train(steps=100, warmup=10)
     rates = [train.rate(found, step) for step in range(100)]
@@ -295,7 +242,6 @@ def test_the_learning_rate_rises_then_falls():
         assert short.count(1) == 1
 
 
-@needs_engine
 def test_json_is_one_object_per_step_and_nothing_else(capsys):
     assert run(*SHORT, "--json", "--max-grad-norm", "1", "--micro-batches", "2") == 0
     shown = capsys.readouterr()
@@ -307,7 +253,7 @@ def test_json_is_one_object_per_step_and_nothing_else(capsys):
         assert record["tokens_per_s"] == pytest.approx(2 * 2 * 32 / record["step_s"])
         assert record["lr"] > 0
         assert record["grad_norm"] > 0
-    assert summary["kind"] == "summary"
+    assert (summary["kind"], summary["steps"], summary["stopped_by"]) == ("summary", 3, None)
     assert summary["held_out_bytes"] == 4 * 32
     assert math.isfinite(summary["held_out_loss"])
     assert set(summary["tiers"]) == {"device", "cpu", "nvme"}
@@ -328,7 +274,6 @@ def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
     assert sys.stdout.getvalue() == "a record\n"
 
 
-@needs_engine
 def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert run(*SHORT, "--optimizer", "nvme", "--nvme-path", str(tmp_path)) == 0
     shown = capsys.readouterr()
@@ -342,15 +287,13 @@ def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@needs_engine
 def test_where_nothing_moves_a_hint_says_how_it_would(capsys):
     assert run(*SHORT, "--device-memory", "1GiB", "--steps", "1") == 0
     shown = capsys.readouterr().out
-    assert "everything fits on the device: try --params cpu" in shown
+    assert "everything fits on the device; to see it move, try\n--params cpu" in shown
     assert not re.search("disk_read|disk_write", shown)
 
 
-@needs_engine
 def test_the_same_seed_gives_the_same_losses_in_another_tier(capsys, tmp_path):
     losses = []
     for tier in ("device", "nvme"):
@@ -361,7 +304,6 @@ def test_the_same_seed_gives_the_same_losses_in_another_tier(capsys, tmp_path):
     assert losses[0] == losses[1]
 
 
-@needs_engine
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -377,7 +319,6 @@ def test_what_does_not_fit_is_refused_before_training(arguments, expected, capsy
     assert not shown.out
 
 
-@needs_engine
 def test_a_loss_that_is_no_number_ends_the_run(monkeypatch, capsys):
     step = train.train_step
     monkeypatch.setattr(train, "train_step", lambda *settings: step(*settings) * math.nan)
@@ -387,7 +328,6 @@ def test_a_loss_that_is_no_number_ends_the_run(monkeypatch, capsys):
     assert not shown.out
 
 
-@needs_engine
 def test_a_held_out_loss_that_is_no_number_is_no_result(monkeypatch, capsys):
     monkeypatch.setattr(train, "evaluate", lambda *_: (math.nan, 32))
     assert run(*SHORT, "--json") == 1
@@ -396,50 +336,13 @@ def test_a_held_out_loss_that_is_no_number_is_no_result(monkeypatch, capsys):
     assert "NaN" not in shown.out
 
 
-@needs_engine
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
-def test_a_signal_in_the_middle_leaves_nothing(tmp_path, number):
-    arguments = [*SHORT, "--json", "--steps", "10000", "--optimizer", "nvme"]
-    process = start(*arguments, "--nvme-path", str(tmp_path))
-    assert json.loads(process.stdout.readline())["step"] == 1
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert "Traceback" not in errors
-    assert re.search(r"offload: stopped by \S+ after step \d+ of 10000", errors)
-    assert not list(tmp_path.iterdir())
+def test_what_people_read_fits_eighty_columns(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("COLUMNS", "80")
+    for placed in (("--optimizer", "nvme", "--nvme-path", str(tmp_path)), ()):
+        assert run(*SHORT, "--device-memory", "1GiB", *placed) == 0
+        assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
 
 
-@needs_engine
-def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys):
-    reading, writing = os.pipe()
-
-    def read_one_line():
-        with open(reading) as lines:
-            assert json.loads(lines.readline())["step"] == 1
-
-    reader = threading.Thread(target=read_one_line)
-    reader.start()
-    with open(writing, "w") as output:
-        monkeypatch.setattr(sys, "stdout", output)
-        assert run(*SHORT, "--json", "--steps", "10000") == 128 + signal.SIGPIPE
-    reader.join()
-    assert "Error" not in capsys.readouterr().err
-
-
-@needs_engine
-def test_a_run_whose_output_cannot_be_written(monkeypatch, capsys):
-    with open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        assert run(*SHORT, "--json") == 1
-    errors = capsys.readouterr().err
-    assert "offload: error: standard output cannot be written: No space" in errors
-    assert "Traceback" not in errors
-
-
-@needs_engine
 @pytest.mark.slow
 def test_without_a_flag_it_learns(capsys):
     assert run("train", "--json") == 0

@@ -42,6 +42,11 @@ class Stopped(BaseException):
         self.where = where
         """How far the run had come, for the message."""
 
+    @property
+    def by(self) -> str:
+        """The signal, as its sender knows it."""
+        return "Ctrl-C" if self.number == signal.SIGINT else signal.Signals(self.number).name
+
 
 class Signals:
     """While entered, SIGINT and SIGTERM raise `Stopped`, but never in the middle of a held step.
@@ -117,12 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             sys.stdout.flush()
         return 0
-    except (Stopped, KeyboardInterrupt) as stop:
-        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-        where = f" {stop.where}" if isinstance(stop, Stopped) and stop.where else ""
-        by = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        _say(f"offload: stopped by {by}{where}")
-        return EXIT_SIGNAL + number
+    except (Stopped, KeyboardInterrupt) as raised:
+        stop = raised if isinstance(raised, Stopped) else Stopped(signal.SIGINT)
+        _say(f"offload: stopped by {stop.by} {stop.where}".rstrip())
+        return EXIT_SIGNAL + stop.number
     except BrokenPipeError:
         return EXIT_SIGNAL + signal.SIGPIPE  # Whoever read our output has gone.
     except Exception as error:

@@ -31,13 +31,13 @@ PLAIN_INTERVAL_S = 10.0
 
 
 LANES_CAPTION = (
-    "busy: working; exposed: training had to wait for it; compute: updates of states on the "
-    "device; h2d/d2h: copies to and from the device"
+    "busy: working; exposed: training had to wait for it\n"
+    "compute: updates of states on the device; h2d/d2h: copies to and from the device"
 )
 
 HINT = (
-    "everything fits on the device: try --params cpu --gradients cpu --optimizer nvme to see it "
-    "move"
+    "everything fits on the device; to see it move, try\n"
+    "--params cpu --gradients cpu --optimizer nvme"
 )
 
 

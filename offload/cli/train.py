@@ -7,8 +7,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offload
 from offload.arena import compute_device, device_free_bytes
-from offload.cli import Signals, bad_input, data, display, gpt
+from offload.cli import Signals, Stopped, bad_input, data, display, gpt
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
 from offload.machine import host_free_bytes
@@ -42,48 +42,87 @@ def command(arguments: Sequence[str]) -> None:
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = display.Output(stderr=settings.json), display.Output(stderr=True)
-    for notice in corpus.notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+    _note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
             model, optimizer = build(settings)
         with optimizer.engine as engine:
-            for notice in engine.notices:
-                remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
-            console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
-            device_is_cpu = next(model.parameters()).device.type == "cpu"
-            rows = list(engine.plan.rows())
-            tiers = engine.plan.tiers()
-            console.print(display.homes(rows, tiers, device_is_cpu=device_is_cpu))
-            if all(row.tier == "device" for row in rows):
-                console.print(display.HINT, highlight=False, soft_wrap=True)
-            with display.Progress(remarks, settings.steps) as progress:
-                for record in steps(settings, model, optimizer, corpus, signals):
-                    progress.update(record["step"], record["loss"], record["tokens_per_s"])
-                    if settings.json:
-                        _emit(record)
-            with _out_of_memory("after the last step, on held-out text"):
-                loss, count = evaluate(settings, model, corpus)
-            _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
-            engine.settle()
-            report = engine.report()
-            if settings.json:
-                _emit(_summary(settings, loss, count, report))
-            console.print(display.lanes(report.lanes))
-            console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
-            console.print(display.peaks(report.tiers, device_is_cpu=device_is_cpu))
-            console.print(
-                f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
-                "activations and Python included",
-                highlight=False,
-                soft_wrap=True,
-            )
-            console.print(
-                f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
-                f"mean over {count} bytes",
-                highlight=False,
-                soft_wrap=True,
-            )
+            _note(remarks, engine.notices)
+            _introduce(console, settings, model, corpus, engine)
+            reached = Reached()
+            try:
+                with (
+                    contextlib.closing(
+                        steps(settings, model, optimizer, corpus, signals)
+                    ) as records,
+                    display.Progress(remarks, settings.steps) as progress,
+                ):
+                    for record in records:
+                        progress.update(record["step"], record["loss"], record["tokens_per_s"])
+                        if settings.json:
+                            _emit(record)
+                        reached.steps = record["step"]
+                with _out_of_memory("after the last step, on held-out text"):
+                    loss, count = evaluate(settings, model, corpus)
+                _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
+                engine.settle()
+                reached.held_out_loss, reached.held_out_bytes = loss, count
+            except Stopped as stop:
+                reached.stopped_by = stop.by
+                _conclude(console, settings, reached, engine.report())
+                raise
+            _conclude(console, settings, reached, engine.report())
+
+
+@dataclass(slots=True)
+class Reached:
+    """How far a run has come, as its summary tells."""
+
+    steps: int = 0
+    held_out_loss: float | None = None
+    """In nats per byte; None for a run that was stopped before it was known."""
+    held_out_bytes: int = 0
+    stopped_by: str | None = None
+    """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
+
+
+def _note(remarks: display.Output, notices: Sequence[str]) -> None:
+    for notice in notices:
+        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+
+
+def _introduce(
+    console: display.Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
+) -> None:
+    """What is trained on what, and what lives where."""
+    console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
+    device_is_cpu, rows = compute_device().type == "cpu", list(engine.plan.rows())
+    console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
+    if all(row.tier == "device" for row in rows):
+        console.print(display.HINT, highlight=False, soft_wrap=True)
+
+
+def _conclude(console: display.Output, settings: Train, reached: Reached, report: Any) -> None:
+    """What a run has come to, whether to its end or not."""
+    if settings.json:
+        _emit(_summary(reached, report))
+    console.print(display.lanes(report.lanes))
+    console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
+    console.print(display.peaks(report.tiers, device_is_cpu=compute_device().type == "cpu"))
+    console.print(
+        f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
+        "activations and Python included",
+        highlight=False,
+        soft_wrap=True,
+    )
+    loss = reached.held_out_loss
+    if loss is not None:
+        console.print(
+            f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
+            f"mean over {reached.held_out_bytes} bytes",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def check_memory(settings: Train) -> None:
@@ -141,19 +180,19 @@ def rate(settings: Train, step: int) -> float:
 
 def steps(
     settings: Train, model: nn.Module, optimizer: Any, corpus: data.Corpus, signals: Signals
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any], None, None]:
     """Trains; yields a record after each step.
 
     Raises:
         ArithmeticError: the loss is no longer a finite number.
-        Stopped: between two steps.
+        Stopped: between two steps, when the record of the one before has been dealt with.
     """
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step))
     tokens = settings.batch * settings.seq_len * settings.micro_batches
     started = time.perf_counter()
     for step in range(1, settings.steps + 1):
         record: dict[str, Any] = {"kind": "step", "step": step}
-        with signals.hold():
+        with signals.hold():  # Until its record is told, too.
             record["lr"] = scheduler.get_last_lr()[0]
             with _out_of_memory(f"in step {step}"):
                 record["loss"] = train_step(settings, model, optimizer, corpus, step)
@@ -161,11 +200,11 @@ def steps(
                 record["grad_norm"] = optimizer.grad_norm()
             scheduler.step()
             signals.where = f"after step {step} of {settings.steps}"
-        _check_finite(record["loss"], f"the loss is {record['loss']} at step {step}", settings)
-        now = time.perf_counter()
-        record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
-        started = now
-        yield record
+            _check_finite(record["loss"], f"the loss is {record['loss']} at step {step}", settings)
+            now = time.perf_counter()
+            record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
+            started = now
+            yield record
 
 
 def _check_finite(loss: float, found: str, settings: Train) -> None:
@@ -234,8 +273,8 @@ def _heading(settings: Train, model: nn.Module, corpus: data.Corpus) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     return (
         f"{parameters:,} parameters ({settings.dtype}), {settings.steps} steps of "
-        f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes, on {corpus.name}: "
-        f"{len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
+        f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes\n"
+        f"on {corpus.name}: {len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
     )
 
 
@@ -244,16 +283,14 @@ def _emit(record: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _summary(settings: Train, loss: float, count: int, report: Any) -> dict[str, Any]:
+def _summary(reached: Reached, report: Any) -> dict[str, Any]:
     tiers = {
         use.tier: {"peak_bytes": display.taken(use), "budget_bytes": use.budget_bytes}
         for use in report.tiers
     }
     return {
         "kind": "summary",
-        "steps": settings.steps,
-        "held_out_loss": loss,
-        "held_out_bytes": count,
+        **asdict(reached),
         "misses": report.misses,
         "compute_s": report.compute_s,
         "wall_s": report.wall_s,

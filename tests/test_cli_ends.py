@@ -1,0 +1,114 @@
+"""How the command line ends before its time: signals, readers that leave, a full disk."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+
+import pytest
+
+from offload.cli import Signals, Stopped, train
+from tests.command import SHORT, run, start
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_a_signal_ends_the_run_quietly(monkeypatch, capsys, number, name):
+    def wait(arguments):
+        with Signals() as signals:
+            signals.where = "after step 2 of 3"
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(train, "command", wait)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert run("train") == 128 + number
+    assert capsys.readouterr().err == f"offload: stopped by {name} after step 2 of 3\n"
+    assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_a_held_step_is_finished_first_but_a_second_signal_does_not_wait():
+    done = []
+    with Signals() as signals, pytest.raises(Stopped), signals.hold():
+        signal.raise_signal(signal.SIGINT)
+        done.append("finished")
+    with Signals() as signals, pytest.raises(Stopped), signals.hold():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        done.append("not reached")
+    assert done == ["finished"]
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_a_signal_in_the_middle_leaves_nothing(tmp_path, number):
+    arguments = [*SHORT, "--json", "--steps", "10000", "--optimizer", "nvme"]
+    process = start(*arguments, "--nvme-path", str(tmp_path))
+    assert json.loads(process.stdout.readline())["step"] == 1
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in errors
+    told = re.search(r"offload: stopped by (\S+) after step (\d+) of 10000", errors)
+    assert not list(tmp_path.iterdir())
+    *steps, summary = [json.loads(line) for line in output.splitlines()]
+    numbers = [record["step"] for record in steps]
+    assert numbers == list(range(2, summary["steps"] + 1))
+    assert (summary["stopped_by"], str(summary["steps"])) == told.groups()
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_run_stopped_in_a_step_ends_with_what_it_has_reached(monkeypatch, capsys, options):
+    step = train.train_step
+
+    def pressed(*arguments):
+        if arguments[-1] == 2:
+            signal.raise_signal(signal.SIGINT)
+        return step(*arguments)
+
+    monkeypatch.setattr(train, "train_step", pressed)
+    assert run(*SHORT, *options) == 128 + signal.SIGINT
+    shown = capsys.readouterr()
+    assert shown.err.endswith("offload: stopped by Ctrl-C after step 2 of 3\n")
+    assert "Peak memory" in shown.err + shown.out
+    assert "held-out loss" not in shown.err + shown.out
+    if options:
+        *steps, summary = [json.loads(line) for line in shown.out.splitlines()]
+        assert [record["step"] for record in steps] == [1, 2]
+        assert (summary["kind"], summary["steps"]) == ("summary", 2)
+        assert (summary["stopped_by"], summary["held_out_loss"]) == ("Ctrl-C", None)
+
+
+def test_a_run_stopped_while_it_is_judged_has_made_its_steps(monkeypatch, capsys):
+    monkeypatch.setattr(train, "evaluate", lambda *_: signal.raise_signal(signal.SIGTERM))
+    assert run(*SHORT, "--json") == 128 + signal.SIGTERM
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["steps"], summary["stopped_by"]) == (3, "SIGTERM")
+
+
+def test_a_reader_that_leaves_is_no_error(monkeypatch, capsys):
+    reading, writing = os.pipe()
+
+    def read_one_line():
+        with open(reading) as lines:
+            assert json.loads(lines.readline())["step"] == 1
+
+    reader = threading.Thread(target=read_one_line)
+    reader.start()
+    with open(writing, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        assert run(*SHORT, "--json", "--steps", "10000") == 128 + signal.SIGPIPE
+    reader.join()
+    assert "Error" not in capsys.readouterr().err
+
+
+def test_a_run_whose_output_cannot_be_written(monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(*SHORT, "--json") == 1
+    errors = capsys.readouterr().err
+    assert "offload: error: standard output cannot be written: No space" in errors
+    assert "Traceback" not in errors
