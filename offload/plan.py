@@ -11,8 +11,9 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.config import TIERS, Choice, Config, Tier, format_bytes
 from offload.layout import (
@@ -57,7 +58,9 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     budgets, search = budgets_of(config, machine), _Search(profile, config, rule)
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
-        _check_machine(found, machine)
+        taken = {tier: found.arena_bytes(tier) for tier in TIERS}
+        if lacking := _lacking(taken, machine):
+            raise BudgetError(lacking)
         return found
     raise BudgetError(_refusal(search, budgets, config, machine))
 
@@ -153,6 +156,18 @@ class _Search:
             reserve=self.reserve,
         )
 
+    def smallest(self) -> _Arrangement:
+        """The one with the least in memory."""
+        return _Arrangement(0, 0 if self.open else self.count, 1)
+
+    def taken(self, one: _Arrangement) -> dict[Tier, int]:
+        """Bytes that it takes of each tier."""
+        return {
+            "device": self.device(one.on_device, one.weight_slots),
+            "cpu": self.cpu(one.on_device, one.on_cpu),
+            "nvme": self.nvme(one.on_cpu),
+        }
+
     def _memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
         chosen = self.placements(on_device, on_cpu)
         return lay_out_memory(
@@ -172,22 +187,24 @@ class _Search:
         return self.sizes.in_file(self.profile, self.placements(0, on_cpu))
 
 
-def _check_machine(found: Plan, machine: Machine) -> None:
-    """Raise when the budgets promise more than the machine has free."""
-    device, cpu = found.arena_bytes("device"), found.arena_bytes("cpu")
-    host = cpu + (device if machine.device_is_cpu else 0)
+def _lacking(taken: Mapping[Tier, int], machine: Machine) -> str:
+    """What to say where the budgets promise more than the machine has free; else nothing."""
+    device, host = taken["device"], taken["cpu"]
+    host += device if machine.device_is_cpu else 0
     if host > machine.cpu_bytes:
-        raise BudgetError(
+        return (
             f"the plan takes {format_bytes(host)} of host memory but only "
-            f"{format_bytes(machine.cpu_bytes)} is free (cgroup limits counted): lower "
-            "device_memory or cpu_memory, or move values to nvme with --nvme-path"
+            f"{format_bytes(machine.cpu_bytes)} is free (cgroup limits counted): likely the "
+            "budgets were given for a larger machine; lower device_memory (--device-memory) or "
+            "cpu_memory (--cpu-memory), and leave to nvme what then has no room (--nvme-path DIR)"
         )
     if not machine.device_is_cpu and device > machine.device_bytes:
-        raise BudgetError(
+        return (
             f"the plan takes {format_bytes(device)} of device memory but only "
-            f"{format_bytes(machine.device_bytes)} is free: lower device_memory, or move values "
-            "to cpu or nvme"
+            f"{format_bytes(machine.device_bytes)} is free: likely device_memory was given for a "
+            "larger device; lower it (--device-memory), and leave the rest to cpu or nvme"
         )
+    return ""
 
 
 _FIELDS: dict[Tier, str] = {
@@ -198,16 +215,16 @@ _FIELDS: dict[Tier, str] = {
 
 
 def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
-    """Why nothing fits: what is needed of each tier, what is given, what to raise."""
+    """Why nothing fits: what is asked, what is needed of each tier and given, the ways out."""
     free = {"cpu": machine.cpu_bytes, "nvme": machine.nvme_bytes}
     free["device"] = machine.cpu_bytes if machine.device_is_cpu else machine.device_bytes
     needed = {tier: search.least(tier, budgets) for tier in TIERS}
     alone = any(amount is not None for amount in needed.values())
     if not alone:
-        least = search.made(_Arrangement(0, 0 if search.open else search.count, 1), budgets)
-        needed = {tier: least.arena_bytes(tier) for tier in TIERS}
+        needed.update(search.taken(search.smallest()))
     lines = [
-        "the model does not fit the budgets, even with as little kept in memory as asked",
+        f"the model does not fit the budgets, with params {config.params}, gradients "
+        f"{config.gradients} and optimizer {config.optimizer}",
         f"{'tier':8}{'needed':>14}{'given':>14}   budget",
     ]
     for tier, amount in needed.items():
@@ -216,31 +233,71 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
             mark = "  <-- too small"
             mark += f" ({format_bytes(free[tier])} is free)" if amount > free[tier] else ""
         shown = "-" if amount is None else format_bytes(amount, up=True)
-        name = _FIELDS[tier]
         lines.append(
             f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}"
-            f"   {name} (--{name.replace('_', '-')}){mark}"
+            f"   {_FIELDS[tier]} ({_flag(tier)}){mark}"
         )
-    marked = sum("<--" in line for line in lines)
-    if marked > 1:
-        lines.append(
-            "raising " + ("any one" if alone else "all") + " of the marked budgets will do"
-        )
-    lines.append(_way_out(config, budgets, marked))
-    return "\n".join(lines)
+    lines.append("needed: " + ("of one, the others as given" if alone else "of all together"))
+    lines.append(_likely_cause(budgets, config))
+    ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
+    first = "try one of these (fields of Config are named alike):"
+    return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
 
 
-def _way_out(config: Config, budgets: dict[Tier, int], marked: int) -> str:
-    kinds = "params, gradients or optimizer (--params, --gradients, --optimizer)"
-    raised = "raise the marked budget" if marked == 1 else "raise them"
-    if not config.nvme_path:
-        return (
-            f"{raised}, or open a third tier: no nvme path is given (nvme_path, --nvme-path DIR, "
-            "on a local drive)"
-        )
-    if budgets["nvme"] == 0 and config.nvme_space is None:
-        return (
-            f"nothing is free on nvme_path {config.nvme_path[0]} (--nvme-path): free some space, "
-            "or give a directory on another drive"
-        )
-    return f"{raised}, or move {kinds} to a tier with room"
+_NO_WAY = "no budget that this machine has would do: try a smaller model, or a larger machine"
+
+
+def _flag(tier: Tier) -> str:
+    return "--" + _FIELDS[tier].replace("_", "-")
+
+
+def _likely_cause(budgets: Mapping[Tier, int], config: Config) -> str:
+    if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
+        return f"likely nothing is free on nvme_path {config.nvme_path[0]} (--nvme-path)"
+    if any(config.bytes_of(field) is not None for field in _FIELDS.values()):
+        return "likely the budgets were given for a smaller model"
+    return "likely too little is free: each budget is by default a share of that"
+
+
+def _ways_out(
+    search: _Search,
+    needed: Mapping[Tier, int | None],
+    budgets: Mapping[Tier, int],
+    config: Config,
+    machine: Machine,
+) -> Iterator[str]:
+    """What would do on this machine: budgets raised, a drive for nvme, tiers left to `auto`."""
+
+    def other(**changes: Any) -> _Search:
+        return _Search(search.profile, replace(config, **changes), search.states.rule)
+
+    def does(one: _Search, raised: Mapping[Tier, int]) -> bool:
+        found = next(one.fitting({**budgets, **raised}), None)
+        return found is not None and not _lacking(one.taken(found), machine)
+
+    told: list[Mapping[Tier, int]] = []
+    for tier, amount in needed.items():
+        if amount is not None and amount > budgets[tier] and does(search, {tier: amount}):
+            told.append({tier: amount})
+            yield _as_flags(told[-1], machine)
+    for one in (search,) if search.open else (search, other(nvme_path="DIR")):
+        taken = one.taken(one.smallest())
+        raised = {tier: amount for tier, amount in taken.items() if amount > budgets[tier]}
+        more = any(all(raised.get(tier, 0) >= way[tier] for tier in way) for way in told)
+        if not more and not _lacking(taken, machine):
+            told.append(raised)
+            yield _as_flags(raised, machine if one is search else None)
+    left = other(params="auto", gradients="auto", optimizer="auto")
+    if len(search.auto) < len(left.auto) and does(left, {}):
+        yield "--params auto --gradients auto --optimizer auto"
+
+
+def _as_flags(raised: Mapping[Tier, int], machine: Machine | None) -> str:
+    """Budgets as they are typed; with a drive still to be named where `machine` has no room."""
+    flags = [
+        f"{_flag(tier)} {format_bytes(amount, up=True).replace(' ', '')}"
+        for tier, amount in raised.items()
+    ]
+    room = machine.nvme_bytes if machine is not None else 0
+    drive = " --nvme-path DIR, on a local drive with room" if raised.get("nvme", 0) > room else ""
+    return " ".join(flags) + drive

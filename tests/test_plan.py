@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -253,15 +254,46 @@ def test_the_refusal_is_a_table_with_what_to_change() -> None:
     assert text[3].endswith("cpu_memory (--cpu-memory)  <-- too small")
     assert "16.00 KiB" in text[3]
     assert text[4].split()[1] == "-"
-    assert "any one of the marked" in text[5]
-    assert "--nvme-path" in text[-1]
+    assert text[5:7] == [
+        "needed: of one, the others as given",
+        "likely the budgets were given for a smaller model",
+    ]
+    assert text[7].startswith("try one of these")
+    assert [line.split()[0] for line in text[8:]] == ["--device-memory", "--cpu-memory"]
+
+
+def test_the_refusal_of_auto_names_every_tier() -> None:
+    config = Config(device_memory="1MiB", cpu_memory="1MiB")
+    with pytest.raises(BudgetError) as caught:
+        plan(blocks(4, 20_000_000), config, HUGE)
+    ways = [line for line in str(caught.value).splitlines() if line.startswith("  --")]
+    assert [re.findall(r"--[a-z-]+", way) for way in ways] == [
+        ["--device-memory"],
+        ["--device-memory", "--cpu-memory"],
+        ["--device-memory", "--cpu-memory", "--nvme-space", "--nvme-path"],
+    ]
 
 
 def test_the_refusal_tells_what_no_budget_alone_can_mend() -> None:
     config = Config(device_memory="1MiB", cpu_memory="1MiB", params="device", optimizer="cpu")
-    with pytest.raises(BudgetError, match="all of the marked budgets") as caught:
+    with pytest.raises(BudgetError, match="needed: of all together") as caught:
         plan(blocks(4, 1_000_000), config, HUGE)
     assert str(caught.value).count("<-- too small") == 2
+    assert re.search(r"^  --device-memory \S+ --cpu-memory \S+$", str(caught.value), re.MULTILINE)
+
+
+def test_the_refusal_names_a_forced_tier_where_leaving_it_would_do() -> None:
+    config = Config(device_memory="2MiB", cpu_memory="1GiB", params="device")
+    with pytest.raises(BudgetError, match="  --params auto --gradients auto --optimizer auto"):
+        plan(blocks(4, 200_000), config, HUGE)
+
+
+def test_the_refusal_names_no_budget_that_the_machine_has_not() -> None:
+    machine = Machine(device_bytes=0, cpu_bytes=2 << 20, device_is_cpu=True)
+    with pytest.raises(BudgetError) as caught:
+        plan(blocks(4, 1_000_000), Config(), machine)
+    assert "likely too little is free" in str(caught.value)
+    assert str(caught.value).endswith("try a smaller model, or a larger machine")
 
 
 def test_the_refusal_tells_of_a_drive_without_room() -> None:
@@ -287,6 +319,20 @@ def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, confi
         if needed is not None:
             enough = replace(config, **{FIELDS[tier]: needed})  # type: ignore[arg-type]
             assert attempt(profile, enough) is not None
+
+
+@given(profiles(), configs())
+@settings(max_examples=100, deadline=None)
+def test_every_way_out_that_a_refusal_names_does(profile: Profile, config: Config) -> None:
+    try:
+        plan(profile, config, HUGE)
+    except BudgetError as error:
+        ways = [line for line in str(error).splitlines() if line.startswith("  --")]
+        assert ways
+        for way in ways:
+            found = dict(re.findall(r"--(\S+) (\w+[.\w]*)", way))
+            asked = {name.replace("-", "_"): value for name, value in found.items()}
+            assert attempt(profile, replace(config, **asked)) is not None
 
 
 @given(profiles(most=4), configs(), st.data())
