@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ OURS: dict[str, Callable[..., Any]] = {
     "lion": cpu_adam.CPULion,
     "sgd": lambda params, **options: cpu_adam.CPUSGD(params, **{"momentum": 0.9, **options}),
 }
+every_optimizer = pytest.mark.parametrize("kind", OURS)
 
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:

@@ -138,6 +138,14 @@ def assert_same_state(got: State, want: State) -> None:
         assert_same(got.slots[name], slot)
 
 
+def assert_updates_as_the_reference(kernel: str, got: State, by: Any, **options: Any) -> None:
+    want = got.clone()
+    with choice.forced(kernel):
+        got.update(native, by, **options)
+    want.update(reference, by, **options)
+    assert_same_state(got, want)
+
+
 @every_kernel
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
@@ -148,12 +156,8 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
     for (changes, maximize, scale), elements in zip(options, itertools.cycle(LENGTHS)):
         by = hyper_of(name, **changes, maximize=maximize)
         for step, offset in ((1, 0), (2, 1), (1_000_000, 5)):
-            got = State(name, elements, dtype, seed=step, offset=offset)
-            want = got.clone()
-            with choice.forced(kernel):
-                got.update(native, by, step=step, gradient_scale=scale)
-            want.update(reference, by, step=step, gradient_scale=scale)
-            assert_same_state(got, want)
+            state = State(name, elements, dtype, seed=step, offset=offset)
+            assert_updates_as_the_reference(kernel, state, by, step=step, gradient_scale=scale)
 
 
 @every_kernel
@@ -175,26 +179,19 @@ def test_update_is_the_reference_for_any_factors(kernel: str, data: st.DataObjec
         data.draw(st.sampled_from(GRADIENT_DTYPES)),
     )
     step, scale = data.draw(st.integers(1, 1 << 40)), data.draw(st.floats(-1e6, 1e6, width=32))
-    got = State(name, data.draw(st.integers(0, 700)), dtype, seed=data.draw(st.integers(0, 1000)))
-    want = got.clone()
-    with choice.forced(kernel):
-        got.update(native, by, step=step, gradient_scale=scale)
-    want.update(reference, by, step=step, gradient_scale=scale)
-    assert_same_state(got, want)
+    state = State(name, data.draw(st.integers(0, 700)), dtype, seed=data.draw(st.integers(0, 1000)))
+    assert_updates_as_the_reference(kernel, state, by, step=step, gradient_scale=scale)
 
 
 @every_kernel
 @pytest.mark.parametrize("count", THREADS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_do_not_matter(kernel: str, name: str, count: int, many_threads: None) -> None:
-    got = State(name, 5 * PIECE + 77, torch.bfloat16)
-    want = got.clone()
     cpu_adam.set_threads(count)
     with choice.forced(kernel):
         assert cpu_adam.threads() == count
-        got.update(native, hyper_of(name), step=3)
-    want.update(reference, hyper_of(name), step=3)
-    assert_same_state(got, want)
+    state = State(name, 5 * PIECE + 77, torch.bfloat16)
+    assert_updates_as_the_reference(kernel, state, hyper_of(name), step=3)
 
 
 @every_kernel

@@ -24,13 +24,13 @@ from tests.optimizers import (
     assert_near,
     assert_same,
     contiguous,
+    every_optimizer,
     parameters,
     run,
     set_gradients,
     tensors_of,
 )
 
-every_optimizer = pytest.mark.parametrize("kind", OURS)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 COUNTERPARTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

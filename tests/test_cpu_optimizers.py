@@ -19,13 +19,12 @@ from tests.optimizers import (
     assert_near,
     assert_same,
     contiguous,
+    every_optimizer,
     parameters,
     run,
     set_gradients,
     tensors_of,
 )
-
-every_optimizer = pytest.mark.parametrize("kind", OURS)
 
 
 @pytest.mark.parametrize("implementation", [{}, {"foreach": True}, {"fused": True}])

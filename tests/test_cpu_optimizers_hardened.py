@@ -23,10 +23,17 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam, Span, UpdateTable, choice, format_for
-from tests.optimizers import OURS, assert_same, contiguous, parameters, run, tensors_of
+from tests.optimizers import (
+    OURS,
+    assert_same,
+    contiguous,
+    every_optimizer,
+    parameters,
+    run,
+    tensors_of,
+)
 
 FOUR_PARTS = r"asked .*; found .*; likely cause: .*; try: "
-every_optimizer = pytest.mark.parametrize("kind", OURS)
 
 
 def stepped(*shape: int, build: Any = CPUAdam, **options: Any) -> tuple[nn.Parameter, Any]:
