@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
 import re
 import reprlib
 from dataclasses import dataclass
+from itertools import pairwise
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
 
 Tier = Literal["device", "cpu", "nvme"]
 """A place with a capacity in bytes: memory of the compute device, CPU memory, a file on a drive."""
@@ -204,6 +207,24 @@ def _count(given: object) -> int | None:
         return int(given)
     raise _refused("micro_batches", given, "a whole number from 1, or None")
 
+
+def _texts_under_fields(kind: type) -> dict[str, str]:
+    """By field of a dataclass, the text under it; none where there is no source to read."""
+    try:
+        (parsed,) = ast.parse(inspect.getsource(kind)).body
+    except OSError:
+        return {}
+    assert isinstance(parsed, ast.ClassDef)
+    return {
+        field.target.id: inspect.cleandoc(str(text.value.value))
+        for field, text in pairwise(parsed.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+    }
+
+
+_texts: Any = _texts_under_fields(Config)
+Config.__slots__ = _texts or Config.__slots__  # Where `help` looks for the texts of slots.
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 """Names of all fields, in order."""

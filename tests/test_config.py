@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
+import pydoc
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +78,15 @@ def test_every_default_works() -> None:
     assert (config.params, config.gradients, config.optimizer) == ("auto",) * 3
     assert config.bytes_of("cpu_memory") is None
     assert tuple(field.name for field in dataclasses.fields(Config)) == FIELDS
+
+
+def test_help_shows_the_text_of_every_field() -> None:
+    shown = pydoc.plain(pydoc.render_doc(Config))
+    assert "  cpu_memory\n |      Most bytes taken of CPU memory." in shown
+    slots = vars(Config)["__slots__"]
+    assert tuple(slots) == FIELDS
+    assert all(slots.values())
+    assert copy.copy(Config(cpu_memory=5)) == pickle.loads(pickle.dumps(Config(cpu_memory=5)))
 
 
 def test_sizes_become_bytes() -> None:
