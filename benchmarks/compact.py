@@ -35,9 +35,6 @@ def train(states: str, seed: int, steps: int, more: list[str]) -> tuple[list[flo
 
 
 def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
@@ -64,6 +61,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--plot", type=Path)
     asked, more = parser.parse_known_args()
+    if asked.plot is not None:  # Now, not after minutes: it may not be installed.
+        import matplotlib
+
+        matplotlib.use("Agg")
     curves: dict[tuple[str, int], list[float]] = {}
     table = Table("seed", *FORMATS, "compact / exact", title="held-out loss, nats per byte")
     ratios: list[float] = []

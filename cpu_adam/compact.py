@@ -2,26 +2,32 @@
 
 [Note: Compact states]
 Groups are counted from the first element of the parameter. A group keeps the largest |m| and the
-largest sqrt(v) of its elements as scales, and for each element two codes, q in -127 ... 127 and r
-in 0 ... 255, which stand for
+largest sqrt(v) of its elements as scales, and for each element two codes, which stand for
 
-    m = m_scale * (q * |q| / 127**2)        sqrt(v) = v_scale * (r**2 / 255**2)
+    m = m_scale * (sign * place(q) / place(127))     sqrt(v) = v_scale * (place(r) / place(255))
 
-(the variance as its root, and a companding function, as in arXiv 2602.23349; the function is
-another, see below). A step decodes, updates in float32 and encodes what came out. Its arithmetic is
-`adam`'s but for the moments, whose factors are folded into the scales: see `adam` here.
+with q in 0 ... 127, the sign of m above it in the byte, and r in 0 ... 255 (the variance as its
+root, and a companding function, as in arXiv 2602.23349; the function is another, see below). A step
+decodes, updates in float32 and encodes what came out. Its arithmetic is `adam`'s but for the
+moments, whose factors are folded into the scales: see `adam` here.
+
+Places. A code is a *segment* and a step within it; each segment is twice as long as the one below,
+and has as many steps: 16 for q, 32 for r, in 8 segments. That is how telephony compands (mu-law,
+ITU-T G.711), and how a float32 is made: the bits of 2**-15 + place, less those of 2**-15, are the
+code and what lies between it and the next one. So encoding is an addition and a shift, and decoding
+a subtraction. (Codes that were squares, whose encoding needs two roots, took 1.3 times as long.)
+Adam divides one moment by the root of the other, element by element, so both must reach far below
+the largest of the group, and about as far: a root that is too coarse freezes elements of small
+gradients, a momentum that is coarser than the root throws them about. The smallest q is 1/3952 of
+the largest; the smallest root of a group that has one above 0 is r = 2, 1/4016. (Also that of an
+element without gradients: it has m = 0, so it does not move.)
 
 Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.995 and
 be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer that is
-added to the code in fixed point, before its fraction (14 bits for q, 15 for r) is cut off: unbiased
-over steps. The dither depends on the element's place in the parameter and on the step alone, so no
-cut into chunks, thread or machine can change it. The largest of a group is kept as it is.
-
-Squares. Adam divides one moment by the root of the other, element by element, so both must reach
-far below the largest of the group, and about as far: a root that is too coarse freezes elements
-of small gradients, a momentum that is coarser than the root throws them about. With squares the
-smallest step of m is 1/16129 of the largest; the smallest root of a group that has one above 0 is
-r = 2, 1/16256. (Also that of an element without gradients: it has m = 0, so it does not move.)
+added to the bits below it before they are cut off: unbiased over steps. The dither depends on the
+element's place in the parameter and on the step alone, so no cut into chunks, thread or machine can
+change it. It stays clear of the smallest and the largest by 16, more than what float32 loses here:
+the largest of a group is kept as it is.
 
 What is not finite. A group with a NaN or an infinity among its m, or its roots, has a scale of NaN
 and codes of 0: it decodes as NaN from then on. One whose largest is below 2**-80 is stored as zero
@@ -40,10 +46,15 @@ from torch.nn.functional import pad
 from cpu_adam.formats import GROUP_ELEMENTS
 from cpu_adam.rules import Factors, Scratch, adam_step, decayed, scaled, square_root
 
-MOMENTUM_BITS, ROOT_BITS = 14, 15
-"""Bits below the point of a code in fixed point; its dither has as many."""
+MOMENTUM_BITS, ROOT_BITS = 19, 18
+"""Bits below a code: what lies between it and the next one."""
 LARGEST_MOMENTUM, LARGEST_ROOT, LEAST_ROOT = 127, 255, 2
-"""Codes."""
+"""Codes, without their sign."""
+SIGN = 128
+FIRST, FIRST_BITS = 2.0**-15, 0x38000000
+"""Place 0 is stored as this float32, with these bits."""
+CLEAR = 16
+"""How far a dither stays clear of the code's smallest and largest bits."""
 TINY, INFINITE = 0x17800000, 0x7F800000
 """Bits of 2**-80 and of infinity in float32."""
 
@@ -56,12 +67,28 @@ def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _decoded(codes: Mapping[str, Tensor], *decays: Tensor) -> tuple[Tensor, Tensor]:
     """m and the root of v, each times its decay where there are any."""
-    q, r = codes["exp_avg"].float(), codes["exp_avg_sq"].float()
-    m_unit = codes["exp_avg_scale"] * _scalar(1.0 / LARGEST_MOMENTUM**2, q)
-    root_unit = codes["exp_avg_sq_scale"] * _scalar(1.0 / LARGEST_ROOT**2, r)
-    for unit, decay in zip((m_unit, root_unit), decays):
-        unit.mul_(decay)
-    return q.mul(q.abs()).mul_(_spread(m_unit, q)), r.mul(r).mul_(_spread(root_unit, r))
+    found = []
+    for i, (name, bits, largest) in enumerate(
+        (("exp_avg", MOMENTUM_BITS, LARGEST_MOMENTUM), ("exp_avg_sq", ROOT_BITS, LARGEST_ROOT))
+    ):
+        code, scale = codes[name].int(), codes[name + "_scale"]
+        unit = scale * _scalar(1.0 / _largest_place(largest, bits), scale)
+        if decays:
+            unit.mul_(decays[i])
+        places = _place(code & largest, bits)
+        if largest < SIGN:
+            places = places.where(code < SIGN, -places)
+        found.append(places.mul_(_spread(unit, places)))
+    return found[0], found[1]
+
+
+def _place(code: Tensor, bits: int) -> Tensor:
+    """Of codes without a sign, int32: float32, exact."""
+    return ((code << bits) + FIRST_BITS).view(torch.float32).sub_(FIRST)
+
+
+def _largest_place(code: int, bits: int) -> float:
+    return float(_place(torch.tensor(code, dtype=torch.int32), bits))
 
 
 def adam(
@@ -78,8 +105,8 @@ def adam(
     As `rules.adam`, but for the moments. With g scaled and decayed first where there is an L2 decay
     (scale is 1 below then), and the products in brackets rounded once for all elements:
 
-        m = q * |q| * (m_scale / 127**2 * beta1) + g * ((1 - beta1) * scale)
-        r = r * r * (v_scale / 255**2 * sqrt(beta2))
+        m = sign * place(q) * (m_scale / place(127) * beta1) + g * ((1 - beta1) * scale)
+        r = place(r) * (v_scale / place(255) * sqrt(beta2))
         h = g * (sqrt(1 - beta2) * scale)
         v = r * r + h * h
 
@@ -121,7 +148,10 @@ def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
     a group may be an ulp or two beside the scale that it was decoded with, which is looked for.
     """
     device = codes["exp_avg"].device
-    halves = [torch.full((), 1 << bits >> 1, device=device) for bits in (MOMENTUM_BITS, ROOT_BITS)]
+    halves = [
+        torch.full((), 1 << bits - 1, dtype=torch.int32, device=device)
+        for bits in (MOMENTUM_BITS, ROOT_BITS)
+    ]
     _encode(moments["exp_avg"], _root(moments["exp_avg_sq"]), codes, *halves)
     found = {name: codes[name].clone() for name in ("exp_avg_scale", "exp_avg_sq_scale")}
     for ulps in (-2, -1, 1, 2, 0):
@@ -145,14 +175,20 @@ def _encode(
 ) -> None:
     """Write the slots of a span's record; what the codes are rounded by is given."""
     scale = _scales(m, codes["exp_avg_scale"])
-    fixed = _fixed(m.abs(), scale, LARGEST_MOMENTUM << MOMENTUM_BITS).copysign_(m)
-    code = _rounded(fixed, 1.5 * 2.0**23).add_(for_m) >> MOMENTUM_BITS
-    codes["exp_avg"].copy_(code.mul_(_spread(scale > 0, code)))
+    code = _code(m.abs(), scale, _largest_place(LARGEST_MOMENTUM, MOMENTUM_BITS), for_m)
+    code = (code >> MOMENTUM_BITS) + m.signbit() * SIGN
+    codes["exp_avg"].copy_(code.mul_(_spread(scale, code).isfinite()))
 
     scale = _scales(root, codes["exp_avg_sq_scale"])
-    fixed = _fixed(root, scale, LARGEST_ROOT << ROOT_BITS)
-    code = _rounded(fixed, 2.0**23).add_(for_root) >> ROOT_BITS
+    code = _code(root, scale, _largest_place(LARGEST_ROOT, ROOT_BITS), for_root) >> ROOT_BITS
     codes["exp_avg_sq"].copy_(code.clamp_(min=LEAST_ROOT).mul_(_spread(scale > 0, code)))
+
+
+def _code(x: Tensor, scale: Tensor, largest_place: float, dither: Tensor) -> Tensor:
+    """Codes with the bits below them; anything where the scale is no number."""
+    factor = torch.full_like(scale, largest_place).div_(scale).where(scale > 0, 0.0)
+    places = x.mul(_spread(factor, x)).add_(FIRST)
+    return places.view(torch.int32).sub_(FIRST_BITS).add_(dither)
 
 
 def dither(
@@ -160,21 +196,23 @@ def dither(
 ) -> tuple[Tensor, Tensor]:
     """Integers to round the codes of m and of the root of each element of a span by.
 
-    A group's seed is the upper half of a 64-bit hash (splitmix64) of its number and the step's. To
-    it is added the place in the group times a constant, modulo 2**32, whose upper 14 bits (15 with
-    one to spare) are the golden section and whose lower 15 the root of two less one: the dither of
-    a group is spread evenly, and that of an element differs from step to step. The upper bits of
-    the sum are for m, the lower ones for the root.
+    Over a group the upper seven bits are those of the place in the group, for m in the reverse
+    order: 128 points that lie evenly in both directions (Hammersley's). In all of a group the same
+    bits are then flipped, those of a 64-bit hash (splitmix64) of its number and the step's: the
+    points stay even, and the dither of an element differs from step to step.
     """
     groups = -(-elements // GROUP_ELEMENTS)
     x = torch.arange(groups, dtype=torch.int64, device=device)
     x = x + _wrapped(first_element // GROUP_ELEMENTS + step * 0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
     x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
-    seed = _shifted(x, 32)
-    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device) * 0x9E363505
-    x = (seed[:, None] + places & 0xFFFFFFFF).view(-1)[:elements]
-    return (x >> 32 - MOMENTUM_BITS).int(), (x & (1 << ROOT_BITS) - 1).int()
+    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device)
+    reversed = sum((places >> bit & 1) << 6 - bit for bit in range(7))
+    found = []
+    for seed, even, bits in ((48, reversed, MOMENTUM_BITS), (32, places, ROOT_BITS)):
+        flips = (_shifted(x, seed) * 2 * CLEAR & (1 << bits) - 1)[:, None]
+        found.append((flips ^ (even << bits - 7) + CLEAR).view(-1)[:elements].int())
+    return found[0], found[1]
 
 
 def _scales(x: Tensor, into: Tensor) -> Tensor:
@@ -189,18 +227,6 @@ def _scales(x: Tensor, into: Tensor) -> Tensor:
 def _of_groups(x: Tensor) -> Tensor:
     """A row per group, the last one padded with zeros (False)."""
     return pad(x, (0, -x.numel() % GROUP_ELEMENTS)).view(-1, GROUP_ELEMENTS)
-
-
-def _fixed(x: Tensor, scale: Tensor, largest: int) -> Tensor:
-    """largest * sqrt(x / scale); anything where the scale is no number above 0."""
-    product = x * _spread(torch.full_like(scale, float(largest**2)) / scale, x)
-    return square_root(product, torch.empty_like(x, dtype=torch.float64), out=product)
-
-
-def _rounded(x: Tensor, power: float) -> Tensor:
-    """Integers from float32: adding the power rounds, and they are found in its low bits."""
-    zero = _scalar(power, x)
-    return (x + zero).view(torch.int32) - zero.view(torch.int32)
 
 
 def _spread(of_groups: Tensor, like: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ GROUP_ELEMENTS = 128
 _RESIDUE = Slot("residue", "int16", 2)
 _MOMENTS = (Slot("exp_avg", "float32", 4), Slot("exp_avg_sq", "float32", 4))
 _CODES = (
-    Slot("exp_avg", "int8", 1),
+    Slot("exp_avg", "uint8", 1),
     Slot("exp_avg_sq", "uint8", 1),
     Slot("exp_avg_scale", "float32", 4, GROUP_ELEMENTS),
     Slot("exp_avg_sq_scale", "float32", 4, GROUP_ELEMENTS),
