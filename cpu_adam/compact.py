@@ -77,7 +77,7 @@ def _decoded(codes: Mapping[str, Tensor], *decays: Tensor) -> tuple[Tensor, Tens
             unit.mul_(decays[i])
         places = _place(code & largest, bits)
         if largest < SIGN:
-            places = places.where(code < SIGN, -places)
+            places = places.where(code < SIGN, 0.0 - places)  # no -0
         found.append(places.mul_(_spread(unit, places)))
     return found[0], found[1]
 

@@ -96,13 +96,14 @@ class State:
             numbers = special(slot.items(elements), seed + 2 + k)
             if slot.dtype != "float32":
                 # Any bits, not only those that an update writes.
-                kind: torch.dtype = getattr(torch, slot.dtype)
-                least, most = torch.iinfo(kind).min, torch.iinfo(kind).max
-                numbers = torch.randint(least, most + 1, (elements,), dtype=kind)
+                rng, kind = np.random.default_rng(seed + 9 + k), np.iinfo(slot.dtype)
+                numbers = torch.from_numpy(
+                    rng.integers(kind.min, kind.max, elements, slot.dtype, endpoint=True)
+                )
             self.slots[slot.name] = cut(numbers.abs() if slot.name == "exp_avg_sq" else numbers)
         if "residue" in self.slots:
-            bits = torch.randint(-(1 << 15), 1 << 15, (elements,), dtype=torch.int16)
-            self.weight = cut(bits.view(torch.bfloat16))
+            bits = np.random.default_rng(seed + 8).integers(-(1 << 15), 1 << 15, elements, "i2")
+            self.weight = cut(torch.from_numpy(bits).view(torch.bfloat16))
 
     def clone(self) -> State:
         other = object.__new__(State)
@@ -158,6 +159,18 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
         for step, offset in ((1, 0), (2, 1), (1_000_000, 5)):
             state = State(name, elements, dtype, seed=step, offset=offset)
             assert_updates_as_the_reference(kernel, state, by, step=step, gradient_scale=scale)
+
+
+@every_kernel
+@pytest.mark.parametrize("gradient", [0.0, -0.0, -1e-3])
+def test_every_pair_of_codes(kernel: str, gradient: float) -> None:
+    state = State("compact", 1 << 16, torch.float32)
+    state.gradient.fill_(gradient)
+    state.slots["exp_avg"].copy_(torch.arange(1 << 16) & 255)
+    state.slots["exp_avg_sq"].copy_(torch.arange(1 << 16) >> 8)
+    state.slots["exp_avg_scale"].copy_(torch.logspace(-30, 30, 512, 2.0))
+    state.slots["exp_avg_sq_scale"].copy_(torch.logspace(30, -30, 512, 2.0))
+    assert_updates_as_the_reference(kernel, state, hyper_of("compact"), step=7)
 
 
 @every_kernel
