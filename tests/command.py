@@ -17,8 +17,11 @@ def run(*arguments):
 
 
 def start(*arguments, **options):
-    """The command line as a process of its own."""
-    command = [sys.executable, "-W", "error", "-c"]
+    """The command line as a process of its own, in which warnings are errors.
+
+    But for the one that an installation without compiled kernels gives.
+    """
+    command = [sys.executable, "-W", "error", "-W", "ignore:asked for the compiled update", "-c"]
     command += ["import sys; from offload.cli import main; sys.exit(main())", *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
