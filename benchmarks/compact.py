@@ -37,21 +37,20 @@ def train(states: str, seed: int, steps: int, more: list[str]) -> tuple[list[flo
 def plot(curves: dict[tuple[str, int], list[float]], path: Path) -> None:
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    seeds = sorted({seed for _, seed in curves})
-    for states, style in zip(FORMATS, ("-", "--")):
-        for index, seed in enumerate(seeds):
-            axes.plot(
-                range(1, 1 + len(curves[states, seed])),
-                curves[states, seed],
-                style,
-                color=f"C{index}",
-                linewidth=1.2,
-                label=f"{states}, seed {seed}",
-            )
-    axes.set(xlabel="step", ylabel="training loss, nats per byte", ylim=(None, 4))
-    axes.grid(alpha=0.3)
-    axes.legend(ncols=len(FORMATS), fontsize="small")
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(7, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    for index, seed in enumerate(sorted({seed for _, seed in curves})):
+        exact, compact = (curves[states, seed] for states in FORMATS)
+        steps, color = range(1, 1 + len(exact)), f"C{index}"
+        above.plot(steps, exact, color=color, alpha=0.35, linewidth=4, label=f"exact, seed {seed}")
+        above.plot(steps, compact, color=color, linewidth=1, label=f"compact, seed {seed}")
+        below.plot(steps, [b - a for a, b in zip(exact, compact)], color=color, linewidth=1)
+    above.set(ylabel="training loss, nats per byte", ylim=(None, 4))
+    below.set(xlabel="step", ylabel="compact - exact")
+    above.legend(ncols=3, fontsize="small")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
 
 
