@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from typing import Protocol
 
+from aio.errors import os_error
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
@@ -71,7 +73,10 @@ class File(Region):
     def sync(self) -> None:
         """See Region.sync."""
         self._check_open("sync")
-        self._backend.io.fsync(self.fd)
+        try:
+            self._backend.io.fsync(self.fd)
+        except OSError as error:
+            raise os_error(error.errno or errno.EIO, "sync", self.path) from error
 
     def close(self) -> None:
         """See Region.close."""

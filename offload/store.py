@@ -74,6 +74,11 @@ class Store:
         return self._volume.path
 
     @property
+    def files(self) -> tuple[aio.File, ...]:
+        """The scratch file of each directory that holds a part."""
+        return self._volume.files
+
+    @property
     def direct(self) -> bool:
         """Whether all transfers go past the page cache."""
         return self._volume.direct
