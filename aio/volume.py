@@ -263,10 +263,10 @@ def create_volume(
             are not as `stripes` asks.
 
     [Note: First writes]
-    A write into space that was only reserved runs at about half the speed of an overwrite. Filling
-    moves that to the beginning and adds a whole write: it pays for who measures, or writes
-    some parts first while a deadline is on. Who writes everything once anyway, as the engine does
-    when it moves a model in, has it filled by that, in less time than filling and writing take.
+    A write into space that was only reserved runs at half to three quarters of the speed of an
+    overwrite. Filling moves that to the beginning and adds a whole write: it pays for who measures,
+    or must not be slow the first time. Who writes everything once anyway, as the engine does when
+    it moves a model in, fills by that, in less time than filling and writing take.
     """
     single = isinstance(directories, (str, os.PathLike))
     folders: list[Directory] = [directories] if single else list(directories)  # type: ignore

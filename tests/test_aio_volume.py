@@ -205,6 +205,13 @@ def test_a_volume_smaller_than_its_units():
         np.testing.assert_array_equal(data, back)
 
 
+def test_a_dropped_volume_takes_its_files_and_threads_with_it(tmp_path):
+    volume = aio.create_volume([tmp_path, tmp_path], 4 << 20, lambda: aio.Pool(2))
+    volume.write_from(aligned(4 << 20), 0)
+    assert len(volume.files) == 2
+    del volume  # what is under way ends first; the fixture waits for it
+
+
 def test_filling_moves_every_byte_once_and_reports_what_fails():
     ios = [aio.MemoryIO(), aio.MemoryIO()]
     with volume_of(ios, 5000, unit_bytes=7 * BLOCK, fill=True) as volume:

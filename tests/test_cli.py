@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import sys
 
@@ -298,9 +299,12 @@ def test_where_nothing_moves_a_hint_says_how_it_would(capsys):
 
 def test_the_same_seed_gives_the_same_losses_in_another_tier(capsys, tmp_path):
     losses = []
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
     for tier in ("device", "nvme"):
         placed = ["--params", tier, "--gradients", tier, "--optimizer", tier]
-        assert run(*SHORT, "--json", *placed, "--nvme-path", str(tmp_path)) == 0
+        assert run(*SHORT, "--json", *placed, "--nvme-path", *paths) == 0
         records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         losses.append([record.get("loss", record.get("held_out_loss")) for record in records])
     assert losses[0] == losses[1]
