@@ -40,6 +40,7 @@ def volume_of(ios, blocks, threads=1, **options):
 # -- stripes ----------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(WEIGHTS, UNITS, st.integers(1, 400))
 def test_every_byte_has_one_place_and_drives_have_no_gaps(weights, unit, blocks):
     found = aio.stripes(weights, unit)
@@ -56,6 +57,7 @@ def test_every_byte_has_one_place_and_drives_have_no_gaps(weights, unit, blocks)
     ]
 
 
+@settings(deadline=None)
 @given(WEIGHTS, UNITS, st.data())
 def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
     found = aio.stripes(weights, unit)
@@ -70,6 +72,7 @@ def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
     assert all(one != two for one, two in itertools.pairwise(drives))
 
 
+@settings(deadline=None)
 @given(WEIGHTS)
 def test_shares_are_as_the_weights(weights):
     """All drives at work at once take at most a few hundredths longer than without units."""
@@ -122,7 +125,7 @@ def test_what_a_caller_can_get_wrong():
 # -- bytes ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(WEIGHTS, UNITS, st.integers(1, 80), st.integers(0, 2**32))
 def test_oracle(weights, unit, blocks, seed):
     """Any layout, many transfers at once, drives that are late, short and interrupted."""
