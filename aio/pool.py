@@ -261,8 +261,7 @@ def _transfer(io: IO, request: _Request, start: int, stop: int) -> tuple[int, in
             if count == 0 and not request.writing:
                 text = f"the file ends at {request.offset + at}"
                 return at - start, calls, _failure(io, request, at, stop, errno.EIO, text)
-        if file.direct:
-            count -= count % ALIGN_BYTES  # what is left must start aligned again
+        count -= count % file.offset_align_bytes  # what is left must start aligned again
         at += count
         idle = 0 if count else idle + 1
         if idle > RETRIES_MAX:

@@ -9,7 +9,7 @@ import secrets
 
 from aio.errors import os_error
 from aio.file import Backend, File
-from aio.system import ALIGN_BYTES, IO, MEMORY_FILE_SYSTEMS
+from aio.system import ALIGN_BYTES, COPY_ON_WRITE, IO, MEMORY_FILE_SYSTEMS
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
@@ -23,7 +23,11 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend)
 
     It is O_TMPFILE where the file system has that, else created and unlinked at once: it is gone
     when the last descriptor is, however the process ends. O_DIRECT where there is a disk that
-    takes it; `File.direct` and `File.notice` tell.
+    takes it, aligned as the kernel asks; `File.direct` and `File.notice` tell. Copying on write is
+    switched off for the file where it can be, else told.
+
+    Reserved is not written: a first write is slower than an overwrite (0.5 to 0.75 of its speed on
+    ext4); see [Note: First writes] in volume.py.
 
     Args:
         directory: where; any number of files and processes may share it.
@@ -49,13 +53,16 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend)
         raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
     try:
         try:
+            copying = _write_in_place(io, fd)
             filled = _reserve(io, fd, size)
-            direct, notice = _turn_direct_on(io, fd)
+            align, notice = _turn_direct_on(io, fd)
         except OSError as error:
             free = io.free_bytes(folder)
             raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
         path = os.path.join(folder, "(unnamed scratch file)")
-        return File(pool, fd, path, size, direct, _join(notice, filled, folder))
+        notice = _join(folder, copying, notice, filled)
+        direct = align is not None
+        return File(pool, fd, path, size, direct, notice, align or (1, 1))
     except BaseException:
         io.close(fd)
         raise
@@ -76,6 +83,22 @@ def _open_unnamed(io: IO, folder: str) -> int:
         io.close(fd)
         raise
     return fd
+
+
+def _write_in_place(io: IO, fd: int) -> str | None:
+    """What is to be said of a file system that copies on write, and does so for this file too."""
+    kind = io.file_system(fd)
+    if kind not in COPY_ON_WRITE:
+        return None
+    try:
+        io.write_in_place(fd)
+    except OSError:
+        return (
+            f"is on {kind}, which copies on write: every overwrite takes new space and scatters "
+            "the file, so that transfers slow down and a nearly full drive may refuse them; "
+            "give a directory on ext4 or xfs"
+        )
+    return None
 
 
 def _reserve(io: IO, fd: int, size: int) -> bool:
@@ -113,29 +136,37 @@ def _fill(io: IO, fd: int, size: int) -> None:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def _turn_direct_on(io: IO, fd: int) -> tuple[bool, str | None]:
-    """Whether O_DIRECT is on, and the reason where it is not.
+def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None]:
+    """What O_DIRECT asks of addresses, and of offsets and lengths; where it is off, the reason.
 
     The system's word is not enough: tmpfs takes the flag and ignores it, and some file systems
     take the flag and refuse the transfer, so one block is written to see.
     """
     kind = io.file_system(fd)
     if kind in MEMORY_FILE_SYSTEMS:
-        return False, f"is on {kind}, which is memory and not a disk"
+        return None, f"is on {kind}, which is memory and not a disk"
+    memory, offset = io.direct_alignment(fd) or (ALIGN_BYTES, ALIGN_BYTES)
+    if not memory or not offset:
+        return None, f"is on {kind}, which has no O_DIRECT for this file"
+    if ALIGN_BYTES % memory or ALIGN_BYTES % offset:
+        return None, (
+            f"is on a drive that takes O_DIRECT transfers at multiples of {max(memory, offset)} "
+            f"bytes only, and what is stored here is laid out in blocks of {ALIGN_BYTES}"
+        )
     try:
         io.set_direct(fd, True)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
-        return False, f"is on {kind}, which has no O_DIRECT"
+        return None, f"is on {kind}, which has no O_DIRECT"
     try:
         _probe(io, fd)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
         io.set_direct(fd, False)
-        return False, f"is on {kind}, which refuses O_DIRECT transfers of {ALIGN_BYTES} bytes"
-    return True, None
+        return None, f"is on {kind}, which refuses O_DIRECT transfers of {ALIGN_BYTES} bytes"
+    return (memory, offset), None
 
 
 def _probe(io: IO, fd: int) -> None:
@@ -149,8 +180,8 @@ def _probe(io: IO, fd: int) -> None:
                     raise
 
 
-def _join(notice: str | None, filled: bool, folder: str) -> str | None:
-    parts = []
+def _join(folder: str, copying: str | None, notice: str | None, filled: bool) -> str | None:
+    parts = [] if copying is None else [copying]
     if notice is not None:
         parts.append(f"{notice}: transfers are buffered and take memory of the page cache")
     if filled:

@@ -69,6 +69,15 @@ class MemoryIO:
         """See IO.file_system."""
         return self.kind
 
+    def direct_alignment(self, fd: int) -> tuple[int, int] | None:
+        """See IO.direct_alignment. Not told, so that ALIGN_BYTES is what is kept to."""
+        return None
+
+    def write_in_place(self, fd: int) -> None:
+        """See IO.write_in_place."""
+        if self.kind != "btrfs":
+            raise _error(errno.EOPNOTSUPP)
+
     def fallocate(self, fd: int, offset: int, count: int) -> None:
         """See IO.fallocate."""
         self._grow(fd, offset + count)
@@ -129,8 +138,8 @@ class SimulatedIO:
     Args:
         seed: of all choices.
         inner: where the bytes go; by default a MemoryIO without limit.
-        errors: errno by number of the call (all calls but `close`, `file_system` and
-            `free_bytes` count, from 1); the call then does nothing.
+        errors: errno by number of the call (all calls but `close`, `file_system`,
+            `direct_alignment` and `free_bytes` count, from 1); the call then does nothing.
         shorts: numbers of the transfers' calls that move only a part.
         short_rate: how often a transfer moves only a part, not aligned.
         retry_rate: how often a transfer fails with EINTR or EAGAIN.
@@ -184,6 +193,15 @@ class SimulatedIO:
     def file_system(self, fd: int) -> str:
         """See IO.file_system."""
         return self.inner.file_system(fd)
+
+    def direct_alignment(self, fd: int) -> tuple[int, int] | None:
+        """See IO.direct_alignment."""
+        return self.inner.direct_alignment(fd)
+
+    def write_in_place(self, fd: int) -> None:
+        """See IO.write_in_place."""
+        self._enter("write_in_place", 0)
+        self.inner.write_in_place(fd)
 
     def fallocate(self, fd: int, offset: int, count: int) -> None:
         """See IO.fallocate."""

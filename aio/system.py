@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import errno
 import os
@@ -10,10 +11,16 @@ from collections.abc import Sequence
 from typing import Protocol
 
 ALIGN_BYTES = 4096
-"""O_DIRECT asks this of addresses, lengths and offsets; no drive in use asks more."""
+"""What O_DIRECT asks of addresses, lengths and offsets where the kernel does not tell."""
 
 MEMORY_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 """File systems without a disk: O_DIRECT means nothing there, though some kernels accept it."""
+
+COPY_ON_WRITE = frozenset({"btrfs", "zfs", "bcachefs", "nilfs2"})
+"""File systems that put every change in a new place, so that reserved space is not used again.
+
+xfs does so only for blocks that two files share (reflink), which a file without a name never has.
+"""
 
 _FILE_SYSTEMS = {
     0x01021994: "tmpfs",
@@ -24,12 +31,22 @@ _FILE_SYSTEMS = {
     0x9123683E: "btrfs",
     0xF2F52010: "f2fs",
     0x2FC12FC1: "zfs",
+    0xCA451A4E: "bcachefs",
+    0x3434: "nilfs2",
     0x794C7630: "overlayfs",
     0x6969: "nfs",
     0x65735546: "fuse",
 }
 
 _STATFS_BYTES = 512  # more than struct statfs on any platform; its first word is the type
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000  # since Linux 6.1
+_STATX_WORDS = 64  # struct statx in words of 4 bytes; word 0 is the mask of what was filled in
+_STATX_DIO_MEM_ALIGN, _STATX_DIO_OFFSET_ALIGN = 38, 39
+
+_FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
+_FS_NOCOW_FL = 0x00800000
 
 
 class IO(Protocol):
@@ -49,6 +66,13 @@ class IO(Protocol):
 
     def file_system(self, fd: int) -> str:
         """The type of the file system under `fd`: `ext4`, `tmpfs`, or its number in hex."""
+
+    def direct_alignment(self, fd: int) -> tuple[int, int] | None:
+        """What O_DIRECT asks of addresses, and of offsets and lengths; (0, 0) where the file has
+        no O_DIRECT, None where the system does not say. Never raises."""
+
+    def write_in_place(self, fd: int) -> None:
+        """Has an empty file overwritten in place on a copy-on-write file system (`chattr +C`)."""
 
     def fallocate(self, fd: int, offset: int, count: int) -> None:
         """Reserves `count` bytes. EOPNOTSUPP where the file system cannot; never emulated."""
@@ -99,6 +123,30 @@ class SystemIO:
             return "unknown"
         kind = buffer[0] & 0xFFFFFFFF
         return _FILE_SYSTEMS.get(kind, hex(kind))
+
+    def direct_alignment(self, fd: int) -> tuple[int, int] | None:
+        """See IO.direct_alignment. From statx, which asks the drive under the file system."""
+        call = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+        if sys.platform != "linux" or call is None:
+            return None
+        found = (ctypes.c_uint32 * _STATX_WORDS)()
+        mask = ctypes.c_uint(_STATX_DIOALIGN)
+        if call(ctypes.c_int(fd), b"", ctypes.c_int(_AT_EMPTY_PATH), mask, found) != 0:
+            return None
+        if not found[0] & _STATX_DIOALIGN:
+            return None
+        return found[_STATX_DIO_MEM_ALIGN], found[_STATX_DIO_OFFSET_ALIGN]
+
+    def write_in_place(self, fd: int) -> None:
+        """See IO.write_in_place."""
+        if sys.platform != "linux":
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        import fcntl
+
+        flags = array.array("l", [0])
+        fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
+        flags[0] |= _FS_NOCOW_FL
+        fcntl.ioctl(fd, _FS_IOC_SETFLAGS, flags)
 
     def fallocate(self, fd: int, offset: int, count: int) -> None:
         """See IO.fallocate.

@@ -186,7 +186,7 @@ class _Attaching:
         """Take the memory and the file, move everything, hook the model."""
         store = None
         if self.plan.file.extents:
-            store = Store(self.config.nvme_path[0], self.plan.file)
+            store = Store(self.config.nvme_path, self.plan.file)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:

@@ -88,7 +88,8 @@ class Config:
     """Tier of the optimizer states (moments, and what the weights lack to fp32)."""
 
     nvme_path: tuple[str, ...] = ()
-    """Directory for the nvme tier; needed when anything lives there."""
+    """Directory for the nvme tier, or several on drives of about one speed, over which it is
+    striped in equal shares; needed when anything lives there."""
 
     device_memory: int | str | None = None
     """Most bytes taken of the compute device's memory, activations aside. Default: half of
@@ -99,7 +100,8 @@ class Config:
     the CPU is the compute device)."""
 
     nvme_space: int | str | None = None
-    """Most bytes taken on nvme_path. Default: nine tenths of what is free."""
+    """Most bytes taken on nvme_path, on all of several together. Default: nine tenths of what
+    is free."""
 
     states: Literal["exact", "compact"] = "exact"
     """Format of the optimizer states. `exact`: fp32 master weights and moments, bit for bit.
@@ -137,11 +139,6 @@ class Config:
                     raise ValueError(f"Config.{name}: {error}") from None
         paths = _paths(self.nvme_path)
         object.__setattr__(self, "nvme_path", paths)
-        if len(paths) > 1:
-            raise ValueError(
-                f"Config.nvme_path={list(paths)}: striping over several drives is not available "
-                "in this version; give one directory, on the fastest drive"
-            )
         object.__setattr__(self, "max_grad_norm", _norm(self.max_grad_norm))
         object.__setattr__(self, "micro_batches", _count(self.micro_batches))
         if not paths and "nvme" in (self.params, self.gradients, self.optimizer):
@@ -187,6 +184,11 @@ def _paths(given: object) -> tuple[str, ...]:
             expected = "the path of a directory, as text or pathlib.Path"
             raise _refused("nvme_path", given, f"{expected}; () for no nvme tier")
         paths.append(path)
+    if len(set(map(os.path.abspath, paths))) < len(paths):
+        raise ValueError(
+            f"Config.nvme_path={paths}: a directory is named twice, and two files on one drive "
+            "are no faster than one; name each drive once"
+        )
     return tuple(paths)
 
 

@@ -97,15 +97,17 @@ def host_free_bytes() -> int:
 
 
 def nvme_free_bytes(paths: tuple[str, ...]) -> int:
-    """Free bytes for an ordinary user on the file system of the first path, 0 without one."""
-    if not paths:
-        return 0
-    stat = _usable(paths[0])
-    return stat.f_bavail * stat.f_frsize
+    """Free bytes for an ordinary user, striped in equal shares over `paths`; 0 without one.
+
+    The fullest drive limits all of them. Paths on one file system share what is free on it.
+    """
+    found = [_usable(path) for path in paths]
+    drives = [drive for _, drive in found]
+    return min((free // drives.count(drive) for free, drive in found), default=0) * len(paths)
 
 
-def _usable(path: str) -> os.statvfs_result:
-    """The file system of a directory where files can be made, or an OSError that says why not."""
+def _usable(path: str) -> tuple[int, int]:
+    """Free bytes and file system of a directory for files, or an OSError that says why not."""
     try:
         stat = os.statvfs(path)
         if not os.path.isdir(path):
@@ -115,6 +117,7 @@ def _usable(path: str) -> os.statvfs_result:
         if not os.access(path, os.W_OK | os.X_OK):
             code = errno.EROFS if stat.f_flag & os.ST_RDONLY else errno.EACCES
             raise OSError(code, os.strerror(code))
+        drive = os.stat(path).st_dev
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, ("the drive failed", "give another directory"))
         raise OSError(
@@ -123,7 +126,7 @@ def _usable(path: str) -> os.statvfs_result:
             f"likely {advice[0]}; {advice[1]}",
             path,
         ) from None
-    return stat
+    return stat.f_bavail * stat.f_frsize, drive
 
 
 _ADVICE = {
@@ -159,11 +162,11 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     """The capacities of this host, each rank taking its share.
 
     Args:
-        paths: candidate directories of the nvme tier; the first counts.
+        paths: directories of the nvme tier.
         device_free_bytes: free memory of the compute device, or None where that is the CPU.
 
     Raises:
-        OSError: the first path is no directory on a disk where this user can write.
+        OSError: a path is no directory on a disk where this user can write.
         ValueError: `LOCAL_WORLD_SIZE` holds no count.
     """
     ranks = ranks_on_host()

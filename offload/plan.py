@@ -253,7 +253,8 @@ def _flag(tier: Tier) -> str:
 
 def _likely_cause(budgets: Mapping[Tier, int], config: Config) -> str:
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
-        return f"likely nothing is free on nvme_path {config.nvme_path[0]} (--nvme-path)"
+        paths = " or ".join(config.nvme_path)
+        return f"likely nothing is free on nvme_path {paths} (--nvme-path)"
     if any(config.bytes_of(field) is not None for field in _FIELDS.values()):
         return "likely the budgets were given for a smaller model"
     return "likely too little is free: each budget is by default a share of that"

@@ -1,4 +1,4 @@
-"""A tier as a file: reads and writes the values of a layout, checks every byte that comes back."""
+"""A tier on drives: reads and writes the values of a layout, checks every byte that comes back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,28 +26,30 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Store:
-    """One scratch file of values, gone with the process. Several may share a directory.
+    """A scratch volume of values, gone with the process. Several may share a directory.
 
     Calls block until the bytes are where they should be, without holding the GIL while they wait
     for the drive. Threads may call at once, as long as no two touch the same chunk and one of
     them writes.
 
     Args:
-        directory: where the file is made.
+        directories: where it is made: one, or several that it is striped over.
         layout: what it holds.
         io: the system's calls, or a simulation of them.
-        threads: transfers that run at once.
+        threads: transfers that run at once on each drive.
+        unit_bytes: bytes on one drive before the next one's turn.
 
     Raises:
-        OSError: the file cannot be made or its space not be had; nothing is left behind.
+        OSError: a file cannot be made or its space not be had; nothing is left behind.
     """
 
     def __init__(
         self,
-        directory: str | os.PathLike[str],
+        directories: aio.Directory | Sequence[aio.Directory],
         layout: FileLayout,
         io: aio.IO | None = None,
         threads: int = 4,
+        unit_bytes: int = aio.UNIT_BYTES,
     ) -> None:
         self.layout = layout
         self._pid = os.getpid()
@@ -56,39 +59,44 @@ class Store:
         size = max([BLOCK_BYTES, *(extent.header_bytes for extent in layout.extents)])
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
-        self._pool = aio.Pool(threads, io)
+        self._volume = aio.create_volume(
+            directories, layout.bytes, partial(aio.Pool, threads, io), unit_bytes=unit_bytes
+        )
         try:
-            self._file = aio.create_scratch(directory, layout.bytes, self._pool)
-            with self._file_or_close():
-                self._put_block(records.pack_file_header(layout), 0)
+            self._put_block(records.pack_file_header(layout), 0)
         except BaseException:
-            self._pool.close()
+            self._volume.close()
             raise
 
     @property
     def path(self) -> str:
-        """The file, for messages; it has no name, so this shows its directory."""
-        return self._file.path
+        """The files, for messages; they have no names, so this shows their directories."""
+        return self._volume.path
+
+    @property
+    def files(self) -> tuple[aio.File, ...]:
+        """The scratch file of each directory that holds a part."""
+        return self._volume.files
 
     @property
     def direct(self) -> bool:
-        """Whether transfers go past the page cache."""
-        return self._file.direct
+        """Whether all transfers go past the page cache."""
+        return self._volume.direct
 
     @property
     def notice(self) -> str | None:
-        """One sentence for a person where the directory is not what it should be, else None."""
-        return self._file.notice
+        """A sentence for a person for each directory that is not as it should be, else None."""
+        return self._volume.notice
 
     @property
     def bytes_read(self) -> int:
         """Bytes read so far, headers included."""
-        return self._file.bytes_read
+        return self._volume.bytes_read
 
     @property
     def bytes_written(self) -> int:
         """Bytes written so far, headers included."""
-        return self._file.bytes_written
+        return self._volume.bytes_written
 
     def read(self, kind: str, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
         """Fills `into` with a chunk as it was last written, or with the whole extent.
@@ -169,19 +177,20 @@ class Store:
         extent = self.layout.extent(kind, unit)
         with self._block_lock:
             block = self._block[: extent.header_bytes]
-            self._file.read_into(block, extent.header_offset).wait()
+            self._volume.read_into(block, extent.header_offset).wait()
             data = block.tobytes()
+        path = self._volume.path_of(extent.header_offset, extent.header_bytes)
         asked = f"read of the header of {kind} of {unit!r} at offset {extent.header_offset}"
         try:
             header = records.unpack_header(data)
         except ValueError as error:
-            raise OSError(errno.EIO, f"{asked} failed: {error}", self.path) from error
+            raise OSError(errno.EIO, f"{asked} failed: {error}", path) from error
         if (header.kind, header.chunks) != (extent.kind, extent.chunks):
             raise OSError(
                 errno.EIO,
                 f"{asked} failed: found a {header.kind} of {len(header.chunks)} chunks that is not "
                 "the one laid out here; likely the drive misplaced a write; use another drive",
-                self.path,
+                path,
             )
         return header
 
@@ -189,8 +198,7 @@ class Store:
         """Waits for work under way, gives the space back. Closing twice is fine, as is a fork."""
         if os.getpid() != self._pid:
             return
-        self._file.close()
-        self._pool.close()
+        self._volume.close()
 
     def __enter__(self) -> Store:
         return self
@@ -198,18 +206,10 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _file_or_close(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._file.close()
-            raise
-
     def _put_block(self, data: bytes, offset: int) -> None:
         block = self._block[: len(data)]
         block[:] = np.frombuffer(data, dtype=np.uint8)
-        self._file.write_from(block, offset).wait()
+        self._volume.write_from(block, offset).wait()
 
     def _span(
         self, extent: Extent, chunk: int | None, tensor: torch.Tensor
@@ -248,7 +248,7 @@ class Store:
 
         On leaving, well or not, none is under way: the memory is the caller's again.
         """
-        call = self._file.write_from if writing else self._file.read_into
+        call = self._volume.write_from if writing else self._volume.read_into
         parts: list[list[tuple[Bytes, aio.Ticket]]] = []
         try:
             for number in numbers:
@@ -263,16 +263,14 @@ class Store:
                     at = stop
             yield parts
         finally:
-            for _, ticket in (part for pieces in parts for part in pieces):
-                if not ticket.done():
-                    aio.wait_any([ticket])
+            aio.wait_all(ticket for pieces in parts for _, ticket in pieces)
 
     def _wait(self, ticket: aio.Ticket, extent: Extent, number: int) -> None:
         try:
             ticket.wait()
         except OSError as error:
             text = f"chunk {number} of {extent.kind} of {extent.unit!r}: {error.strerror}"
-            raise OSError(error.errno, text, self.path) from error
+            raise OSError(error.errno, text, error.filename) from error
 
     def _entry(self, extent: Extent, number: int) -> ChunkEntry:
         with self._lock:
@@ -286,11 +284,12 @@ class Store:
 
     def _mismatch(self, extent: Extent, number: int, expected: int, found: int) -> OSError:
         offset = extent.offset + extent.chunk_offsets[number]
+        size = extent.chunks[number].padded_bytes
         return OSError(
             errno.EIO,
-            f"read of {extent.chunks[number].padded_bytes} bytes at offset {offset}, chunk "
+            f"read of {size} bytes at offset {offset}, chunk "
             f"{number} of {extent.kind} of {extent.unit!r} failed: checksum mismatch (CRC32C "
             f"{found:#010x}, written as {expected:#010x}); likely the drive or the memory changed "
             "bits; look at `dmesg` and the drive's health, and use another drive",
-            self.path,
+            self._volume.path_of(offset, size),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ MIXED = ("nvme", "cpu", "device")
 PLACEMENTS = [RESIDENT, ("nvme", "nvme", "cpu"), MIXED]
 
 
-def config(placement: tuple[str, str, str], directory: Path, **more: Any) -> offload.Config:
+def config(placement: tuple[str, str, str], directory: Any, **more: Any) -> offload.Config:
     params, gradients, optimizer = placement
     return offload.Config(
         params=params,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
-        nvme_path=(str(directory),),
+        nvme_path=directory,
         **{"device_memory": "64MiB", "cpu_memory": "64MiB", **more},
     )
 

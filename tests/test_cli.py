@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import sys
 
@@ -78,7 +79,8 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path):
     assert found.placing.cpu_memory == 2 * 2**30
     assert (found.placing.nvme_path, found.placing.nvme_space) == (("/a",), 4096)
     assert found.placing.max_grad_norm is None
-    assert settings.parse([f"--config={path}", "--nvme-path", "/b"]).placing.nvme_path == ("/b",)
+    again = settings.parse([f"--config={path}", "--nvme-path", "/b", "/c"])
+    assert again.placing.nvme_path == ("/b", "/c")
 
 
 def test_nvme_without_a_path_means_the_working_directory():
@@ -117,7 +119,8 @@ REFUSED_FLAGS = {
     "train --batch 1000000000": "of memory for activations at the least",
     "train --cpu-memory 8apples": "'8apples' is not a size",
     "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
-    "train --nvme-path a b": "--nvme-path ['a', 'b']: striping",
+    "train --nvme-path a b a": "--nvme-path ['a', 'b', 'a']: a directory is named twice",
+    "train --nvme-path . /nowhere": "/nowhere: nvme_path (--nvme-path) cannot be used",
     "train --nvme-path": "--nvme-path: expected the path of a directory",
     "train --nvme-path /nowhere": "/nowhere: nvme_path (--nvme-path) cannot be used",
     "train --nvme-path /dev/null": "likely it is a file",
@@ -149,7 +152,7 @@ REFUSED_FILES = {
     '{"steps": "many"}': "run.json: key 'steps': ",
     '{"steps": 2.5}': "run.json: key 'steps': ",
     '{"batch": 2, "params": "disk"}': "run.json: key 'params': invalid choice 'disk'",
-    '{"nvme_path": ["/a", "/b"]}': "run.json: key 'nvme_path': --nvme-path ['/a', '/b']: striping",
+    '{"nvme_path": ["/a", "/a"]}': "run.json: key 'nvme_path': --nvme-path ['/a', '/a']: a",
     '{"nvme_path": []}': "run.json: key 'nvme_path': ",
     '{"lr": 0}': "run.json: key 'lr': --lr 0.0: expected a positive number",
     '{"steps": {"a": 1}}': "key 'steps' holds",
@@ -296,9 +299,12 @@ def test_where_nothing_moves_a_hint_says_how_it_would(capsys):
 
 def test_the_same_seed_gives_the_same_losses_in_another_tier(capsys, tmp_path):
     losses = []
+    paths = [str(tmp_path / name) for name in "ab"]
+    for path in paths:
+        os.mkdir(path)
     for tier in ("device", "nvme"):
         placed = ["--params", tier, "--gradients", tier, "--optimizer", tier]
-        assert run(*SHORT, "--json", *placed, "--nvme-path", str(tmp_path)) == 0
+        assert run(*SHORT, "--json", *placed, "--nvme-path", *paths) == 0
         records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         losses.append([record.get("loss", record.get("held_out_loss")) for record in records])
     assert losses[0] == losses[1]

@@ -157,7 +157,10 @@ def test_one_path_in_any_form(given: object) -> None:
         ({"nvme_path": "a\0b"}, "Config.nvme_path='a\\x00b': expected the path"),
         ({"nvme_path": {"/a": 1}}, "Config.nvme_path={'/a': 1} (dict): expected the path"),
         ({"params": "nvme"}, "nvme_path is empty"),
-        ({"nvme_path": ("/a", "/b")}, "striping over several drives"),
+        (
+            {"nvme_path": ("/a", "/b", "/b/.")},
+            "nvme_path=['/a', '/b', '/b/.']: a directory is named",
+        ),
     ],
 )
 def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:

@@ -131,7 +131,8 @@ def check_homes(run: Run, placement: Placement) -> None:
     if store is None:
         assert not on_disk
     else:
-        found = os.fstat(store._file.fd)
+        (file,) = store.files
+        found = os.fstat(file.fd)
         assert found.st_size == size
         # All of it is really there; the file system may count its own maps of the file too.
         assert size <= found.st_blocks * 512 <= size + 8 * BLOCK_BYTES
@@ -187,7 +188,7 @@ def corrupt(run: Run, kind: str) -> None:
     """Flip a byte of every value of a kind, in the file."""
     store = run.engine.executor.store
     assert store is not None
-    fd = os.open(f"/proc/self/fd/{store._file.fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
     try:
         for extent in store.layout.extents:
             if extent.kind == kind:

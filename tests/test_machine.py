@@ -145,6 +145,19 @@ def test_free_space_of_a_drive(tmp_path: Path) -> None:
     assert nvme_free_bytes(()) == 0
 
 
+def test_free_space_of_several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal shares: the fullest drive limits all, and paths on one drive share what it has."""
+    for free, drives, expected in (
+        ((700, 100, 900), (1, 2, 3), 300),
+        ((700, 100, 700), (1, 2, 1), 300),
+        ((700, 400, 700), (1, 2, 1), 1050),
+        ((100, 100, 100), (1, 1, 1), 99),
+    ):
+        found = dict(zip("abc", zip(free, drives)))
+        monkeypatch.setattr("offload.machine._usable", found.__getitem__)
+        assert nvme_free_bytes(("a", "b", "c")) == expected
+
+
 def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "closed").mkdir(mode=0o500)

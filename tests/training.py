@@ -171,7 +171,7 @@ def config_of(placement: tuple[str, str, str], directory: Any, **config: Any) ->
         params=params,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
         optimizer=states,  # type: ignore[arg-type]
-        nvme_path=(str(directory),),
+        nvme_path=directory,
         **{**budgets, **config},
     )
 

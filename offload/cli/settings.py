@@ -34,8 +34,8 @@ class Placing(Config):
     """The engine's own settings; every field of `offload.Config` is a flag."""
 
     nvme_path: Annotated[tuple[str, ...], NoText] = ()
-    """Directory for the nvme tier, on a local drive. Default: the working directory, where nvme
-    is asked for by name."""
+    """Directory for the nvme tier, on a local drive, or several on drives of about one speed, over
+    which it is striped. Default: the working directory, where nvme is asked for by name."""
 
     micro_batches: int | None = 1
     """Micro-batches in a step."""
@@ -249,7 +249,6 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
                 raise ValueError("expected the path of a directory, found none")
             return tuple(texts)
 
-        # Several parse too, so that the config can say why they are refused.
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs="*",
             metavar="PATH",

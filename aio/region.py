@@ -1,0 +1,128 @@
+"""What a file and a volume share: bytes, and all that can be wrong with a transfer of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from aio.ticket import Ticket
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self
+
+Memory: TypeAlias = Union["Buffer", npt.NDArray[Any]]
+"""What transfers read and write: any object with the buffer protocol."""
+
+
+class Region(ABC):
+    """Bytes on one drive or several. Transfers may be asked for by several threads at once.
+
+    Attributes:
+        path: for messages.
+        bytes: its size.
+        direct: whether O_DIRECT is on, so that the page cache is left alone.
+        notice: a sentence for a person for each thing that is not as it should be, else None.
+        memory_align_bytes, offset_align_bytes: what addresses of buffers, and offsets and lengths
+            of transfers, must be multiples of; 1 where transfers are buffered.
+        closed: whether `close` was called.
+    """
+
+    path: str
+    bytes: int
+    direct: bool
+    notice: str | None
+    memory_align_bytes: int
+    offset_align_bytes: int
+    closed: bool
+
+    def read_into(self, buffer: Memory, offset: int) -> Ticket:
+        """Starts to fill all of `buffer` from `offset` bytes into the region.
+
+        Args:
+            buffer: C-contiguous writable memory (memoryview, NumPy array, mmap). It belongs to
+                the transfer until the ticket is done.
+            offset: bytes from the start.
+
+        Raises:
+            ValueError: the buffer cannot be used, is not aligned, or reaches past the end, or
+                the region is closed.
+            RuntimeError: called in a forked child.
+        """
+        return self._start(False, self._check(buffer, offset, False), offset)
+
+    def write_from(self, buffer: Memory, offset: int) -> Ticket:
+        """Starts to write all of `buffer` at `offset` bytes into the region.
+
+        Args and Raises are those of `read_into`; the buffer may be read-only.
+        """
+        return self._start(True, self._check(buffer, offset, True), offset)
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Returns when everything written by finished transfers is durable."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for transfers under way, then closes. Closing twice is fine.
+
+        In a forked child it does nothing: see [Note: What a forked child may touch] in pool.py.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def _start(self, writing: bool, view: memoryview, offset: int) -> Ticket:
+        """Starts a transfer that was checked."""
+
+    @abstractmethod
+    def _check_process(self) -> None:
+        """Raises RuntimeError in a forked child."""
+
+    def _check_open(self, asked: str) -> None:
+        self._check_process()
+        if self.closed:
+            raise ValueError(f"{asked} of {self.path}: the file is closed; open a new one")
+
+    def _check(self, buffer: Memory, offset: int, writing: bool) -> memoryview:
+        """The bytes of `buffer`, once everything that can be wrong about them is ruled out."""
+        view = memoryview(cast("Buffer", buffer))
+        verb = "write" if writing else "read"
+        asked = f"{verb} of {view.nbytes} bytes at offset {offset}"
+        self._check_open(asked)
+        if not view.c_contiguous:
+            raise ValueError(
+                f"{asked} of {self.path}: the buffer is not C-contiguous, so that it is not one "
+                "stretch of memory; pass a contiguous copy"
+            )
+        if view.readonly and not writing:
+            raise ValueError(
+                f"{asked} of {self.path}: the buffer is read-only; pass a bytearray, mmap or array"
+            )
+        if offset < 0 or offset + view.nbytes > self.bytes:
+            raise ValueError(
+                f"{asked} of {self.path}: outside of its {self.bytes} bytes; the size it was "
+                "created with is too small, or the offset wrong"
+            )
+        if view.nbytes == 0:
+            return memoryview(b"")
+        array = np.frombuffer(view, dtype=np.uint8)
+        self._check_aligned(asked, int(array.ctypes.data), view.nbytes, offset)
+        return array.data
+
+    def _check_aligned(self, asked: str, address: int, length: int, offset: int) -> None:
+        memory, block = self.memory_align_bytes, self.offset_align_bytes
+        found = (("address", address, memory), ("length", length, block), ("offset", offset, block))
+        wrong = [f"{name} {number}" for name, number, unit in found if number % unit]
+        if wrong:
+            units = f"{block}" if memory == block else f"{memory} (addresses) or {block} (the rest)"
+            raise ValueError(
+                f"{asked} of {self.path}: {' and '.join(wrong)} not a multiple of {units}, which "
+                "O_DIRECT needs; use memory from mmap and whole blocks"
+            )

@@ -1,0 +1,316 @@
+"""One stretch of bytes over several drives, striped in proportion to their speeds.
+
+[Note: Stripes]
+The volume is cut into units. A pattern, a few dozen drive numbers long, says which drive holds
+which unit, and repeats: each drive appears in it in proportion to its weight, as evenly spread as
+can be. A drive holds its units in order and without gaps, so neighbours in the volume that lie on
+one drive are neighbours there, and go in one transfer. On a single drive that is every transfer:
+it passes through as it is.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from aio.errors import os_error
+from aio.file import Backend, File
+from aio.joint import JointTicket, wait_all
+from aio.region import Region
+from aio.scratch import create_scratch
+from aio.system import ALIGN_BYTES
+from aio.ticket import Ticket
+
+UNIT_BYTES = 1 << 20
+"""Bytes on one drive before the next one's turn, by default."""
+
+PATTERN_UNITS_MAX = 64
+"""A drive that would have less than one unit in so many is refused: it only slows the others."""
+
+_NEARLY = 1.01  # a longer pattern must gain more than this
+_FILL_BYTES = 4 << 20
+_FILLS_AT_ONCE = 16
+
+Directory = str | os.PathLike[str]
+
+
+class Run(NamedTuple):
+    """Bytes [start, stop) of a transfer, which lie from `offset` on in the file of `drive`."""
+
+    drive: int
+    offset: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stripes:
+    """Where the bytes of a volume lie ([Note: Stripes]).
+
+    `pattern` has the drive of each unit, `unit_bytes` each, and repeats.
+    """
+
+    unit_bytes: int
+    pattern: tuple[int, ...]
+    _before: tuple[int, ...] = field(init=False, repr=False)
+    """By unit of the pattern, the units before it on the same drive."""
+
+    def __post_init__(self) -> None:
+        before = tuple(self.pattern[:at].count(drive) for at, drive in enumerate(self.pattern))
+        object.__setattr__(self, "_before", before)
+
+    def runs(self, offset: int, length: int) -> Iterator[Run]:
+        """The stretches of `length` bytes from `offset` on, in order, as long as can be."""
+        run: Run | None = None
+        at = offset
+        while at < offset + length:
+            unit, within = divmod(at, self.unit_bytes)
+            stop = min(offset + length, at - within + self.unit_bytes)
+            turn, place = divmod(unit, len(self.pattern))
+            drive = self.pattern[place]
+            if run and run.drive == drive:
+                run = run._replace(stop=stop - offset)
+            else:
+                if run is not None:
+                    yield run
+                units = turn * self.pattern.count(drive) + self._before[place]
+                run = Run(drive, units * self.unit_bytes + within, at - offset, stop - offset)
+            at = stop
+        if run is not None:
+            yield run
+
+    def bytes_on(self, drive: int, bytes: int) -> int:
+        """How many of the first `bytes` of the volume lie on `drive`."""
+        turns, rest = divmod(bytes, len(self.pattern) * self.unit_bytes)
+        whole = turns * self.pattern.count(drive) * self.unit_bytes
+        return whole + sum(r.stop - r.start for r in self.runs(0, rest) if r.drive == drive)
+
+
+def stripes(weights: Sequence[float], unit_bytes: int = UNIT_BYTES) -> Stripes:
+    """Stripes in proportion to `weights` (speeds of the drives, in any unit).
+
+    The pattern is the shortest with which the slowest drive ends within a hundredth of the best.
+
+    Raises:
+        ValueError: a weight is not positive and finite, or too small against the others; a unit
+            is not a positive multiple of 4096.
+    """
+    if unit_bytes <= 0 or unit_bytes % ALIGN_BYTES:
+        raise ValueError(
+            f"unit_bytes={unit_bytes}: expected a positive multiple of {ALIGN_BYTES}, as O_DIRECT "
+            f"asks; try {UNIT_BYTES}"
+        )
+    if not weights or not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(
+            f"weights={list(weights)}: expected a positive finite number for each drive; "
+            "likely a measurement failed; leave the weights out for equal shares"
+        )
+    least = min(weights)
+    if least * PATTERN_UNITS_MAX < sum(weights):
+        raise ValueError(
+            f"weights={list(weights)}: drive {weights.index(least)} would hold less than one unit "
+            f"in {PATTERN_UNITS_MAX} and only slow the others down; leave it out"
+        )
+    choices = [_spread(weights, n) for n in range(len(weights), PATTERN_UNITS_MAX + 1)]
+    best = min(_seconds(weights, choice) for choice in choices)
+    pattern = next(p for p in choices if _seconds(weights, p) <= best * _NEARLY)
+    return Stripes(unit_bytes, pattern)
+
+
+def _spread(weights: Sequence[float], units: int) -> tuple[int, ...]:
+    """`units` drive numbers: each unit goes to the drive that would be through with it first."""
+    given = [0] * len(weights)
+    pattern = []
+    for _ in range(units):
+        drive = min(range(len(weights)), key=lambda d: ((given[d] + 1) / weights[d], d))
+        given[drive] += 1
+        pattern.append(drive)
+    return tuple(pattern)
+
+
+def _seconds(weights: Sequence[float], pattern: tuple[int, ...]) -> float:
+    """Time per unit where all drives work at once; without end where one has nothing to do."""
+    counts = [pattern.count(drive) for drive in range(len(weights))]
+    slowest = max(count / weight for count, weight in zip(counts, weights))
+    return slowest / len(pattern) if all(counts) else math.inf
+
+
+class Volume(Region):
+    """A file of fixed size over several drives; made by `create_volume`. See Region.
+
+    Attributes:
+        files: the scratch file of each drive that holds a part.
+        stripes: where the bytes lie.
+        path: of all files; `path_of` tells for a stretch.
+    """
+
+    def __init__(self, files: Sequence[File], stripes: Stripes, owned: ExitStack) -> None:
+        """`owned` closes files and backends; the volume takes it over."""
+        self.files = tuple(files)
+        self.stripes = stripes
+        self.bytes = sum(file.bytes for file in files)
+        self.path = _listed(file.path for file in files)
+        self.direct = all(file.direct for file in files)
+        self.notice = " ".join(file.notice for file in files if file.notice) or None
+        self.memory_align_bytes = max(file.memory_align_bytes for file in files)
+        self.offset_align_bytes = max(file.offset_align_bytes for file in files)
+        self.closed = False
+        self._pid = os.getpid()
+        self._owned = owned
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far."""
+        return sum(file.bytes_read for file in self.files)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written so far."""
+        return sum(file.bytes_written for file in self.files)
+
+    @property
+    def operations(self) -> int:
+        """System calls so far."""
+        return sum(file.operations for file in self.files)
+
+    def path_of(self, offset: int, length: int) -> str:
+        """The files that hold `length` bytes from `offset` on, for messages."""
+        drives = {run.drive for run in self.stripes.runs(offset, length)}
+        return _listed(self.files[drive].path for drive in sorted(drives))
+
+    def fill(self) -> None:
+        """Writes zeros over all of it, through the backends: later writes are all overwrites.
+
+        Raises:
+            OSError: a write failed; none is under way then.
+        """
+        under_way: deque[Ticket] = deque()
+        zeros = memoryview(mmap.mmap(-1, _FILL_BYTES))
+        try:
+            for at in range(0, self.bytes, _FILL_BYTES):
+                if len(under_way) == _FILLS_AT_ONCE:
+                    under_way.popleft().wait()
+                under_way.append(self.write_from(zeros[: self.bytes - at], at))
+            for ticket in under_way:
+                ticket.wait()
+        finally:
+            wait_all(under_way)
+
+    def sync(self) -> None:
+        """See Region.sync. Drive after drive."""
+        self._check_open("sync")
+        for file in self.files:
+            file.sync()
+
+    def close(self) -> None:
+        """See Region.close. The backends are closed too; every drive is, if one fails."""
+        if os.getpid() != self._pid:
+            return
+        self.closed = True
+        self._owned.close()
+
+    def _start(self, writing: bool, view: memoryview, offset: int) -> Ticket:
+        parts: list[Ticket] = []
+        try:
+            for drive, at, start, stop in self.stripes.runs(offset, view.nbytes):
+                parts.append(self.files[drive]._start(writing, view[start:stop], at))
+        except BaseException:
+            wait_all(parts)  # the buffer is about to be the caller's again
+            raise
+        if len(parts) == 1:
+            return parts[0]
+        verb = "write" if writing else "read"
+        what = f"{verb} of {view.nbytes} bytes at offset {offset} of {self.path}"
+        return JointTicket(what, parts)
+
+    def _check_process(self) -> None:
+        self.files[0]._check_process()
+
+
+def create_volume(
+    directories: Directory | Sequence[Directory],
+    bytes: int,
+    open_backend: Callable[[], Backend],
+    *,
+    weights: Sequence[float] | None = None,
+    unit_bytes: int = UNIT_BYTES,
+    fill: bool = False,
+) -> Volume:
+    """A new unnamed volume of `bytes` (rounded up to 4096), all of them reserved on their drives.
+
+    Each directory gets one scratch file (see `create_scratch`) and one backend, both closed with
+    the volume. A directory whose turn does not come, the volume being that small, gets none.
+
+    Args:
+        directories: one, or several on different drives.
+        bytes: size of the volume, positive.
+        open_backend: makes a backend; called once per file, in the order of the directories.
+        weights: by directory, its share, best its measured speed; by default all are equal.
+        unit_bytes: bytes on one drive before the next one's turn.
+        fill: whether to write zeros over all of it at once ([Note: First writes]).
+
+    Raises:
+        OSError: as of `create_scratch`, with the path of the directory in question. Nothing is
+            left behind in any.
+        ValueError: `bytes` is not positive, no directory is given, or the weights or the unit
+            are not as `stripes` asks.
+
+    [Note: First writes]
+    A write into space that was only reserved runs at half to three quarters of the speed of an
+    overwrite. Filling moves that to the beginning and adds a whole write: it pays for who measures,
+    or must not be slow the first time. Who writes everything once anyway, as the engine does when
+    it moves a model in, fills by that, in less time than filling and writing take.
+    """
+    single = isinstance(directories, (str, os.PathLike))
+    folders: list[Directory] = [directories] if single else list(directories)  # type: ignore
+    if bytes <= 0:
+        raise ValueError(f"volume of {bytes} bytes: the size must be positive")
+    if not folders or (weights is not None and len(weights) != len(folders)):
+        raise ValueError(
+            f"volume over {len(folders)} directories with "
+            f"{'no' if weights is None else len(weights)} weights: expected at least one directory "
+            "and no weights or as many"
+        )
+    shares = [1.0] * len(folders) if weights is None else list(weights)
+    size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
+    layout = stripes(shares, unit_bytes)
+    used = [drive for drive in range(len(folders)) if layout.bytes_on(drive, size)]
+    layout = stripes([shares[drive] for drive in used], unit_bytes)
+    with ExitStack() as opened:
+        backends = []
+        for drive, one in enumerate(used):
+            backends.append(open_backend())
+            opened.callback(backends[-1].close)
+            _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
+        files = []
+        for drive, one in enumerate(used):
+            count = layout.bytes_on(drive, size)
+            files.append(create_scratch(folders[one], count, backends[drive]))
+            opened.callback(files[-1].close)
+        volume = Volume(files, layout, opened.pop_all())
+    if fill:
+        try:
+            volume.fill()
+        except BaseException:
+            volume.close()
+            raise
+    return volume
+
+
+def _check_room(backend: Backend, folder: Directory, share: int) -> None:
+    """Refuses a full drive before the space of another is taken."""
+    path = os.path.abspath(os.fspath(folder))
+    free = backend.io.free_bytes(path)
+    if free is not None and share > free:
+        raise os_error(errno.ENOSPC, f"scratch file of {share} bytes", path, free=free)
+
+
+def _listed(paths: Iterable[str]) -> str:
+    return " and ".join(paths)

@@ -1,0 +1,190 @@
+"""Training over several directories: the same bits, the budget over all, the drive that failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import aio
+import offload
+from offload.machine import Machine
+from offload.records import BLOCK_BYTES, ChunkSpec, FileLayout, ValueSpec, lay_out_file
+from offload.store import Store
+from tests.faults import aligned_tensor, failure_of, nothing_leaks
+from tests.small import adamw, config, small
+from tests.training import assert_same, attached, plain, result_of, train
+
+ATTACH = sys.modules["offload.attach"]
+EVERYTHING = ("nvme", "nvme", "nvme")
+
+LAYOUT = lay_out_file(
+    [
+        ValueSpec("weight", "a", (ChunkSpec(40 << 10, ()), ChunkSpec(12 << 10, ()))),
+        ValueSpec("state", "a", (ChunkSpec(70_000, ()), ChunkSpec(5000, ()))),
+    ]
+)
+
+
+def folders(directory: Path, names: str = "abc") -> tuple[str, ...]:
+    made = tuple(str(directory / name) for name in names)
+    for one in made:
+        os.mkdir(one)
+    return made
+
+
+@pytest.mark.parametrize("placement", [EVERYTHING, ("nvme", "cpu", "nvme")], ids="-".join)
+def test_the_same_bits_over_several_drives(
+    placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = train(placement, tmp_path)
+    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
+    paths = folders(tmp_path)
+    with attached(placement, paths) as run:
+        torch.manual_seed(2)
+        for number in range(3):
+            plain(run, number)
+        assert_same(alone, result_of(run))
+        store = run.engine.executor.store
+        assert store is not None
+        sizes = [os.fstat(file.fd).st_size for file in store.files]
+        assert len(sizes) == 3
+        assert max(sizes) - min(sizes) <= 3 * BLOCK_BYTES
+        assert sum(sizes) == run.engine.plan.arena_bytes("nvme")  # what the budget was held to
+        assert all(path in store.path for path in paths)
+    assert [os.listdir(path) for path in paths] == [[], [], []]
+
+
+def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What just fits on one drive just fits on three; a block less is refused for both."""
+    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    paths, free = folders(tmp_path), 1 << 30
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
+    with attached(EVERYTHING, tmp_path) as run:
+        need = run.engine.plan.arena_bytes("nvme")
+    with attached(EVERYTHING, paths, nvme_space=need) as run:
+        store = run.engine.executor.store
+        assert store is not None
+        assert sum(file.bytes for file in store.files) == need
+    model = small()
+    asked = config(EVERYTHING, tmp_path, nvme_space="4KiB")
+    with pytest.raises(offload.BudgetError, match="--nvme-space"):
+        offload.attach(model, adamw(model), asked, machine=machine)
+
+
+@pytest.mark.parametrize("full", range(3))
+def test_a_full_drive_among_others_is_named_and_leaves_nothing(
+    full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = folders(tmp_path)
+    made: list[aio.SimulatedIO] = []
+
+    class Pool(aio.Pool):
+        def __init__(self, threads: int, io: Any) -> None:
+            room = BLOCK_BYTES if len(made) == full else None
+            made.append(aio.SimulatedIO(0, aio.MemoryIO(room)))
+            super().__init__(threads, made[-1])
+
+    monkeypatch.setattr("aio.Pool", Pool)
+    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    with nothing_leaks():
+        model = small()
+        with pytest.raises(OSError, match=re.escape(paths[full])) as caught:
+            offload.attach(model, adamw(model), config(EVERYTHING, paths))
+        assert caught.value.errno == errno.ENOSPC
+    assert all(io.inner.files == {} for io in made)  # type: ignore[attr-defined]
+
+
+def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing")
+    model = small()
+    with pytest.raises(FileNotFoundError, match=re.escape(missing)):
+        offload.attach(model, adamw(model), config(EVERYTHING, (str(tmp_path), missing)))
+
+
+# -- the store ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 9), st.data())
+def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=6))
+    layout = lay_out_file([ValueSpec("state", "u", tuple(ChunkSpec(n, ()) for n in sizes))])
+    extent = layout.extent("state", "u")
+    with over(drives, layout, aio.SimulatedIO(0, short_rate=0.3), unit * BLOCK_BYTES) as store:
+        whole, back = aligned_tensor(extent.bytes, 1), aligned_tensor(extent.bytes)
+        store.write("state", "u", whole, 0)
+        number = data.draw(st.integers(0, len(sizes) - 1))
+        part = aligned_tensor(extent.chunks[number].padded_bytes, 2)
+        store.write("state", "u", part, 1, chunk=number)
+        at = extent.chunk_offsets[number]
+        whole[at : at + len(part)] = part
+        store.write_header("state", "u")
+        store.read("state", "u", back)
+        assert torch.equal(whole, back)
+        steps = [entry.step for entry in store.read_header("state", "u").entries]
+        assert steps == [int(n == number) for n in range(len(sizes))]
+
+
+def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
+    names = [f"/drive{n}" for n in range(drives)]
+    return Store(names, layout, io, threads=1, unit_bytes=unit_bytes)
+
+
+def run_all(store: Store) -> None:
+    for step in (1, 2):
+        for extent in LAYOUT.extents:
+            data, back = aligned_tensor(extent.bytes, step), aligned_tensor(extent.bytes)
+            store.write(extent.kind, extent.unit, data, step)
+            store.write_header(extent.kind, extent.unit)
+            store.read(extent.kind, extent.unit, back)
+            assert torch.equal(data, back)
+
+
+def test_every_call_can_fail_on_several_drives() -> None:
+    number, calls = 0, 1
+    while number < calls:
+        number += 1
+        io = aio.SimulatedIO(number, errors={number: errno.EIO})
+        error = None
+        try:
+            with nothing_leaks(), over(3, LAYOUT, io) as store:
+                error = failure_of(lambda store=store: run_all(store))  # type: ignore[misc]
+                calls = len(io.calls) if error is None else calls + 1
+                run_all(store)
+        except OSError as refused:
+            error, calls = refused, calls + 1
+        assert io.inner.files == {}  # type: ignore[attr-defined]
+        if error is not None:
+            assert error.errno == errno.EIO
+            assert "failed: " in error.strerror
+            assert re.fullmatch(r"/drive[012](/[^/]*)?", error.filename)
+    assert number > 100
+
+
+def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
+    io = aio.MemoryIO()
+    with over(3, LAYOUT, io) as store:
+        extent = LAYOUT.extent("weight", "a")
+        data = aligned_tensor(extent.bytes, 1)
+        store.write("weight", "a", data, 1)
+        at = extent.offset + extent.chunk_offsets[1]
+        assert extent.chunks[1].padded_bytes == 3 * BLOCK_BYTES
+        file = store.files[at // BLOCK_BYTES % 3]
+        io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
+        with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:
+            store.read("weight", "a", data)
+        assert caught.value.filename == store.path
+    with over(3, LAYOUT, io, unit_bytes=1 << 20) as store:
+        assert len(store.files) == 1
+        assert np.all([file.path.startswith("/drive0") for file in store.files])
