@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Union, cast
 import numpy as np
 import numpy.typing as npt
 
+from aio.counters import Counters
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
 
@@ -20,8 +21,9 @@ Memory: TypeAlias = Union["Buffer", npt.NDArray[Any]]
 
 
 class Backend(Protocol):
-    """What moves the bytes: aio.Pool, or anything else with these methods."""
+    """What moves the bytes: see `aio.open_backend`."""
 
+    name: str
     io: IO
 
     def submit(self, file: File, writing: bool, view: memoryview, offset: int) -> Ticket:
@@ -35,6 +37,12 @@ class Backend(Protocol):
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child."""
+
+    def counters(self) -> Counters:
+        """Totals so far, of all files."""
+
+    def close(self) -> None:
+        """Finishes what is under way, then ends. Closing twice is fine."""
 
 
 class File:
