@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "faults.h"
-#include "signal.h"
+#include "futex.h"
 
 namespace aio {
 

@@ -13,7 +13,7 @@
 
 #include "io_uring_abi.h"
 #include "queue.h"
-#include "signal.h"
+#include "futex.h"
 
 namespace aio {
 

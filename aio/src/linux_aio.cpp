@@ -9,7 +9,7 @@
 #include <system_error>
 
 #include "queue.h"
-#include "signal.h"
+#include "futex.h"
 
 namespace aio {
 

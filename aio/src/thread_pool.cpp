@@ -12,7 +12,7 @@
 #include <thread>
 
 #include "queue.h"
-#include "signal.h"
+#include "futex.h"
 
 namespace aio {
 
