@@ -3,15 +3,16 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
 
-.PHONY: help train test test-slow check clean
+.PHONY: help train test test-slow check sanitize clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
 	@echo "make test       the fast tests (under two minutes)"
 	@echo "make test-slow  the slow tests too"
 	@echo "make check      ruff, mypy, sizes and layering"
+	@echo "make sanitize   the native file layer under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make clean      remove the virtual environment and caches"
 
 train: $(READY)
@@ -28,6 +29,17 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_tidy.py
+
+# Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
+ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
+sanitize:
+	@mkdir -p build
+	@for kind in address,undefined thread; do \
+		echo "== $$kind" && \
+		$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers -fsanitize=$$kind \
+			-fno-sanitize-recover=all -Iaio/src $(ENGINE) -pthread -o build/engine_test && \
+		setarch -R build/engine_test build || exit 1; \
+	done
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2

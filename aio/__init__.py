@@ -1,15 +1,19 @@
-"""Files to memory and back: asynchronous O_DIRECT transfers over preadv and pwritev.
+"""Files to memory and back: asynchronous O_DIRECT transfers by io_uring, Linux AIO or threads.
 
-    with aio.Pool(threads=4) as pool, aio.create_scratch("/mnt/nvme", 1 << 30, pool) as file:
-        file.write_from(buffer, offset=0).wait()
-        file.read_into(buffer, offset=0).wait()
+    with contextlib.closing(aio.open_backend()) as backend:
+        with aio.create_scratch("/mnt/nvme", 1 << 30, backend) as file:
+            file.write_from(buffer, offset=0).wait()
+            file.read_into(buffer, offset=0).wait()
 
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, ticket,
-pool (worker threads), region (alignment, bounds), file, scratch (files that leave nothing behind),
-joint (tickets of several transfers), volume (one stretch of bytes over several drives).
+counters, pool (threads of Python), native (the compiled engine), libaio (a package's), region
+(bounds, alignment), file, backends (which of them serves), scratch (files that leave nothing
+behind), joint (tickets of several transfers), volume (one stretch of bytes over several drives).
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 
+from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
+from aio.counters import Counters
 from aio.file import Backend, File
 from aio.joint import JointTicket, wait_all, wait_any
 from aio.pool import Pool
@@ -23,22 +27,27 @@ from aio.volume import UNIT_BYTES, Directory, Stripes, Volume, create_volume, st
 __all__ = [
     "ALIGN_BYTES",
     "Backend",
+    "BACKEND_NAMES",
+    "Counters",
+    "create_scratch",
+    "create_volume",
     "Directory",
     "File",
     "IO",
     "JointTicket",
     "MemoryIO",
+    "open_backend",
     "Pool",
+    "Probe",
+    "probe",
     "Region",
     "SimulatedIO",
     "Stripes",
+    "stripes",
     "SystemIO",
     "Ticket",
     "UNIT_BYTES",
     "Volume",
-    "create_scratch",
-    "create_volume",
-    "stripes",
     "wait_all",
     "wait_any",
 ]

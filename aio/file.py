@@ -7,6 +7,7 @@ import os
 import weakref
 from typing import Protocol
 
+from aio.counters import Counters
 from aio.errors import os_error
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
@@ -14,8 +15,9 @@ from aio.ticket import Ticket
 
 
 class Backend(Protocol):
-    """What moves the bytes: aio.Pool, or anything else with these methods."""
+    """What moves the bytes: see `aio.open_backend`."""
 
+    name: str
     io: IO
 
     def submit(self, file: File, writing: bool, view: memoryview, offset: int) -> Ticket:
@@ -30,8 +32,11 @@ class Backend(Protocol):
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child."""
 
+    def counters(self) -> Counters:
+        """Totals so far, of all files."""
+
     def close(self) -> None:
-        """Finishes what is queued and ends its threads. Closing twice is fine, as is a fork."""
+        """Finishes what is queued, then ends. Closing twice is fine, as is a fork."""
 
 
 class File(Region):

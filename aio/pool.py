@@ -22,8 +22,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from aio.counters import LATENCIES, Counters, latency_bucket
 from aio.errors import os_error
 from aio.system import ALIGN_BYTES, IO, SystemIO
 from aio.ticket import Ticket
@@ -40,8 +41,25 @@ RETRIES_MAX = 64
 RETRY_DELAY_S = 0.001
 
 
-class _Request:
-    """One transfer on its way: which bytes are given out to threads, and what is still running."""
+def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
+    """Raises ValueError where a backend cannot have these."""
+    if piece_bytes % ALIGN_BYTES or not 0 < piece_bytes <= PIECE_BYTES_MAX:
+        raise ValueError(
+            f"piece_bytes={piece_bytes}: expected a multiple of {ALIGN_BYTES} up to "
+            f"{PIECE_BYTES_MAX}, as O_DIRECT and preadv ask; try {4 << 20}"
+        )
+    if inflight_bytes_max < piece_bytes:
+        raise ValueError(
+            f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
+            "bytes, so that nothing could ever start; raise it"
+        )
+
+
+class Request:
+    """One transfer on its way: which bytes are given out to threads, and what is still running.
+
+    `view` goes when it is over: nothing holds the buffer then.
+    """
 
     __slots__ = ("failure", "failure_offset", "file", "given", "offset", "running", "ticket",
                  "view", "writing")  # fmt: skip
@@ -67,14 +85,20 @@ class _State:
         self.piece_bytes = piece_bytes
         self.inflight_bytes_max = inflight_bytes_max
         self.changed = threading.Condition()
-        self.queue: deque[_Request] = deque()
+        self.queue: deque[Request] = deque()
         self.inflight_bytes = 0
         self.closing = False
         self.pid = os.getpid()
+        self.bytes = {False: 0, True: 0}  # by whether they were written
+        self.operations = self.retries = self.running = self.depth_max = 0
+        self.latencies = [0] * LATENCIES
+        self.cpu_seconds: dict[int, float] = {}  # by thread
 
 
 class Pool:
-    """Worker threads for any number of files. Threads are named, daemonic, joined by `close`.
+    """Worker threads for any number of files: the backend `python`, and the only one over `IO`.
+
+    Threads are named, daemonic, joined by `close`.
 
     Args:
         threads: transfers that run at once.
@@ -86,6 +110,8 @@ class Pool:
         ValueError: an argument is out of its range.
     """
 
+    name = "python"
+
     def __init__(
         self,
         threads: int = 4,
@@ -96,16 +122,7 @@ class Pool:
     ) -> None:
         if threads < 1:
             raise ValueError(f"threads={threads}: a pool needs at least one; try 4")
-        if piece_bytes % ALIGN_BYTES or not 0 < piece_bytes <= PIECE_BYTES_MAX:
-            raise ValueError(
-                f"piece_bytes={piece_bytes}: expected a multiple of {ALIGN_BYTES} up to "
-                f"{PIECE_BYTES_MAX}, as O_DIRECT and preadv ask; try {4 << 20}"
-            )
-        if inflight_bytes_max < piece_bytes:
-            raise ValueError(
-                f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
-                "bytes, so that nothing could ever start; raise it"
-            )
+        check_limits(piece_bytes, inflight_bytes_max)
         self.io: IO = SystemIO() if io is None else io
         self._state = _State(self.io, piece_bytes, inflight_bytes_max)
         self._threads = [
@@ -115,7 +132,7 @@ class Pool:
         weakref.finalize(self, _tell_to_end, self._state).atexit = False
         for thread in self._threads:
             thread.start()
-        _POOLS.add(self)
+        close_at_exit(self)
 
     def submit(self, file: File, writing: bool, view: memoryview, offset: int) -> Ticket:
         """Queues a transfer of the bytes of `view`; File has checked bounds and alignment.
@@ -126,7 +143,7 @@ class Pool:
         """
         self.check_process()
         state = self._state
-        request = _Request(file, writing, view, offset)
+        request = Request(file, writing, view, offset)
         if view.nbytes == 0:
             request.ticket.finish()
             return request.ticket
@@ -145,6 +162,20 @@ class Pool:
         with self._state.changed:
             while file.pending:
                 self._state.changed.wait()
+
+    def counters(self) -> Counters:
+        """Totals so far."""
+        state = self._state
+        with state.changed:
+            return Counters(
+                state.bytes[False],
+                state.bytes[True],
+                state.operations,
+                state.retries,
+                state.depth_max,
+                tuple(state.latencies),
+                sum(state.cpu_seconds.values()),
+            )
 
     def check_process(self) -> None:
         """Raises RuntimeError in a forked child ([Note: What a forked child may touch])."""
@@ -170,13 +201,25 @@ class Pool:
         self.close()
 
 
-_POOLS: weakref.WeakSet[Pool] = weakref.WeakSet()
+class Closable(Protocol):
+    """A backend, as far as the exit of the interpreter is concerned."""
+
+    def close(self) -> None:
+        """Finishes what is queued, then ends and joins the threads."""
+
+
+_BACKENDS: weakref.WeakSet[Closable] = weakref.WeakSet()
+
+
+def close_at_exit(backend: Closable) -> None:
+    """For backends with threads of Python: closes this one when the interpreter ends."""
+    _BACKENDS.add(backend)
 
 
 @atexit.register
-def _close_pools() -> None:
-    for pool in list(_POOLS):
-        pool.close()
+def _close_all() -> None:
+    for backend in list(_BACKENDS):
+        backend.close()
 
 
 def _tell_to_end(state: _State) -> None:
@@ -210,11 +253,15 @@ def _work_once(state: _State) -> bool:
         state.inflight_bytes += stop - start
         if stop == request.view.nbytes:
             state.queue.popleft()
+        state.running += 1
+        state.depth_max = max(state.depth_max, state.running)
+    began = time.monotonic()
     moved, calls, failure = _transfer(state.io, request, start, stop)
+    took = time.monotonic() - began
     with state.changed:
         state.inflight_bytes -= stop - start
         request.running -= 1
-        _count(request, moved, calls)
+        _count(state, request, moved, calls, took)
         if failure is not None:
             if request.failure is None or start < request.failure_offset:
                 request.failure, request.failure_offset = failure, start
@@ -229,12 +276,18 @@ def _work_once(state: _State) -> bool:
     return True
 
 
-def _fits(state: _State, request: _Request) -> bool:
+def _fits(state: _State, request: Request) -> bool:
     size = min(state.piece_bytes, request.view.nbytes - request.given)
     return state.inflight_bytes + size <= state.inflight_bytes_max
 
 
-def _count(request: _Request, moved: int, calls: int) -> None:
+def _count(state: _State, request: Request, moved: int, calls: int, seconds: float) -> None:
+    state.running -= 1
+    state.bytes[request.writing] += moved
+    state.operations += calls
+    state.retries += calls - 1
+    state.latencies[latency_bucket(seconds / calls)] += calls
+    state.cpu_seconds[threading.get_ident()] = time.thread_time()
     request.file.operations += calls
     if request.writing:
         request.file.bytes_written += moved
@@ -242,7 +295,7 @@ def _count(request: _Request, moved: int, calls: int) -> None:
         request.file.bytes_read += moved
 
 
-def _transfer(io: IO, request: _Request, start: int, stop: int) -> tuple[int, int, OSError | None]:
+def _transfer(io: IO, request: Request, start: int, stop: int) -> tuple[int, int, OSError | None]:
     """Moves bytes [start, stop) of a request: (bytes moved, calls made, what failed)."""
     file, call = request.file, io.pwritev if request.writing else io.preadv
     at, calls, idle, reason = start, 0, 0, "nothing was transferred"
@@ -253,28 +306,29 @@ def _transfer(io: IO, request: _Request, start: int, stop: int) -> tuple[int, in
         except (InterruptedError, BlockingIOError) as error:
             count, reason = 0, os.strerror(error.errno or 0)
         except OSError as error:
-            return at - start, calls, _failure(io, request, at, stop, error.errno or errno.EIO)
+            return at - start, calls, failure_of(io, request, at, stop, error.errno or errno.EIO)
         except Exception as error:  # a broken injected IO must not leave waiters waiting
             text = f"{type(error).__name__}: {error}"
-            return at - start, calls, _failure(io, request, at, stop, errno.EIO, text)
+            return at - start, calls, failure_of(io, request, at, stop, errno.EIO, text)
         else:
             if count == 0 and not request.writing:
                 text = f"the file ends at {request.offset + at}"
-                return at - start, calls, _failure(io, request, at, stop, errno.EIO, text)
+                return at - start, calls, failure_of(io, request, at, stop, errno.EIO, text)
         count -= count % file.offset_align_bytes  # what is left must start aligned again
         at += count
         idle = 0 if count else idle + 1
         if idle > RETRIES_MAX:
             text = f"{reason}, {idle} times in a row"
-            return at - start, calls, _failure(io, request, at, stop, errno.EIO, text)
+            return at - start, calls, failure_of(io, request, at, stop, errno.EIO, text)
         if idle:
             time.sleep(RETRY_DELAY_S)
     return at - start, calls, None
 
 
-def _failure(
-    io: IO, request: _Request, at: int, stop: int, code: int, found: str | None = None
+def failure_of(
+    io: IO, request: Request, at: int, stop: int, code: int, found: str | None = None
 ) -> OSError:
+    """What to raise where the bytes [at, stop) of a request failed with errno `code`."""
     verb = "write" if request.writing else "read"
     asked = f"{verb} of {stop - at} bytes at offset {request.offset + at}"
     free = io.free_bytes(request.file.fd) if code != errno.EIO else None

@@ -5,6 +5,22 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    Waiter = threading.Event
+else:
+    try:  # what both kinds of tickets can set: those of the engine know no Event
+        from aio._native import Signal as Waiter
+    except ImportError:
+        Waiter = threading.Event
+
+
+class Settable(Protocol):
+    """What a ticket that is watched sets when it is done."""
+
+    def set(self) -> None:
+        """It is done."""
 
 
 class Ticket:
@@ -21,7 +37,7 @@ class Ticket:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._done = threading.Event()
-        self._waiters: list[threading.Event] = []
+        self._waiters: list[Settable] = []
         self._failure: OSError | None = None
 
     def done(self) -> bool:
@@ -39,16 +55,17 @@ class Ticket:
             TimeoutError: not over within `timeout`; the transfer goes on.
             RuntimeError: called in a forked child, where the transfer cannot end.
         """
-        if not self._done.is_set():
+        if not self.done():
             self._check_process()
-            if not self._done.wait(timeout):
+            if not self._wait(timeout):
                 raise TimeoutError(
                     f"{self.what}: not finished within {timeout} s; the drive is slower than that "
                     "or hangs; wait longer, or look at `dmesg`"
                 )
-        if self._failure is not None:
+        failure = self._failed()
+        if failure is not None:
             # A new exception for each waiter: one shared by threads would share its traceback.
-            raise OSError(*self._failure.args, self._failure.filename)
+            raise OSError(*failure.args, failure.filename)
 
     def finish(self, failure: OSError | None = None) -> None:
         """For backends, once: the transfer is over and its buffer free."""
@@ -60,6 +77,12 @@ class Ticket:
                 waiter.set()
             self._waiters.clear()
 
+    def _wait(self, timeout: float | None) -> bool:
+        return self._done.wait(timeout)
+
+    def _failed(self) -> OSError | None:
+        return self._failure
+
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise RuntimeError(
@@ -67,14 +90,14 @@ class Ticket:
                 f"{os.getpid()}; threads do not survive a fork; wait before forking"
             )
 
-    def _watch(self, waiter: threading.Event) -> None:
+    def _watch(self, waiter: Settable) -> None:
         with self._lock:
             if self._done.is_set():
                 waiter.set()
             else:
                 self._waiters.append(waiter)
 
-    def _unwatch(self, waiter: threading.Event) -> None:
+    def _unwatch(self, waiter: Settable) -> None:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
@@ -93,7 +116,7 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
     watched = tuple(tickets)
     if not watched:
         raise ValueError("wait_any: asked to wait for no tickets, which would never end")
-    waiter = threading.Event()
+    waiter = Waiter()
     try:
         for ticket in watched:
             if not ticket.done():

@@ -36,7 +36,7 @@ class Store:
         directories: where it is made: one, or several that it is striped over.
         layout: what it holds.
         io: the system's calls, or a simulation of them.
-        threads: transfers that run at once on each drive.
+        depth: pieces of transfers that are under way at once on each drive.
         unit_bytes: bytes on one drive before the next one's turn.
 
     Raises:
@@ -48,7 +48,7 @@ class Store:
         directories: aio.Directory | Sequence[aio.Directory],
         layout: FileLayout,
         io: aio.IO | None = None,
-        threads: int = 4,
+        depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
     ) -> None:
         self.layout = layout
@@ -60,7 +60,10 @@ class Store:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._block: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self._volume = aio.create_volume(
-            directories, layout.bytes, partial(aio.Pool, threads, io), unit_bytes=unit_bytes
+            directories,
+            layout.bytes,
+            partial(aio.open_backend, depth=depth, io=io),
+            unit_bytes=unit_bytes,
         )
         try:
             self._put_block(records.pack_file_header(layout), 0)

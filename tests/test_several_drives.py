@@ -138,7 +138,7 @@ def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: An
 
 def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
     names = [f"/drive{n}" for n in range(drives)]
-    return Store(names, layout, io, threads=1, unit_bytes=unit_bytes)
+    return Store(names, layout, io, depth=1, unit_bytes=unit_bytes)
 
 
 def run_all(store: Store) -> None:

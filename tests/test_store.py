@@ -124,7 +124,7 @@ def test_every_call_can_fail(code):
     """The n-th call fails for every n: a clear error, and the store can be used again."""
 
     def work():
-        with Store("/simulated", LAYOUT, io, threads=1) as store:
+        with Store("/simulated", LAYOUT, io, depth=1) as store:
             error = failure_of(lambda: run_all(store))
             run_all(store)
         if error is not None:
@@ -147,7 +147,7 @@ def test_every_call_can_fail(code):
 def test_every_transfer_can_be_short():
     for number in itertools.count(1):
         io = aio.SimulatedIO(number, shorts={number})
-        with Store("/simulated", LAYOUT, io, threads=1) as store:
+        with Store("/simulated", LAYOUT, io, depth=1) as store:
             run_all(store)
         if number > len(io.calls):
             break
@@ -163,7 +163,7 @@ def test_slow_short_and_interrupted(seed):
 
 def test_failed_write_is_not_read_as_the_old_value():
     io = aio.SimulatedIO(0)
-    with Store("/simulated", LAYOUT, io, threads=1) as store:
+    with Store("/simulated", LAYOUT, io, depth=1) as store:
         data = value("gradient", "b", 1)
         store.write("gradient", "b", data, 1)
         io.errors[len(io.calls) + 1] = errno.EIO

@@ -1,0 +1,180 @@
+"""Which backend serves: the first that works here, or the one that was asked for.
+
+[Note: Order]
+io_uring is the fastest and leaves the processor alone. Linux AIO is as fast with O_DIRECT, where
+io_uring is switched off (containers, hardened kernels). Threads need nothing of the kernel. libaio
+is for machines where the engine was not compiled, and `python` always works.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from aio.file import Backend
+from aio.pool import Pool
+from aio.system import IO, SystemIO
+
+BACKEND_VARIABLE = "AIO_BACKEND"
+"""Environment variable: name of the backend to use."""
+BACKEND_NAMES = ("io_uring", "linux_aio", "threads", "libaio", "python")
+"""Every backend there is, in order of preference."""
+THREADS_MAX = 32
+"""Threads of the `python` backend, however great the depth."""
+
+_KERNEL = Path("/proc/sys")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Whether a backend can be had here."""
+
+    name: str
+    """One of `BACKEND_NAMES`."""
+    usable: bool
+    reason: str
+    """Why it is, or is not: one sentence for a person."""
+
+
+def probe() -> tuple[Probe, ...]:
+    """Tries every backend, in order of preference; takes some milliseconds."""
+    return tuple(_probed(name) for name in BACKEND_NAMES)
+
+
+def open_backend(
+    name: str | None = None,
+    *,
+    depth: int = 32,
+    piece_bytes: int = 4 << 20,
+    inflight_bytes_max: int = 256 << 20,
+    io: IO | None = None,
+) -> Backend:
+    """A backend: the one named, else that of `AIO_BACKEND`, else the first that works here.
+
+    Args:
+        name: one of `BACKEND_NAMES`.
+        depth: pieces under way at once.
+        piece_bytes: longest transfer of one call, a multiple of 4096.
+        inflight_bytes_max: bytes handed to the system at once, at least `piece_bytes`.
+        io: a simulation of the system's calls. Only `python` goes through it, and serves then.
+
+    Raises:
+        ValueError: there is none of that name, or it does not work here; an argument is out of
+            its range.
+    """
+
+    def opened(name: str) -> Backend:
+        return _OPENERS[name](name, depth, piece_bytes, inflight_bytes_max)
+
+    if io is not None and type(io) is not SystemIO:
+        return Pool(
+            min(depth, THREADS_MAX),
+            io,
+            piece_bytes=piece_bytes,
+            inflight_bytes_max=inflight_bytes_max,
+        )
+    asked = name or os.environ.get(BACKEND_VARIABLE)
+    if asked:
+        if asked not in BACKEND_NAMES:
+            raise ValueError(
+                f"asked for the backend {asked!r}; found none of that name; likely a typing error; "
+                f"try one of {', '.join(BACKEND_NAMES)}"
+            )
+        try:
+            return opened(asked)
+        except (ImportError, OSError) as error:
+            raise ValueError(
+                f"asked for the backend {asked!r}; found that it does not work here: "
+                f"{_why(asked, error)}; leave the choice to aio, or try `offload doctor`"
+            ) from error
+    for candidate in BACKEND_NAMES:
+        try:
+            return opened(candidate)
+        except (ImportError, OSError):
+            continue
+    raise AssertionError("the python backend needs nothing")
+
+
+def _open_native(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+    from aio.native import Native
+
+    return Native(name, depth=depth, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
+
+
+def _open_libaio(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+    from aio.libaio import LibAio
+
+    return LibAio(depth=depth, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
+
+
+def _open_python(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
+    return Pool(
+        min(depth, THREADS_MAX), piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max
+    )
+
+
+_OPENERS: dict[str, Callable[[str, int, int, int], Backend]] = {
+    "io_uring": _open_native,
+    "linux_aio": _open_native,
+    "threads": _open_native,
+    "libaio": _open_libaio,
+    "python": _open_python,
+}
+
+
+def _probed(name: str) -> Probe:
+    try:
+        if name == "libaio":
+            from aio.libaio import LibAio
+
+            LibAio(depth=1).close()
+        elif name != "python":
+            native = _native()
+            native.probe(native.KINDS.index(name))
+    except (ImportError, OSError) as error:
+        return Probe(name, False, _why(name, error))
+    return Probe(name, True, "works here")
+
+
+def _native() -> ModuleType:
+    from aio import _native
+
+    return _native
+
+
+def _why(name: str, error: ImportError | OSError) -> str:
+    """Why a backend is not to be had, and what would help."""
+    if isinstance(error, ImportError):
+        if name == "libaio":
+            return f"the Python package is missing ({error}): pip install 'offload-engine[libaio]'"
+        return f"the engine was not compiled when this was installed ({error})"
+    code = error.errno
+    if name == "io_uring":
+        setting = _setting("kernel/io_uring_disabled")
+        if code in (errno.EPERM, errno.EACCES):
+            if setting in ("1", "2"):
+                return f"it is switched off: kernel.io_uring_disabled = {setting} (sysctl)"
+            return "it is forbidden, likely by a seccomp filter, as containers have"
+        if code == errno.ENOMEM:
+            return "the kernel does not give the memory for its rings: see `ulimit -l`"
+        if code == errno.EOPNOTSUPP:
+            return "the kernel's io_uring is older than 5.11"
+    if code == errno.ENOSYS:
+        return "the kernel has no such call, or a seccomp filter says so"
+    if code == errno.EPERM:
+        return "it is forbidden, likely by a seccomp filter, as containers have"
+    if code == errno.EAGAIN and name in ("linux_aio", "libaio"):
+        most, used = _setting("fs/aio-max-nr"), _setting("fs/aio-nr")
+        return f"all requests that fs.aio-max-nr allows are taken ({used} of {most}): raise it"
+    return str(error)
+
+
+def _setting(name: str) -> str:
+    try:
+        return (_KERNEL / name).read_text().strip()
+    except OSError:
+        return "unknown"

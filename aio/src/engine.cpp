@@ -1,0 +1,176 @@
+// What callers do, by any thread.
+#include "engine.h"
+
+#include <signal.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <system_error>
+#include <utility>
+
+#include "core.h"
+
+namespace aio {
+
+void Request::watch(const std::shared_ptr<Signal>& signal) {
+    std::lock_guard lock(mutex_);
+    if (done_.is_set()) signal->set();
+    else watchers_.push_back(signal);
+}
+
+void Request::unwatch(const std::shared_ptr<Signal>& signal) {
+    std::lock_guard lock(mutex_);
+    std::erase(watchers_, signal);
+}
+
+Core::Core(const Options& options)
+    : options_(options), flights_(size_t(options.depth)) {
+    for (Flight& flight : flights_) free_.push_back(&flight);
+    Signal opened;
+    std::exception_ptr failure;
+    sigset_t all, before;  // signals are left to the threads of the program
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    try {
+        thread_ = std::thread([&] { run(opened, failure); });
+    } catch (const std::system_error&) {
+        failure = std::current_exception();
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (thread_.joinable()) {
+        handle_ = thread_.native_handle();
+        while (!opened.wait(FOREVER)) {}
+    }
+    if (failure == nullptr) return;
+    if (thread_.joinable()) thread_.join();
+    std::rethrow_exception(failure);
+}
+
+// Called with the lock held, after something was put where the thread looks before it sleeps.
+void Core::wake_if_asleep() {
+    if (!asleep_) return;
+    asleep_ = false;
+    queue_->wake();
+}
+
+std::shared_ptr<Request> Core::submit(Transfer transfer) {
+    std::erase_if(transfer.parts, [](const Part& part) { return part.bytes == 0; });
+    auto request = std::make_shared<Request>(std::move(transfer));
+    std::unique_lock lock(mutex_);
+    if (closing_) return nullptr;
+    if (request->transfer_.parts.empty()) {
+        lock.unlock();
+        request->finish();
+        return request;
+    }
+    pending_[request->transfer_.fd]++;
+    inbox_.push_back(request);
+    wake_if_asleep();
+    return request;
+}
+
+bool Core::drain(int fd, int64_t wait_ns) {
+    std::unique_lock lock(mutex_);
+    const auto over = [&] { return !pending_.contains(fd); };
+    if (wait_ns == FOREVER) drained_.wait(lock, over);
+    else drained_.wait_for(lock, std::chrono::nanoseconds(wait_ns), over);
+    return over();
+}
+
+// Have the engine's thread do something with the queue; not at all once it has ended.
+void Core::call(const std::function<void(Queue&)>& action) {
+    Call call{&action, {}};
+    {
+        std::lock_guard lock(mutex_);
+        if (!open_) return;
+        calls_.push_back(&call);
+        wake_if_asleep();
+    }
+    while (!call.done.wait(FOREVER)) {}
+}
+
+Counters Core::counters() {
+    Counters found;
+    found.bytes_read = bytes_read_.get();
+    found.bytes_written = bytes_written_.get();
+    found.operations = operations_.get();
+    found.retries = retries_.get();
+    found.depth_max = depth_max_.get();
+    for (size_t k = 0; k < LATENCIES; k++) found.latencies[k] = latencies_[k].get();
+    std::lock_guard lock(mutex_);
+    found.cpu_ns = cpu_ns_at_end_;
+    clockid_t clock;
+    timespec used{};
+    if (queue_ && pthread_getcpuclockid(handle_, &clock) == 0) {
+        clock_gettime(clock, &used);
+        found.cpu_ns = queue_->cpu_ns() + used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
+    }
+    return found;
+}
+
+void Core::close() {
+    std::unique_lock lock(mutex_);
+    closing_ = true;
+    if (queue_) wake_if_asleep();
+    if (joining_) {  // by another thread, or over
+        ended_.wait(lock, [&] { return joined_; });
+        return;
+    }
+    joining_ = true;
+    lock.unlock();
+    thread_.join();
+    lock.lock();
+    joined_ = true;
+    ended_.notify_all();
+}
+
+Engine::Engine(const Options& options) : core_(std::make_unique<Core>(options)) {}
+
+Engine::~Engine() {
+    if (getpid() == core_->pid) core_->close();
+    else static_cast<void>(core_.release());  // its thread and locks are the parent's
+}
+
+std::shared_ptr<Request> Engine::submit(Transfer transfer) {
+    return core_->submit(std::move(transfer));
+}
+
+bool Engine::drain(int fd, int64_t wait_ns) { return core_->drain(fd, wait_ns); }
+
+void Engine::forget(int fd) {
+    core_->call([&](Queue& queue) { queue.forget(fd); });
+}
+
+int Engine::register_buffer(std::byte* data, int64_t bytes) {
+    int code = ESHUTDOWN;
+    core_->call([&](Queue& queue) {
+        for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) {
+            code = queue.register_buffer(data + at, std::min(BUFFER_BYTES_MAX, bytes - at));
+            if (code == 0) continue;
+            while ((at -= BUFFER_BYTES_MAX) >= 0) queue.unregister_buffer(data + at);
+            return;
+        }
+    });
+    return code;
+}
+
+void Engine::unregister_buffer(std::byte* data, int64_t bytes) {
+    core_->call([&](Queue& queue) {
+        for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) queue.unregister_buffer(data + at);
+    });
+}
+
+Counters Engine::counters() { return core_->counters(); }
+
+void Engine::close() { core_->close(); }
+
+void probe(Kind kind) {
+    const auto queue = open_queue(kind, 1);
+    std::vector<Completion> none;
+    queue->wake();
+    queue->reap(none, 1'000'000'000);
+}
+
+}  // namespace aio

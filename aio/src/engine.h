@@ -1,0 +1,138 @@
+// Transfers between memory and files that run in the background: the face for C++.
+//
+//     aio::Engine engine({.kind = aio::Kind::io_uring});
+//     auto request = engine.submit({.fd = fd, .writing = true, .align = 4096,
+//                                   .parts = {{data, bytes, offset}}});
+//     request->done().wait(aio::FOREVER);
+//     if (request->failure().code != 0) ...
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "faults.h"
+#include "futex.h"
+
+namespace aio {
+
+constexpr int RETRIES_MAX = 64;  // calls in a row without progress before giving up
+constexpr int64_t RETRY_DELAY_NS = 1'000'000;
+constexpr size_t LATENCIES = 32;
+
+enum class Kind { io_uring, linux_aio, threads };
+
+struct Options {
+    Kind kind = Kind::io_uring;
+    int depth = 32;                                    // pieces under way at once
+    int64_t piece_bytes = int64_t(4) << 20;            // longest transfer of one call
+    int64_t inflight_bytes_max = int64_t(256) << 20;   // at least piece_bytes
+    Faults faults = {};
+};
+
+// A stretch of memory and where in the file it belongs.
+struct Part {
+    std::byte* data;
+    int64_t bytes;
+    int64_t offset;
+};
+
+struct Transfer {
+    int fd = -1;
+    bool writing = false;
+    int64_t align = 1;  // after a short transfer it goes on at a multiple of this
+    std::vector<Part> parts;
+    // Called once, by the engine's thread, before `done` is set. It must not wait for anything.
+    std::function<void(int64_t moved, int64_t operations)> finished = {};
+};
+
+enum class Cause { refused, end_of_file, no_progress };
+
+// What failed, the first by offset. `offset` and `bytes` are of the piece, from where it stood.
+struct Failure {
+    int code = 0;  // errno; 0: nothing failed
+    Cause cause = Cause::refused;
+    int64_t offset = 0, bytes = 0;
+    int tries = 0, last_code = 0;  // of a piece without progress; 0: nothing was transferred
+    int64_t free_bytes = -1;       // where space was missing and the file system says
+};
+
+// A transfer on its way. Its memory belongs to it until `done` is set.
+class Request {
+public:
+    explicit Request(Transfer transfer) : transfer_(std::move(transfer)) {}
+
+    Signal& done() { return done_; }
+    const Failure& failure() const { return failure_; }  // once it is done
+
+    // Set `signal` too when this is done (now, where it is), until it is taken back.
+    void watch(const std::shared_ptr<Signal>& signal);
+    void unwatch(const std::shared_ptr<Signal>& signal);
+
+private:
+    friend class Core;
+    void finish();
+
+    Transfer transfer_;
+    size_t part_ = 0;    // the next bytes to be given to the queue: of which part,
+    int64_t given_ = 0;  // and where in it
+    int running_ = 0;    // pieces
+    int64_t moved_ = 0, operations_ = 0;
+    Failure failure_;
+    Signal done_;
+    std::mutex mutex_;  // guards the watchers
+    std::vector<std::shared_ptr<Signal>> watchers_;
+};
+
+// latencies[k]: pieces that took from 2^k to 2^(k+1) microseconds, the first also those below.
+struct Counters {
+    int64_t bytes_read = 0, bytes_written = 0, operations = 0, retries = 0, depth_max = 0;
+    std::array<int64_t, LATENCIES> latencies{};
+    int64_t cpu_ns = 0;  // of the engine's threads; the kernel's own workers are not in it
+};
+
+// [Note: One thread]
+// One thread per engine cuts requests into pieces, submits and reaps them; it is the only one that
+// knows the queue. Callers hand it requests and calls through an inbox under a lock, and wake it
+// only where it sleeps. It takes no lock of Python's, and nothing it waits for waits for Python.
+//
+// A forked child has no such thread: there nothing may be called, and the destructor does nothing.
+class Engine {
+public:
+    // Throws std::system_error where the queue cannot be had: what() names the call.
+    explicit Engine(const Options& options);
+    ~Engine();  // closes
+    Engine(const Engine&) = delete;
+
+    // Start a transfer; null once the engine is closed.
+    std::shared_ptr<Request> submit(Transfer transfer);
+
+    // Whether no transfer of `fd` is under way, after waiting at most so long for that.
+    bool drain(int fd, int64_t wait_ns);
+
+    // To be called before a descriptor that was used here is closed.
+    void forget(int fd);
+
+    // Have memory known to the kernel, in slabs of BUFFER_BYTES_MAX, which saves work per transfer:
+    // 0, or the errno of the slab that was not taken, with none kept. It stays in use until it is
+    // unregistered.
+    int register_buffer(std::byte* data, int64_t bytes);
+    void unregister_buffer(std::byte* data, int64_t bytes);
+
+    Counters counters();
+
+    // Finish what was submitted, then end the thread. Any number of times, by any thread.
+    void close();
+
+private:
+    std::unique_ptr<class Core> core_;
+};
+
+// Throws std::system_error where a queue of this kind cannot be had or does not work.
+void probe(Kind kind);
+
+}  // namespace aio

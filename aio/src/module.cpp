@@ -1,0 +1,227 @@
+// What Python sees of the engine: buffers in, requests out.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "engine.h"
+
+namespace nb = nanobind;
+using namespace aio;
+
+constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
+
+// [Note: Buffers under way]
+// What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
+// with the GIL: the engine's thread, which has none, only puts it on a list. So a buffer is free
+// before `done` is answered with True. The list takes no lock: a forked child may inherit it.
+struct Held {
+    nb::object file;
+    std::vector<Py_buffer> buffers;
+    bool writing = false;
+    int64_t moved = 0, operations = 0;
+    Held* next = nullptr;
+};
+
+static std::atomic<Held*> over{nullptr};
+
+static void add(nb::handle file, const char* name, int64_t value) {
+    file.attr(name) = nb::cast<int64_t>(file.attr(name)) + value;
+}
+
+static void settle() {
+    for (Held* held = over.exchange(nullptr); held != nullptr;) {
+        for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
+        add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
+        add(held->file, "operations", held->operations);
+        add(held->file, "pending", -1);
+        delete std::exchange(held, held->next);
+    }
+}
+
+static void put_on_list(Held* held) {
+    held->next = over.load();
+    while (!over.compare_exchange_weak(held->next, held)) {}
+}
+
+// Wait by slices, without the GIL, until `wait(nanoseconds)` says yes or the time is up.
+template <class Wait> static bool wait_interruptibly(std::optional<double> seconds, Wait wait) {
+    double left = seconds.value_or(0) * 1e9;
+    while (true) {
+        const int64_t slice =
+            seconds ? int64_t(std::clamp(left, 0.0, double(SLICE_NS))) : SLICE_NS;
+        bool yes;
+        {
+            nb::gil_scoped_release released;
+            timespec before, after;
+            clock_gettime(CLOCK_MONOTONIC, &before);
+            yes = wait(slice);
+            clock_gettime(CLOCK_MONOTONIC, &after);
+            left -= double(after.tv_sec - before.tv_sec) * 1e9 +
+                    double(after.tv_nsec - before.tv_nsec);
+        }
+        if (yes) return true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        if (seconds && left <= 0) return false;
+    }
+}
+
+// A signal as Python holds it. The engine's copy of the pointer knows nothing of Python, so that
+// whoever lets it go needs no GIL.
+struct Waiter {
+    std::shared_ptr<Signal> signal = std::make_shared<Signal>();
+};
+
+static bool wait_for(Signal& signal, std::optional<double> seconds) {
+    return signal.is_set() || wait_interruptibly(seconds, [&](int64_t ns) {
+        return signal.wait(ns);
+    });
+}
+
+static std::shared_ptr<Request> submit(Engine& engine, nb::object file, bool writing,
+                                       int64_t align, nb::list buffers,
+                                       const std::vector<int64_t>& offsets) {
+    settle();
+    if (nb::cast<bool>(file.attr("closed"))) return nullptr;
+    auto held = std::make_unique<Held>();
+    Transfer transfer{.fd = nb::cast<int>(file.attr("fd")), .writing = writing, .align = align};
+    held->file = file;
+    held->writing = writing;
+    held->buffers.resize(nb::len(buffers));
+    for (size_t i = 0; i < offsets.size(); i++) {
+        Py_buffer& buffer = held->buffers[i];
+        if (PyObject_GetBuffer(nb::object(buffers[i]).ptr(), &buffer,
+                               writing ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0) {
+            for (size_t k = 0; k < i; k++) PyBuffer_Release(&held->buffers[k]);
+            throw nb::python_error();
+        }
+        transfer.parts.push_back({static_cast<std::byte*>(buffer.buf), buffer.len, offsets[i]});
+    }
+    Held* const kept = held.get();
+    transfer.finished = [kept](int64_t moved, int64_t operations) {
+        kept->moved = moved;
+        kept->operations = operations;
+        put_on_list(kept);
+    };
+    add(file, "pending", 1);
+    held.release();
+    auto request = engine.submit(std::move(transfer));
+    if (request == nullptr) put_on_list(kept);  // closed
+    return request;
+}
+
+// None, or what is needed to say what failed.
+static nb::object failure(Request& request) {
+    const Failure& found = request.failure();
+    if (found.code == 0) return nb::none();
+    return nb::make_tuple(found.code, int(found.cause), found.offset, found.bytes, found.tries,
+                          found.last_code, found.free_bytes);
+}
+
+static nb::tuple counters(Engine& engine) {
+    const Counters found = engine.counters();
+    nb::list latencies;
+    for (int64_t count : found.latencies) latencies.append(count);
+    return nb::make_tuple(found.bytes_read, found.bytes_written, found.operations, found.retries,
+                          found.depth_max, nb::tuple(latencies), double(found.cpu_ns) * 1e-9);
+}
+
+static std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
+
+// What the system refused, as an OSError of its errno.
+static void translate(const std::exception_ptr& thrown, void*) {
+    try {
+        std::rethrow_exception(thrown);
+    } catch (const std::system_error& error) {
+        const nb::object arguments = nb::make_tuple(error.code().value(), error.what());
+        PyErr_SetObject(PyExc_OSError, arguments.ptr());
+    }
+}
+
+static void bind_engine(nb::module_& m) {
+    nb::class_<Engine>(m, "Engine")
+        .def("__init__",
+             [](Engine* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max,
+                const std::map<int64_t, int>& errors, uint64_t seed, double short_rate,
+                double retry_rate, double refusal_rate) {
+                 const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max,
+                                       {errors, seed, short_rate, retry_rate, refusal_rate}};
+                 nb::gil_scoped_release released;
+                 new (self) Engine(options);
+             },
+             nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
+             nb::arg("inflight_bytes_max"), nb::arg("errors"), nb::arg("seed"),
+             nb::arg("short_rate"), nb::arg("retry_rate"), nb::arg("refusal_rate"))
+        .def("submit", &submit, nb::arg("file"), nb::arg("writing"), nb::arg("align"),
+             nb::arg("buffers"), nb::arg("offsets"))
+        .def("drain",
+             [](Engine& engine, int fd) {
+                 const auto drained = [&](int64_t ns) { return engine.drain(fd, ns); };
+                 wait_interruptibly(std::nullopt, drained);
+                 settle();
+             })
+        .def("forget", &Engine::forget, nb::call_guard<nb::gil_scoped_release>())
+        .def("register_buffer",
+             [](Engine& engine, uintptr_t address, int64_t bytes) {
+                 nb::gil_scoped_release released;
+                 return engine.register_buffer(at(address), bytes);
+             })
+        .def("unregister_buffer",
+             [](Engine& engine, uintptr_t address, int64_t bytes) {
+                 nb::gil_scoped_release released;
+                 engine.unregister_buffer(at(address), bytes);
+             })
+        .def("counters", &counters)
+        .def("close", [](Engine& engine) {
+            {
+                nb::gil_scoped_release released;
+                engine.close();
+            }
+            settle();
+        });
+}
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
+    nb::register_exception_translator(translate);
+    nb::class_<Waiter>(m, "Signal")
+        .def(nb::init<>())
+        .def("set", [](Waiter& waiter) { waiter.signal->set(); })
+        .def("wait",
+             [](Waiter& waiter, std::optional<double> seconds) {
+                 return wait_for(*waiter.signal, seconds);
+             },
+             nb::arg("timeout") = nb::none());
+    nb::class_<Request>(m, "Request")
+        .def("done",
+             [](Request& request) {
+                 const bool done = request.done().is_set();
+                 if (done) settle();
+                 return done;
+             })
+        .def("wait",
+             [](Request& request, std::optional<double> seconds) {
+                 const bool done = wait_for(request.done(), seconds);
+                 if (done) settle();
+                 return done;
+             },
+             nb::arg("timeout") = nb::none())
+        .def("failure", &failure)
+        .def("watch", [](Request& request, Waiter& waiter) { request.watch(waiter.signal); })
+        .def("unwatch", [](Request& request, Waiter& waiter) { request.unwatch(waiter.signal); });
+    bind_engine(m);
+    m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
+    m.def("probe", [](int kind) { probe(Kind(kind)); },
+          nb::call_guard<nb::gil_scoped_release>());
+}

@@ -1,0 +1,486 @@
+"""One conformance suite for every backend: every byte arrives, every failure is told, nothing left.
+
+What only the engine has (faults put into its queue) is tested for its three kinds.
+"""
+
+import contextlib
+import errno
+import gc
+import itertools
+import mmap
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import aio
+from tests.faults import aligned, failure_of, in_child, nothing_leaks, scratch
+
+BLOCK = aio.ALIGN_BYTES
+USABLE = [found.name for found in aio.probe() if found.usable]
+ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
+
+if ENGINE:
+    from aio.native import Faults, Native
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks():
+    with nothing_leaks():
+        yield
+
+
+@pytest.fixture(params=USABLE)
+def name(request):
+    return request.param
+
+
+@contextlib.contextmanager
+def opened(name, **limits):
+    with contextlib.closing(aio.open_backend(name, **limits)) as backend:
+        assert backend.name == name
+        yield backend
+
+
+@contextlib.contextmanager
+def engine(name, faults=None, **limits):
+    with contextlib.closing(Native(name, faults=faults, **limits)) as backend:
+        yield backend
+
+
+@contextlib.contextmanager
+def file_on(backend, size, directory):
+    """A scratch file of a backend; both are closed at the end."""
+    with contextlib.closing(backend), scratch(backend, size, directory) as file:
+        yield file
+
+
+def check_against_oracle(backend, directory, data, steps, most=24):
+    """Transfers of any offset and length, some under way at once, against a plain array."""
+    with scratch(backend, most * BLOCK, directory) as file:
+        grain = BLOCK if file.direct else 1
+        size = file.bytes // grain
+        truth = np.zeros(file.bytes, np.uint8)
+        zeros = aligned(file.bytes)
+        file.write_from(zeros, 0).wait()
+        for _ in range(steps):
+            cuts = data.draw(st.lists(st.integers(0, size), min_size=2, max_size=6, unique=True))
+            spans = [(a * grain, b * grain) for a, b in itertools.pairwise(sorted(cuts))]
+            shift = 0 if file.direct else data.draw(st.integers(0, 17))
+            memory = aligned(file.bytes + BLOCK)[shift:]
+            writing = data.draw(st.booleans())
+            call = file.write_from if writing else file.read_into
+            if writing:
+                seed = data.draw(st.integers(0, 1 << 32))
+                memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, np.uint8)
+            for ticket in [call(memory[a:b], a) for a, b in spans]:
+                ticket.wait(20)
+            for a, b in spans:
+                if writing:
+                    truth[a:b] = memory[a:b]
+                assert np.array_equal(memory[a:b], truth[a:b])
+        back = aligned(file.bytes)
+        file.read_into(back, 0).wait(20)
+        assert np.array_equal(back, truth)
+        assert file.pending == 0
+
+
+LIMITS = st.fixed_dictionaries(
+    {
+        "depth": st.integers(1, 9),
+        "piece_bytes": st.sampled_from([1, 2, 3, 8]).map(lambda n: n * BLOCK),
+        "inflight_bytes_max": st.sampled_from([8, 9, 64]).map(lambda n: n * BLOCK),
+    }
+)
+
+
+def conformance(name, directory, examples):
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=True,
+    )
+    @given(st.data(), LIMITS)
+    def check(data, limits):
+        with opened(name, **limits) as backend:
+            check_against_oracle(backend, directory, data, steps=4)
+
+    check()
+
+
+@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
+def test_any_offset_and_length(name, directory, tmp_path):
+    conformance(name, tmp_path if directory == "disk" else directory, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
+def test_any_offset_and_length_for_long(name, directory, tmp_path):
+    conformance(name, tmp_path if directory == "disk" else directory, 1500)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
+def test_any_offset_and_length_with_faults(name, directory, tmp_path):
+    """Short transfers, EINTR and EAGAIN and a full queue, and still every byte arrives."""
+    where = tmp_path if directory == "disk" else directory
+
+    @settings(max_examples=12, deadline=None, derandomize=True)
+    @given(st.data(), LIMITS, st.integers(0, 1 << 60))
+    def check(data, limits, seed):
+        faults = Faults(seed=seed, short_rate=0.4, retry_rate=0.2, refusal_rate=0.2)
+        with engine(name, faults, **limits) as backend:
+            check_against_oracle(backend, where, data, steps=3)
+
+    check()
+
+
+@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+def test_every_piece_can_fail(name, code, tmp_path):
+    """The n-th piece fails for every n: an OSError with everything in it, and nothing is left."""
+    memory = aligned(9 * BLOCK)
+
+    def work():
+        with engine(name, Faults(errors={number: code}), depth=3, piece_bytes=2 * BLOCK) as backend:
+            file = scratch(backend, 9 * BLOCK, tmp_path)
+            with file:
+                file.write_from(memory, 0).wait()
+                file.read_into(memory, 0).wait()
+
+    for number in itertools.count(1):
+        error = failure_of(work)
+        if error is None:
+            break
+        at = (number - 1) % 5 * 2 * BLOCK
+        verb = "write" if number <= 5 else "read"
+        assert error.errno == code
+        assert re.match(
+            rf"{verb} of \d+ bytes at offset {at} failed: .*; likely .*; ", error.strerror
+        )
+        assert error.filename.startswith(str(tmp_path))
+        assert code != errno.ENOSPC or "bytes are free" in error.strerror
+    assert number == 11
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_first_failure_by_offset(name, tmp_path):
+    faults = Faults(errors={2: errno.EIO, 3: errno.ENOSPC})
+    with (
+        engine(name, faults, piece_bytes=BLOCK) as backend,
+        scratch(backend, 8 * BLOCK, tmp_path) as file,
+    ):
+        ticket = file.write_from(aligned(8 * BLOCK), 0)
+        for _ in range(2):  # as often as one asks
+            with pytest.raises(OSError, match=f"4096 bytes at offset {BLOCK} failed.*dmesg"):
+                ticket.wait()
+        assert ticket.done()
+        file.write_from(aligned(8 * BLOCK), 0).wait()
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_endless_retries(name, tmp_path):
+    faults = Faults(errors=dict.fromkeys(range(1, 1000), errno.EAGAIN))
+    with engine(name, faults) as backend, scratch(backend, BLOCK, tmp_path) as file:
+        with pytest.raises(OSError, match="unavailable, 65 times in a row") as caught:
+            file.write_from(aligned(BLOCK), 0).wait()
+        assert caught.value.errno == errno.EIO
+        assert backend.counters().retries == 64
+
+
+def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):
+    with opened(name) as backend, scratch(backend, 4 * BLOCK, tmp_path) as file:
+        os.ftruncate(file.fd, BLOCK)
+        with pytest.raises(OSError, match=f"file ends at {BLOCK}") as caught:
+            file.read_into(aligned(2 * BLOCK), 0).wait()
+        assert caught.value.errno == errno.EIO
+        closed = os.dup(file.fd)
+        os.close(closed)
+        whole, file.fd = file.fd, closed
+        with pytest.raises(OSError, match="read of 4096 bytes at offset 0 failed") as caught:
+            file.read_into(aligned(BLOCK), 0).wait()
+        assert caught.value.errno == errno.EBADF
+        file.fd = whole
+
+
+def test_a_file_size_limit_is_told(name, tmp_path):
+    """A real failure of the system in the middle of a transfer."""
+    code = (
+        "import aio, mmap, resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "backend = aio.open_backend(sys.argv[2], piece_bytes=4096)\n"
+        "file = aio.create_scratch(sys.argv[1], 1 << 16, backend)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))\n"
+        "try: file.write_from(mmap.mmap(-1, 1 << 16), 0).wait()\n"
+        "except OSError as error: print(error)\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    assert f"offset {1 << 14} failed" in done.stdout
+    assert "ulimit -f" in done.stdout
+
+
+def test_wait_any_over_backends_and_timeouts(name, tmp_path):
+    """Tickets of the engine and of threads of Python are waited for together."""
+
+    class GateIO(aio.MemoryIO):
+        gate = threading.Event()
+
+        def preadv(self, fd, views, offset):
+            assert self.gate.wait(20)
+            return super().preadv(fd, views, offset)
+
+    io = GateIO()
+    io.gate.clear()
+    with (
+        opened(name) as backend,
+        aio.Pool(1, io) as pool,
+        scratch(backend, BLOCK, tmp_path) as file,
+        scratch(pool, BLOCK) as gated,
+    ):
+        slow = gated.read_into(aligned(BLOCK), 0)
+        fast = file.write_from(aligned(BLOCK), 0)
+        assert aio.wait_any([slow, fast], timeout=20) is fast
+        with pytest.raises(TimeoutError, match="none of 1"):
+            aio.wait_any([slow], timeout=0.01)
+        threading.Timer(0.02, io.gate.set).start()
+        assert aio.wait_any([slow]) is slow
+        fast.wait(0)
+
+
+def test_nothing_holds_a_finished_buffer(name, tmp_path):
+    with opened(name) as backend, scratch(backend, 1 << 20, tmp_path) as file:
+        for ending in ("wait", "done", "wait_any"):
+            memory = mmap.mmap(-1, 1 << 20)
+            ticket = file.write_from(memory, 0)
+            if ending == "wait":
+                ticket.wait()
+            elif ending == "wait_any":
+                aio.wait_any([ticket])
+            else:
+                while not ticket.done():
+                    time.sleep(0.001)
+            memory.close()  # BufferError if anything still pointed into it
+
+
+def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
+    with opened(name, depth=2, piece_bytes=BLOCK) as backend:
+        with scratch(backend, 1 << 20, tmp_path) as file:
+            for number in range(1, 6):
+                file.write_from(aligned(1 << 20, bytes([number]) * (1 << 20)), 0)
+                gc.collect()
+        with scratch(backend, 1 << 20, tmp_path) as file:
+            file.write_from(aligned(1 << 20, b"x" * (1 << 20)), 0)
+            back = aligned(1 << 20)
+            while file.pending and not file.bytes_written:
+                file.read_into(back[:BLOCK], 0).wait()
+            file.read_into(back, 0).wait()
+            assert bytes(back[-5:]) == b"xxxxx"
+
+
+def test_counters(name, tmp_path):
+    with opened(name, depth=4, piece_bytes=BLOCK) as backend:
+        with scratch(backend, 16 * BLOCK, tmp_path) as file:
+            file.write_from(aligned(16 * BLOCK), 0).wait()
+            file.read_into(aligned(4 * BLOCK), 0).wait()
+            assert (file.bytes_written, file.bytes_read) == (16 * BLOCK, 4 * BLOCK)
+            assert file.operations == 20
+            found = backend.counters()
+        assert (found.bytes_written, found.bytes_read) == (16 * BLOCK, 4 * BLOCK)
+        assert found.operations == sum(found.latencies) == 20
+        assert found.retries == 0
+        assert 1 <= found.depth_max <= 4
+        assert 0 < found.cpu_seconds < 5
+
+
+def test_what_a_caller_can_get_wrong(name, tmp_path):
+    for limits in ({"piece_bytes": 5}, {"inflight_bytes_max": 4096}, {"depth": 0}):
+        with pytest.raises(ValueError, match=r"threads|" + next(iter(limits))):
+            aio.open_backend(name, **limits)
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        file.close()
+        file.close()
+        with pytest.raises(ValueError, match="closed"):
+            file.read_into(aligned(BLOCK), 0)
+        left = scratch(backend, BLOCK, tmp_path)
+    with pytest.raises(ValueError, match="pool is closed"):
+        left.read_into(aligned(BLOCK), 0)
+    left.close()
+    backend.close()
+
+
+def test_dropped_objects_are_given_back(name, tmp_path):
+    backend = aio.open_backend(name)
+    file = aio.create_scratch(tmp_path, BLOCK, backend)
+    file.write_from(aligned(BLOCK), 0).wait()
+    seen = weakref.ref(backend)
+    del backend, file
+    gc.collect()
+    assert seen() is None
+
+
+def test_descriptors_may_be_given_again(name, tmp_path):
+    """A file closed and another opened with its number: each has its own bytes."""
+    with opened(name) as backend:
+        for number in range(20):
+            with scratch(backend, BLOCK, tmp_path) as file:
+                back = aligned(BLOCK)
+                file.read_into(back, 0).wait()
+                assert not back.any()
+                file.write_from(aligned(BLOCK, bytes([number + 1]) * BLOCK), 0).wait()
+
+
+def test_many_threads(name, tmp_path):
+    with (
+        opened(name, depth=8, piece_bytes=BLOCK) as backend,
+        scratch(backend, 64 * BLOCK, tmp_path) as file,
+    ):
+
+        def work(number):
+            mine = slice(number * 8 * BLOCK, (number + 1) * 8 * BLOCK)
+            for turn in range(20):
+                data = aligned(8 * BLOCK, bytes([number * 20 + turn]) * 8 * BLOCK)
+                file.write_from(data, mine.start).wait()
+                back = aligned(8 * BLOCK)
+                file.read_into(back, mine.start).wait()
+                if not np.array_equal(back, data):
+                    wrong.append(number)
+
+        wrong = []
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+        assert file.operations == 8 * 20 * 2 * 8
+
+
+def test_forked_child_touches_nothing(name, tmp_path):
+    with (
+        opened(name, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 1 << 20, tmp_path) as file,
+    ):
+        memory = aligned(1 << 20, b"x" * (1 << 20))
+        finished = file.write_from(memory, 0)
+        finished.wait()
+        ticket = file.read_into(memory, 0)
+
+        def child():
+            refused = [lambda: file.read_into(memory, 0), lambda: scratch(backend), file.sync]
+            if not ticket.done():
+                refused.append(ticket.wait)
+            for call in refused:
+                with pytest.raises(RuntimeError, match="fork"):
+                    call()
+            assert finished.done()
+            file.close()
+            backend.close()
+            os.fstat(file.fd)  # still open
+            with opened(name) as own, scratch(own, BLOCK, tmp_path) as other:
+                other.write_from(aligned(BLOCK), 0).wait()
+
+        assert in_child(child) == 0
+        ticket.wait()
+        assert bytes(memory) == b"x" * (1 << 20)
+
+
+def test_child_that_exits_as_usual(name, tmp_path):
+    code = (
+        "import aio, mmap, os, sys, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
+        "ticket = file.write_from(mmap.mmap(-1, 8 << 20), 0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    del backend, file, ticket\n"
+        "    sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "ticket.wait()\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_exit_without_closing(name, tmp_path):
+    """An interpreter that ends in the middle of its work ends well and says nothing."""
+    code = (
+        "import sys, aio, mmap\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
+        "tickets = [file.write_from(mmap.mmap(-1, 1 << 20), n << 20) for n in range(8)]\n"
+    )
+    for forget in ("", "del backend, file, tickets\n"):
+        run = [sys.executable, "-W", "error", "-c", code + forget, str(tmp_path), name]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_ctrl_c_while_waiting(name, tmp_path):
+    """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
+    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
+    with (
+        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 20 * BLOCK, tmp_path) as file,
+    ):
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(20)]
+        for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert time.monotonic() - began < 1
+            timer.join()
+        assert not tickets[-1].done()
+
+
+def open_and_close(name, directory, times):
+    for _ in range(times):
+        with opened(name, depth=4) as backend, scratch(backend, BLOCK, directory) as file:
+            file.write_from(aligned(BLOCK), 0).wait()
+
+
+def check_no_leak(name, directory, times):
+    def held():
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        maps = Path("/proc/self/maps").read_text().count("\n")
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps, pages
+
+    open_and_close(name, directory, 20)
+    before = held()
+    open_and_close(name, directory, times)
+    end = time.monotonic() + 5
+    while held()[0] > before[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    threads, files, maps, pages = held()
+    assert (threads, files) == before[:2]
+    assert maps <= before[2] + 20
+    assert (pages - before[3]) * mmap.PAGESIZE < 2 << 20
+
+
+def test_open_and_close_leak_nothing(name):
+    # To give a context of Linux AIO back takes the kernel 40 ms.
+    check_no_leak(name, "/dev/shm", 50 if "aio" in name else 2000)
+
+
+@pytest.mark.slow
+def test_ten_thousand_opens_leak_nothing(name):
+    check_no_leak(name, "/dev/shm", 10_000)
