@@ -9,6 +9,8 @@ pool (worker threads), file (alignment, bounds), scratch (files that leave nothi
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 
+from aio.crash import CrashIO
+from aio.drives import Direction, Drive, DriveIO
 from aio.file import Backend, File
 from aio.pool import Pool
 from aio.scratch import create_scratch
@@ -19,6 +21,10 @@ from aio.ticket import Ticket, wait_any
 __all__ = [
     "ALIGN_BYTES",
     "Backend",
+    "CrashIO",
+    "Direction",
+    "Drive",
+    "DriveIO",
     "File",
     "IO",
     "MemoryIO",
