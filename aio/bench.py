@@ -29,6 +29,9 @@ UNDER_WAY_BYTES_MAX = 128 << 20
 
 BACKENDS_SHARE, FIGURES_SHARE = 0.15, 0.25
 """Of the time after the file is written: for the choice of the backend, for the figures."""
+WRITES_OF_SEARCH: dict[Mode, float] = {"read": 0.0, "write": 0.25, "both": 0.5}
+WRITES_OF_FIGURES, WRITES_OF_COMPARISON = 0.75, 0.9
+"""Share of the bytes that may be written after the filling, of what is done up to there."""
 BACKENDS_SETTINGS = 3
 FIGURE_TURNS = 4
 COMPARE_ROUNDS = 6
@@ -156,13 +159,12 @@ class _Path:
         left = max(0.0, started + seconds - filled)
         best: dict[Mode, Setting] = {}
         for number, mode in enumerate(MODES):
-            self._share_writes(len(MODES) - number)
+            self._load.allow(WRITES_OF_SEARCH[mode])
             base = (filled - started + left * (1 - FIGURES_SHARE) * number / 3) / max(seconds, 1e-9)
             try:
                 best[mode] = self._search(mode, left * (1 - FIGURES_SHARE) / 3, base, seconds)
             except Spent:
                 self._left_out.append((mode, "as many bytes as allowed have been written"))
-        self._load.written_bytes_max = self._wanted.written_bytes_max
         over = started + seconds
         return Found(
             path=self._path,
@@ -176,11 +178,6 @@ class _Path:
             cells=tuple(self._seen()),
             left_out=tuple(self._left_out),
         )
-
-    def _share_writes(self, parts: int) -> None:
-        """So that writing leaves as much for what comes after."""
-        left = self._wanted.written_bytes_max - self._load.bytes_written
-        self._load.written_bytes_max = self._load.bytes_written + left // parts
 
     def _search(self, mode: Mode, seconds: float, base: float, whole: float) -> Setting:
         """The best setting of a mode, in about so many seconds."""
@@ -214,8 +211,11 @@ class _Path:
         samples: dict[Mode, list[Sample]] = {mode: [] for mode in best}
         for turn in range(FIGURE_TURNS):
             for number, (mode, setting) in enumerate(best.items()):
-                self._progress(1.0, f"the best of {mode} in {self._path}")
+                self._progress(1.0, f"the best settings in {self._path}")
                 turns = (FIGURE_TURNS - turn) * len(best) - number
+                done = 1 - (turns - 1) / (FIGURE_TURNS * len(best))
+                before = WRITES_OF_SEARCH["both"]
+                self._load.allow(before + done * (WRITES_OF_FIGURES - before))
                 seconds = max(0.0, (over - time.perf_counter()) / turns)
                 try:
                     samples[mode].append(self._load.run(mode, setting, seconds))
@@ -234,7 +234,11 @@ class _Path:
             yield Cell(mode, setting, middle, len(rates))
 
     def compared(self, found: Found) -> list[Compared]:
-        """The chosen settings of reading and writing beside fio in the same."""
+        """The chosen settings of reading and writing beside fio in the same.
+
+        Empty where no more may be written.
+        """
+        self._load.allow(WRITES_OF_COMPARISON)
         cells = [(f.mode, f.setting, f.setting) for f in found.figures if f.mode != "both"]
         told = self._progress
         try:
@@ -254,6 +258,8 @@ def _together(
             if len(chosen) < len(loads):
                 continue
             progress(1.0, f"{mode} on all at once")
+            for load in loads:
+                load.allow(1.0 if mode == "both" else 0.95)
             jobs = [
                 threads.submit(load.run, mode, figure.setting, 1.0)
                 for load, figure in zip(loads, chosen)

@@ -6,6 +6,7 @@ load by its descriptor in /proc, so that nothing is left on disk however either 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from aio.figures import Mode, Ratio
 from aio.load import Load
-from aio.sweep import Setting
+from aio.sweep import Setting, Spent
 
 ENGINES = {
     "io_uring": "io_uring",
@@ -27,6 +28,7 @@ ENGINES = {
 
 _RW = {"read": "read", "write": "write", "both": "rw"}
 TIMEOUT_S = 60.0
+FOREVER_BYTES = 1 << 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +75,12 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
 
     Raises:
         RuntimeError: fio failed, or said what is not understood.
+        Spent: no more may be written.
     """
-    command = _command(load, mode, setting, seconds)
+    left = load.written_bytes_max - load.bytes_written
+    if mode != "read" and left < setting.under_way_bytes:
+        raise Spent
+    command = _command(load, mode, setting, seconds, FOREVER_BYTES if mode == "read" else left)
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S + seconds)
     try:
         found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
@@ -98,7 +104,8 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
     return sample
 
 
-def _command(load: Load, mode: Mode, setting: Setting, seconds: float) -> list[str]:
+def _command(load: Load, mode: Mode, setting: Setting, seconds: float, bytes_max: int) -> list[str]:
+    """The load of `Load.run`, ended by what comes first, the time or the bytes."""
     engine, depth = ENGINES[setting.backend], setting.depth * (2 if mode == "both" else 1)
     command = [
         installed() or "fio",
@@ -109,7 +116,6 @@ def _command(load: Load, mode: Mode, setting: Setting, seconds: float) -> list[s
         f"--ioengine={engine}",
         f"--direct={int(load.file.direct)}",
         f"--runtime={max(1, round(seconds * 1e3))}ms",
-        "--time_based",
         "--thread",
         "--allow_file_create=0",
         "--overwrite=1",
@@ -123,8 +129,10 @@ def _command(load: Load, mode: Mode, setting: Setting, seconds: float) -> list[s
         parts = max(1, load.file.bytes // part)
         command += [f"--numjobs={depth}", f"--size={part}"]
         command += [f"--offset_increment={part if parts >= depth else 0}"]
+        command += [f"--io_size={bytes_max // depth}"]
     else:
         command += [f"--iodepth={depth}", f"--size={load.file.bytes}"]
+        command += [f"--io_size={bytes_max}"]
     return command
 
 
@@ -141,32 +149,37 @@ def compare(
 
     Raises:
         RuntimeError: fio failed.
-        Spent: no more may be written.
+        Spent: not even one round may be written. Where it is fewer than asked, these count.
     """
     ours: list[list[float]] = [[] for _ in cells]
     fios: list[list[float]] = [[] for _ in cells]
     cpu = [[0.0, 0.0, 0.0, 0.0] for _ in cells]  # Our seconds and bytes, then fio's.
-    for number in range(rounds):
-        for at, (mode, setting, other) in enumerate(cells):
-            progress((number + at / len(cells)) / rounds, f"{mode} beside fio")
-            for turn in (number % 2, 1 - number % 2):
-                if turn:
-                    found = run_fio(load, mode, other, seconds)
-                    fios[at].append(found.bytes_per_s)
-                    cpu[at][2] += found.cpu_seconds
-                    cpu[at][3] += found.bytes
-                else:
-                    sample = load.run(mode, setting, seconds)
-                    ours[at].append(sample.bytes_per_s)
-                    cpu[at][0] += sample.cpu_seconds
-                    cpu[at][1] += sample.bytes
+    done = 0
+    with contextlib.suppress(Spent):
+        for number in range(rounds):
+            for at, (mode, setting, other) in enumerate(cells):
+                progress((number + at / len(cells)) / rounds, f"{mode} beside fio")
+                for turn in (number % 2, 1 - number % 2):
+                    if turn:
+                        found = run_fio(load, mode, other, seconds)
+                        fios[at].append(found.bytes_per_s)
+                        cpu[at][2] += found.cpu_seconds
+                        cpu[at][3] += found.bytes
+                    else:
+                        sample = load.run(mode, setting, seconds)
+                        ours[at].append(sample.bytes_per_s)
+                        cpu[at][0] += sample.cpu_seconds
+                        cpu[at][1] += sample.bytes
+            done += 1
+    if not done:
+        raise Spent
     for at, (mode, setting, other) in enumerate(cells):
         yield Compared(
             mode=mode,
             setting=setting,
             fio_setting=other,
-            ours_bytes_per_s=tuple(ours[at]),
-            fio_bytes_per_s=tuple(fios[at]),
+            ours_bytes_per_s=tuple(ours[at][:done]),
+            fio_bytes_per_s=tuple(fios[at][:done]),
             ours_cpu_s_per_gb=cpu[at][0] / cpu[at][1] * 1e9,
             fio_cpu_s_per_gb=cpu[at][2] / cpu[at][3] * 1e9,
         )

@@ -62,6 +62,7 @@ class Load:
         assert io is None or len(backends) == 1, backends
         self.bytes_written = 0
         self.written_bytes_max = written_bytes_max
+        self._written_in_all_max = written_bytes_max
         self._at = {False: 0, True: 0}
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as opened:
@@ -121,6 +122,11 @@ class Load:
             part = Setting(setting.backend, block, setting.depth)
             yield self._run("write", part, count, float("inf"))
         self._at[True] = 0
+
+    def allow(self, share: float) -> None:
+        """From now on no more than this share may be written of what the file's filling left."""
+        left = self._written_in_all_max - self.file.bytes
+        self.written_bytes_max = self.file.bytes + round(left * share)
 
     def run(self, mode: Mode, setting: Setting, seconds: float) -> Sample:
         """Load in one setting for about `seconds`, at least until it has been full once.
