@@ -29,10 +29,12 @@ UNDER_WAY_BYTES_MAX = 128 << 20
 
 BACKENDS_SHARE, FIGURES_SHARE = 0.15, 0.25
 """Of the time after the file is written: for the choice of the backend, for the figures."""
-WRITES_OF_SEARCH: dict[Mode, float] = {"read": 0.0, "write": 0.25, "both": 0.5}
-WRITES_OF_FIGURES, WRITES_OF_COMPARISON = 0.75, 0.9
+WRITES_OF_SEARCH: dict[Mode, float] = {"read": 0.0, "write": 0.2, "both": 0.4}
+WRITES_OF_FIGURES, WRITES_OF_COMPARISON = 0.6, 0.95
 """Share of the bytes that may be written after the filling, of what is done up to there."""
 BACKENDS_SETTINGS = 3
+PREFERRED_SHARE = 0.97
+"""Of the fastest backend's speed, with which one that is preferred to it is chosen."""
 FIGURE_TURNS = 4
 COMPARE_ROUNDS = 6
 COMPARE_SECONDS = 0.8
@@ -190,7 +192,11 @@ class _Path:
         leaders = list(dict.fromkeys([first.best, *leaders]))[:BACKENDS_SETTINGS]
         others = [Setting(name, s.block_bytes, s.depth) for s in leaders for name in backends]
         base += main / max(whole, 1e-9)
-        return self._swept(mode, others, seconds - main, base, whole).best
+        second = self._swept(mode, others, seconds - main, base, whole)
+        enough = PREFERRED_SHARE * second.rate(second.best)
+        ranked = sorted(second.rates, key=second.rate, reverse=True)
+        good = [second.best, *(s for s in ranked if second.rate(s) >= enough)]
+        return min(good, key=lambda setting: backends.index(setting.backend))
 
     def _swept(
         self, mode: Mode, settings: Sequence[Setting], seconds: float, base: float, whole: float
@@ -259,7 +265,7 @@ def _together(
                 continue
             progress(1.0, f"{mode} on all at once")
             for load in loads:
-                load.allow(1.0 if mode == "both" else 0.95)
+                load.allow(1.0 if mode == "both" else 0.975)
             jobs = [
                 threads.submit(load.run, mode, figure.setting, 1.0)
                 for load, figure in zip(loads, chosen)

@@ -105,11 +105,13 @@ def test_the_table_is_plain_and_fits_eighty_columns(capsys, tmp_path):
 
 
 def test_several_paths_are_measured_together_at_the_end(capsys, tmp_path):
-    paths = [tmp_path / name for name in "ab"]
+    paths = [tmp_path / name for name in ("a", "[red]b")]
     for path in paths:
         path.mkdir()
     assert command(*paths, *TINY, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    assert "[red]b" in "".join(shown.err.split())
+    result = json.loads(shown.out)
     assert [found["path"] for found in result["found"]] == [*map(str, paths)]
     assert [one["mode"] for one in result["together"]] == [*MODES]
     both = result["together"][-1]["bytes_per_s"]
@@ -254,6 +256,21 @@ def test_a_limit_of_writes_holds_and_is_told():
     assert bench_nvme_report.each_way(found) > 0
     with load(io=io, written_bytes_max=1 << 20) as made, pytest.raises(Spent):
         made.run("write", Setting("python", 128 << 10, 16), 0.1)
+
+
+def test_a_backend_that_is_preferred_need_not_be_the_fastest(monkeypatch):
+    """But nearly."""
+    speeds = {"io_uring": 0.98e9, "threads": 1e9, "libaio": 0.5e9}
+    asked = wanted(backends=tuple(speeds), seconds=0.01)
+
+    class Fast:
+        def run(self, mode, setting, seconds):
+            return Sample(1.0, int(speeds[setting.backend]), 0, 0.1, (0.1,))
+
+    path = bench._Path(asked, "/", Fast(), lambda share, what: None)
+    for fastest, chosen in ((1e9, "io_uring"), (2e9, "threads")):
+        speeds["threads"] = fastest
+        assert path._search("read", 0.05, 0.0, 1.0).backend == chosen
 
 
 def test_the_file_has_no_name_and_is_its_owners(tmp_path):

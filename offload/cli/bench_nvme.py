@@ -160,7 +160,7 @@ def command(arguments: Sequence[str]) -> None:
             _check_room(asked, wanted)
         notices += [busy] if busy else []
         for notice in [*notices, _announced(asked, wanted)]:
-            remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+            _note(remarks, f"note: {notice}")
         report = bench_nvme_report.Report()
         with measuring.bar(remarks) as progress:
 
@@ -181,10 +181,10 @@ def command(arguments: Sequence[str]) -> None:
         config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
         console.print(config, highlight=False, soft_wrap=True, markup=False)
         saved = _saved(asked, report)
-        remarks.print(saved or "not saved", highlight=False, soft_wrap=True)
+        _note(remarks, saved or "not saved")
         if draw:
             draw(report.found)
-            remarks.print(f"drawn to {asked.plot}", highlight=False, soft_wrap=True)
+            _note(remarks, f"drawn to {asked.plot}")
     if asked.json:
         found = {
             "kind": "bench nvme",
@@ -283,7 +283,12 @@ def _remark(one: object, remarks: display.Output) -> None:
         told = [one.notice] if one.notice else []
         told += [f"no figure for {mode}: {why} (--writes-max)" for mode, why in one.left_out]
         for notice in told:
-            remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+            _note(remarks, f"note: {notice}")
+
+
+def _note(remarks: display.Output, text: str) -> None:
+    """A line that may hold names of files, whose brackets are no markup."""
+    remarks.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
 def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:

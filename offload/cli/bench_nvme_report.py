@@ -9,6 +9,7 @@ from typing import Any
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from aio.bench import Together
 from aio.figures import Figure, Found, Ratio
@@ -80,7 +81,7 @@ def shown(one: Result) -> list[RenderableType]:
 
 def _table(title: str, columns: Sequence[tuple[str, int]], caption: str | None = None) -> Table:
     table = Table(
-        title=title,
+        title=Text(title, style="italic"),  # Names of files may hold brackets.
         title_justify="left",
         caption=caption,
         caption_justify="left",

@@ -24,7 +24,7 @@ BUSY_PERCENT = 15
 def bar(console: display.Output) -> Iterator[Callable[[float, str], None]]:
     """Progress as a bar on a terminal, elsewhere as a line for each thing that is measured."""
     shown_as = Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=None),
         TimeRemainingColumn(),
         console=console,
@@ -38,7 +38,7 @@ def bar(console: display.Output) -> Iterator[Callable[[float, str], None]]:
     def told(share: float, what: str) -> None:
         nonlocal shown
         if what != shown and not console.is_terminal:
-            console.print(f"measuring {what}", highlight=False, soft_wrap=True)
+            console.print(f"measuring {what}", highlight=False, soft_wrap=True, markup=False)
         shown = what
         shown_as.update(task, completed=share, description=what)
 
