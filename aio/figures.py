@@ -14,7 +14,7 @@ from aio.sweep import Setting
 Mode = Literal["read", "write", "both"]
 
 MODES: tuple[Mode, ...] = ("read", "write", "both")
-"""`both`: transfers in turns of one read and one write, `depth` of each under way."""
+"""`both`: transfers in turns of one read and one write, twice `depth` of them under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,7 @@ class Sample:
     cpu_seconds: float
     """Of this process, all threads, in user space and in the kernel."""
     latencies_s: tuple[float, ...]
-    """By transfer, from its submission until it was seen to be over; they are looked at in the
-    order of submission, so one that overtook others counts as long as these."""
+    """By transfer, from its submission until it was seen to be over."""
 
     @property
     def bytes(self) -> int:

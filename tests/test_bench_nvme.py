@@ -231,16 +231,16 @@ def load(directory="/simulated", io=None, **options):
 
 def test_load_on_a_simulated_drive_finds_its_speed():
     """The same seam as a real one: preadv and pwritev."""
-    read, write = Direction(bytes_per_s=20e6, latency_s=2e-3), Direction(bytes_per_s=10e6)
+    read, write = Direction(bytes_per_s=8e6, latency_s=6e-3), Direction(bytes_per_s=4e6)
     io = DriveIO(Drive(read=read, write=write))
     with load(io=io) as made:
         assert sum(sample.bytes for sample in made.fill()) == made.bytes_written == 2 << 20
-        for depth, rate in ((1, 20e6), (4, 20e6)):
-            sample = made.run("read", Setting("python", 64 << 10, depth), 0.1)
-            assert sample.bytes_per_s == pytest.approx(rate, rel=0.35)
-        sample = made.run("write", Setting("python", 64 << 10, 2), 0.1)
-        assert sample.bytes_per_s == pytest.approx(10e6, rel=0.35)
-        sample = made.run("both", Setting("python", 64 << 10, 2), 0.1)
+        for depth, rate in ((1, 8e6), (4, 8e6)):
+            sample = made.run("read", Setting("python", 64 << 10, depth), 0.2)
+            assert sample.bytes_per_s == pytest.approx(rate, rel=0.3)
+        sample = made.run("write", Setting("python", 64 << 10, 2), 0.2)
+        assert sample.bytes_per_s == pytest.approx(4e6, rel=0.3)
+        sample = made.run("both", Setting("python", 64 << 10, 2), 0.2)
         assert sample.bytes_read == sample.bytes_written > 0
         assert len(sample.latencies_s) == sample.bytes >> 16
 
