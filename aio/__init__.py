@@ -14,6 +14,8 @@ Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 
 from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
 from aio.counters import Counters
+from aio.crash import CrashIO
+from aio.drives import Direction, Drive, DriveIO
 from aio.file import Backend, File
 from aio.joint import JointTicket, wait_all, wait_any
 from aio.pool import Pool
@@ -32,6 +34,10 @@ __all__ = [
     "create_scratch",
     "create_volume",
     "Directory",
+    "CrashIO",
+    "Direction",
+    "Drive",
+    "DriveIO",
     "File",
     "IO",
     "JointTicket",

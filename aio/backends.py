@@ -45,6 +45,19 @@ def probe() -> tuple[Probe, ...]:
     return tuple(_probed(name) for name in BACKEND_NAMES)
 
 
+def compared() -> tuple[tuple[str, ...], dict[str, str]]:
+    """Backends worth comparing here, the preferred first, and why others do not work, by name.
+
+    `python` is among them only where nothing else works. `AIO_BACKEND` leaves the one it names.
+    """
+    probes = probe()
+    names = tuple(found.name for found in probes if found.usable and found.name != "python")
+    forced = os.environ.get(BACKEND_VARIABLE)
+    if forced in (*names, "python"):
+        names = (forced,)
+    return names or ("python",), {found.name: found.reason for found in probes if not found.usable}
+
+
 def open_backend(
     name: str | None = None,
     *,

@@ -1,12 +1,17 @@
-"""What the hardware gives: capacities in bytes and speeds of the lanes. `probe` reads this host."""
+"""What the hardware gives: capacities in bytes and speeds of the lanes. `probe` reads this host.
+
+Speeds of drives that `offload bench nvme` has measured are kept in a file of the user's and read
+again by `probe`; everything else is as it is at that moment.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import reprlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -159,7 +164,7 @@ def ranks_on_host() -> int:
 
 
 def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
-    """The capacities of this host, each rank taking its share.
+    """The capacities of this host and what is known of its drive, each rank taking its share.
 
     Args:
         paths: directories of the nvme tier.
@@ -171,9 +176,88 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks
-    return Machine(
+    found = Machine(
         device_bytes=host if device_free_bytes is None else device_free_bytes,
         cpu_bytes=host,
         nvme_bytes=nvme_free_bytes(paths) // ranks,
         device_is_cpu=device_free_bytes is None,
     )
+    speed = saved_speeds().get(mount_point(paths[0])) if paths else None
+    if speed is None:
+        return found
+    return replace(
+        found,
+        disk_read_bytes_per_s=speed.read_bytes_per_s / ranks,
+        disk_write_bytes_per_s=speed.write_bytes_per_s / ranks,
+    )
+
+
+MACHINE_VARIABLE = "OFFLOAD_MACHINE"
+"""Environment variable: the file of measured speeds, in place of the one in the user's cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveSpeed:
+    """What `offload bench nvme` measured of the drive under a mount point."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    """Reading and writing as much at once: both directions together."""
+    backend: str
+    """Of the setting that is best for both at once, as are the next two."""
+    block_bytes: int
+    depth: int
+    measured: str
+    """When, in ISO 8601."""
+
+    def __post_init__(self) -> None:
+        if not min(self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s) > 0:
+            raise ValueError(f"speeds of a drive must be positive: {self}")
+
+
+def profile_path() -> Path:
+    """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache."""
+    if given := os.environ.get(MACHINE_VARIABLE):
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "offload" / "machine.json"
+
+
+def saved_speeds() -> dict[str, DriveSpeed]:
+    """By mount point, what has been measured; nothing where the file is missing or damaged.
+
+    A damaged file is one to be measured anew: it moves predictions and nothing else.
+    """
+    try:
+        drives = json.loads(profile_path().read_text("utf-8"))["drives"]
+        return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
+
+
+def save_speed(path: str, speed: DriveSpeed) -> Path:
+    """Keeps what was measured of the drive under `path`, in place of what was known of it.
+
+    Returns the file, which is replaced as a whole.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    drives = saved_speeds() | {mount_point(path): speed}
+    content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
+    kept = profile_path()
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    fresh = kept.with_name(f"{kept.name}.{os.getpid()}")
+    try:
+        fresh.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        fresh.replace(kept)
+    finally:
+        fresh.unlink(missing_ok=True)
+    return kept
+
+
+def mount_point(path: str) -> str:
+    """Where the file system of `path` is mounted."""
+    found = Path(path).resolve()
+    return str(next(at for at in (found, *found.parents) if at.is_mount() or at == at.parent))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from offload.machine import (
+    DriveSpeed,
     cgroup_free_bytes,
     host_free_bytes,
+    mount_point,
     nvme_free_bytes,
     probe,
+    profile_path,
     ranks_on_host,
+    save_speed,
+    saved_speeds,
 )
 
 GIB = 1 << 30
@@ -175,3 +181,51 @@ def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
         assert str(path) in str(caught.value)
         assert "nvme_path (--nvme-path) cannot be used" in str(caught.value)
         assert "; likely " in str(caught.value)
+
+
+SPEED = DriveSpeed(
+    read_bytes_per_s=5e9,
+    write_bytes_per_s=3e9,
+    both_bytes_per_s=4e9,
+    backend="io_uring",
+    block_bytes=1 << 20,
+    depth=8,
+    measured="2026-11-21T12:00:00",
+)
+
+
+def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "deep" / "machine.json"
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
+    assert saved_speeds() == {}
+    before = probe((str(tmp_path),))
+    assert save_speed(str(tmp_path / "not there yet"), SPEED) == kept
+    assert list(kept.parent.iterdir()) == [kept]
+    assert saved_speeds() == {mount_point(str(tmp_path)): SPEED}
+    found = probe((str(tmp_path),))
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (5e9, 3e9)
+    assert probe().disk_read_bytes_per_s == before.disk_read_bytes_per_s
+    save_speed("/proc", replace(SPEED, depth=4))
+    assert {speed.depth for speed in saved_speeds().values()} == {4, 8}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5e9
+
+
+DAMAGED = ("", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_damaged_speeds_are_as_none(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "machine.json").write_text(text)
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    assert saved_speeds() == {}
+    save_speed(str(tmp_path), SPEED)
+    assert list(saved_speeds().values()) == [SPEED]
+
+
+def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OFFLOAD_MACHINE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "offload" / "machine.json"

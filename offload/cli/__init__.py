@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
-    "bench": "measure what this machine gives: adam",
+    "bench": "measure what this machine gives: adam, nvme",
 }
 """What each command does, for the help; the module of the same name holds it."""
 

@@ -8,6 +8,7 @@ from offload.cli import Menu
 
 BENCHMARKS = {
     "adam": "the update against this machine's memory, torch and DeepSpeed",
+    "nvme": "drives: the best block size and depth, and whether they are enough",
 }
 """What each benchmark measures, for the help."""
 

@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,12 +18,11 @@ from typing import Annotated, Any, Literal
 import psutil
 import torch
 import tyro
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 import cpu_adam
 from cpu_adam import FORMATS, bench, choice, peers
 from cpu_adam.figures import Group
-from offload.cli import Signals, bad_input, bench_adam_report, display, nearest
+from offload.cli import Signals, bad_input, bench_adam_report, display, measuring, nearest
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
 from offload.machine import host_free_bytes
@@ -34,8 +32,6 @@ THREADS_MAX = 1024
 SECONDS_MAX = 3600
 CACHED_ELEMENTS = 16 << 20
 """With fewer, the caches of a large processor may hold what should stream from memory."""
-BUSY_PERCENT = 15
-"""Of all processors' time: others may take as much before it is remarked on."""
 
 _List = tyro.conf.arg(help_behavior_hint="")
 
@@ -128,11 +124,11 @@ def command(arguments: Sequence[str]) -> None:
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
     with Signals() as signals:
-        signals.where, busy = "before the first figure", _busy()
+        signals.where, busy = "before the first figure", measuring.busy()
         if asked.peers and importlib.util.find_spec("deepspeed") is not None:
             remarks.print("note: DeepSpeed compiles its CPUAdam at its first use", soft_wrap=True)
         with bad_input():
-            draw = _drawing(asked.plot) if asked.plot is not None else None
+            draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_adam_plot")
             wanted, notices = _wanted(asked)
             _check_memory(asked, wanted)
         notices += [busy] if busy else []
@@ -143,7 +139,7 @@ def command(arguments: Sequence[str]) -> None:
         heading += f"{machine['cores']} cores; torch {versions['torch']}"
         console.print(heading, highlight=False, soft_wrap=True)
         groups: list[Group] = []
-        with _bar(remarks) as progress:
+        with measuring.bar(remarks) as progress:
 
             def told(share: float, what: str) -> None:
                 signals.where = f"while measuring {what}"
@@ -157,7 +153,7 @@ def command(arguments: Sequence[str]) -> None:
         verdict = bench_adam_report.verdict(groups)
         verdict += f" But {busy}." if busy else ""
         console.print(verdict, highlight=False)
-        if draw is not None:
+        if draw:
             signals.where = "while drawing"
             draw(groups, heading)
             remarks.print(f"drawn to {asked.plot}", highlight=False, soft_wrap=True)
@@ -197,18 +193,14 @@ def _wanted(asked: Adam) -> tuple[bench.Wanted, list[str]]:
         )
     wanted = bench.Wanted(
         elements=asked.count,
-        formats=_once(formats),
-        kernels=_once(asked.kernels or bench.default_kernels()),
-        threads=_once(asked.threads or (cpu_adam.threads(), 1)),
+        formats=measuring.once(formats),
+        kernels=measuring.once(asked.kernels or bench.default_kernels()),
+        threads=measuring.once(asked.threads or (cpu_adam.threads(), 1)),
         gradient=bench.GRADIENTS[asked.gradients],
         peers=found,
         seconds=asked.seconds,
     )
     return wanted, notices
-
-
-def _once(found: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(dict.fromkeys(found))
 
 
 def _check_memory(asked: Adam, wanted: bench.Wanted) -> None:
@@ -228,54 +220,10 @@ def _check_memory(asked: Adam, wanted: bench.Wanted) -> None:
         )
 
 
-def _drawing(path: str) -> Callable[[Sequence[Group], str], None]:
-    """What draws groups to the file at `path`.
-
-    Raises:
-        ValueError: matplotlib is missing, or knows no such kind of file.
-        OSError: the file cannot be written.
-    """
-    try:
-        from offload.cli import bench_adam_plot
-    except ImportError as error:
-        raise ValueError(
-            f"asked for a drawing by --plot {path}; found no matplotlib ({error}); likely cause: "
-            "it is an extra of this package; try: pip install 'offload-engine[plot]'"
-        ) from error
-    bench_adam_plot.check(path)
-    return lambda groups, title: bench_adam_plot.draw(groups, title, path)
-
-
-@contextlib.contextmanager
-def _bar(console: display.Output) -> Iterator[bench.Progress]:
-    """Progress as a bar on a terminal, as a line per group elsewhere."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-        redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
-        expand=True,
-        transient=True,
-    )
-    task, shown = bar.add_task("preparing", total=1.0), ""
-
-    def told(share: float, what: str) -> None:
-        nonlocal shown
-        if what != shown and not console.is_terminal:
-            console.print(f"measuring {what}", highlight=False, soft_wrap=True)
-        shown = what
-        bar.update(task, completed=share, description=what)
-
-    with bar:
-        yield told
-
-
 def _machine() -> dict[str, Any]:
     return {
-        "cpu": _processor(),
-        "cores": _cores(),
+        "cpu": measuring.processor(),
+        "cores": measuring.cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "huge_pages": _huge_pages(),
         "system": platform.platform(),
@@ -284,36 +232,12 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _busy() -> str | None:
-    """A remark where other programs take so much that figures say little."""
-    percent = psutil.cpu_percent(interval=0.2)
-    if percent <= BUSY_PERCENT:
-        return None
-    return f"other programs keep {percent:.0f}% of the processors busy: all figures suffer"
-
-
-def _cores() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _huge_pages() -> str:
     """When Linux gives them: always, madvise (which is asked for) or never."""
     with contextlib.suppress(OSError):
         text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text("utf-8")
         return text.partition("[")[2].partition("]")[0]
     return "unknown"
-
-
-def _processor() -> str:
-    """Its name, as Linux tells it."""
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _versions() -> dict[str, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure as Canvas
@@ -18,29 +16,6 @@ NAMES = {"stream": "in-place stream of the same bytes", "update": "this update",
 BAR_INCHES = 0.24
 GAP_BARS = 1.2
 """Space between two formats, in bars."""
-
-
-def check(path: str) -> None:
-    """Refuses what could not be written at the end.
-
-    Raises:
-        ValueError: the name's ending is none of a picture.
-        OSError: its folder cannot be written to.
-    """
-    known = Canvas().canvas.get_supported_filetypes()
-    ending = Path(path).suffix.lstrip(".").lower()
-    if ending not in known:
-        raise ValueError(
-            f"asked for a drawing by --plot {path}; found no kind of picture in its name; likely "
-            f"cause: the ending is missing or misspelt; try: {path.rstrip('.')}.png"
-        )
-    if os.path.isdir(path):
-        raise IsADirectoryError(0, "it is a folder", path)
-    folder = os.path.dirname(path) or os.curdir
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(0, "there is no such folder", folder)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(0, "this user may not write there", folder)
 
 
 def draw(groups: Sequence[Group], title: str, path: str) -> None:

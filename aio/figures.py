@@ -1,0 +1,153 @@
+"""What a benchmark of a drive finds, as plain data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
+
+from aio.sweep import Setting
+
+Mode = Literal["read", "write", "both"]
+
+MODES: tuple[Mode, ...] = ("read", "write", "both")
+"""`both`: transfers in turns of one read and one write, twice `depth` of them under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One stretch of load."""
+
+    seconds: float
+    bytes_read: int
+    bytes_written: int
+    cpu_seconds: float
+    """Of this process, all threads, in user space and in the kernel."""
+    latencies_s: tuple[float, ...]
+    """By transfer, from its submission until it was seen to be over."""
+
+    @property
+    def bytes(self) -> int:
+        """Moved in either direction."""
+        return self.bytes_read + self.bytes_written
+
+    @property
+    def bytes_per_s(self) -> float:
+        """In both directions together."""
+        return self.bytes / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What the sweep saw of one setting."""
+
+    mode: Mode
+    setting: Setting
+    bytes_per_s: float
+    """In both directions together; the median of its turns."""
+    turns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """How fast a drive is in the setting that the sweep chose, measured anew after it."""
+
+    mode: Mode
+    setting: Setting
+    turns: int
+    bytes_per_s: float
+    """In both directions together; the median of the turns."""
+    bytes_per_s_min: float
+    bytes_per_s_max: float
+    p50_s: float
+    """Latency of a transfer: half are over sooner."""
+    p99_s: float
+    cpu_s_per_gb: float
+    """Seconds of all threads of this process for 10**9 bytes."""
+
+    @classmethod
+    def of(cls, mode: Mode, setting: Setting, samples: Sequence[Sample]) -> Figure:
+        """The figure of several stretches of load."""
+        rates = [sample.bytes_per_s for sample in samples]
+        latencies = sorted(one for sample in samples for one in sample.latencies_s)
+        moved = sum(sample.bytes for sample in samples)
+        return cls(
+            mode=mode,
+            setting=setting,
+            turns=len(samples),
+            bytes_per_s=statistics.median(rates),
+            bytes_per_s_min=min(rates),
+            bytes_per_s_max=max(rates),
+            p50_s=quantile(latencies, 0.50),
+            p99_s=quantile(latencies, 0.99),
+            cpu_s_per_gb=sum(sample.cpu_seconds for sample in samples) / moved * 1e9,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """What was found for one path."""
+
+    path: str
+    file_bytes: int
+    file_system: str
+    direct: bool
+    """Whether O_DIRECT held; without it the page cache was measured too."""
+    notice: str | None
+    fill_bytes_per_s: float
+    """First write of the file, by which it was made."""
+    bytes_written: int
+    """All that was written for all of this."""
+    cells: tuple[Cell, ...]
+    figures: tuple[Figure, ...]
+    left_out: tuple[tuple[Mode, str], ...] = ()
+    """Modes without a figure, and why."""
+
+    def figure(self, mode: Mode) -> Figure | None:
+        """The figure of a mode, None where it was not measured."""
+        return next((figure for figure in self.figures if figure.mode == mode), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A geometric mean of ratios, with the interval that holds the true one in 95 of 100 cases."""
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, ratios: Sequence[float]) -> Ratio:
+        """Of at least one ratio; the interval is Student's, over the logarithms."""
+        logs = [math.log(ratio) for ratio in ratios]
+        mean, count = statistics.fmean(logs), len(logs)
+        if count < 2:
+            return cls(math.exp(mean), 0.0, math.inf, count)
+        half = student95(count - 1) * statistics.stdev(logs) / math.sqrt(count)
+        return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The smallest that at least `share` of all do not exceed."""
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def student95(freedom: int) -> float:
+    """The 97.5% quantile of Student's t, within 0.1% from 3 degrees of freedom on.
+
+    The first two are exact; then the expansion of Abramowitz and Stegun, 26.7.5.
+
+    >>> [round(student95(n), 2) for n in (1, 2, 3, 10, 100)]
+    [12.71, 4.3, 3.18, 2.23, 1.98]
+    """
+    if freedom <= 2:
+        return (12.7062, 4.3027)[freedom - 1]
+    z, n = NormalDist().inv_cdf(0.975), float(freedom)
+    found = z + (z**3 + z) / (4 * n) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+    found += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    found += (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / (92160 * n**4)
+    return found

@@ -1,0 +1,338 @@
+"""`offload bench nvme`: what drives can do, and whether that is enough to train from them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from aio import backends, bench, fio
+from aio.figures import Found
+from offload.cli import Signals, bad_input, bench_nvme_report, display, measuring, nearest
+from offload.cli.bench_nvme_verdict import GPUS, Verdict
+from offload.cli.flags import Flags, flag
+from offload.config import format_bytes, parse_bytes
+from offload.machine import DriveSpeed, host_free_bytes, nvme_free_bytes, save_speed
+
+BLOCK_BYTES_MAX = 256 << 20
+DEPTH_MAX = 256
+FILE_BYTES_MIN = 1 << 20
+SECONDS_MAX = 3600
+COMPARE_SECONDS = 2 * 2 * bench.COMPARE_ROUNDS * bench.COMPARE_SECONDS
+"""What a comparison with fio takes for each path, about."""
+
+_List = tyro.conf.arg(help_behavior_hint="")
+_Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
+_Fio = tyro.conf.arg(metavar="fio", help_behavior_hint="")
+_Paths = tyro.conf.arg(
+    metavar="PATH", help_behavior_hint="", help="Directories, one on each drive."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nvme:
+    """Measure drives: the best way to ask them for bytes, how fast they then read, write and do
+    both at once, and what that means for training. Works in a file without a name, gone at any end.
+
+    Raises:
+        ValueError: a field holds what it cannot mean; the message names the flag.
+    """
+
+    paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
+
+    seconds: float = 60.0
+    """About how long to measure, for all paths together; a comparison comes on top."""
+
+    size: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "4GiB"
+    """Of the file on each drive: larger than the drive's cache."""
+
+    writes_max: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "100GiB"
+    """Most bytes to write to each path, as drives wear."""
+
+    backends: Annotated[tuple[str, ...], _List] = ()
+    """Backends, such as io_uring threads. Default: all that run here."""
+
+    blocks: Annotated[tuple[str, ...], _List] = ()
+    """Sizes of a transfer, such as 1MiB 4MiB. Default: 256 KiB to 16 MiB."""
+
+    depths: Annotated[tuple[int, ...], _List] = ()
+    """Numbers of transfers under way, such as 1 8 32. Default: 1 to 32."""
+
+    compare: Annotated[
+        Literal["fio"] | None, tyro.conf.arg(metavar="fio", help_behavior_hint="")
+    ] = None
+    """Also run fio, if it is installed, on the same file in the same setting, in turns."""
+
+    model: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "7B"
+    """Parameters of the model that the verdict is about."""
+
+    gpu: str = "h100"
+    """The GPU that the verdict is about, or its dense bf16 TFLOP/s."""
+
+    endurance: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "600TB"
+    """Bytes that each drive endures, as its data sheet says (TBW)."""
+
+    save: bool = True
+    """Keep the speeds where `offload` finds them when it plans."""
+
+    plot: Annotated[str | None, _Optional] = None
+    """Also draw heat maps to this file (.png, .svg, .pdf); needs matplotlib."""
+
+    json: bool = False
+    """One JSON object on standard output, nothing else there."""
+
+    def __post_init__(self) -> None:
+        self._check("seconds", 0 <= self.seconds <= SECONDS_MAX, f"0 to {SECONDS_MAX}")
+        self._check("plot", self.plot != "", "the path of a file")
+        right = all(1 <= depth <= DEPTH_MAX for depth in self.depths)
+        self._check("depths", right, f"numbers from 1 to {DEPTH_MAX}")
+        blocks = [_bytes(block) for block in self.blocks]
+        right = all(b % 4096 == 0 and 0 < b <= BLOCK_BYTES_MAX for b in blocks)
+        self._check("blocks", right, "multiples of 4 KiB up to 256 MiB, such as 1MiB 4MiB")
+        for name in ("size", "writes_max"):
+            right = _bytes(getattr(self, name)) >= FILE_BYTES_MIN
+            self._check(name, right, "bytes, such as 4GiB, at least 1MiB")
+        right = _bytes(self.writes_max) >= _bytes(self.size)
+        self._check("writes_max", right, f"at least the file's size, {self.size}")
+        self._check("model", _amount(self.model) >= 1, "a number of parameters, such as 7B")
+        self._check("endurance", _amount(self.endurance) >= 1, "bytes, such as 600TB")
+        right = self.gpu.lower() in GPUS or _amount(self.gpu) >= 1
+        self._check("gpu", right, f"TFLOP/s, or one of {', '.join(GPUS)}")
+
+    def _check(self, name: str, right: bool, expected: str) -> None:
+        if not right:
+            value = getattr(self, name)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            raise ValueError(f"{flag(name)} {shown}: expected {expected}")
+
+
+def _bytes(text: str) -> int:
+    """Bytes such as 4GiB, 0 where it is none."""
+    with contextlib.suppress(ValueError):
+        return parse_bytes(text)
+    return 0
+
+
+def _amount(text: str) -> float:
+    """A number such as 7B or 600TB, in powers of ten, 0 where it is none."""
+    found = re.fullmatch(
+        r"(\d{1,12}(?:\.\d{1,6})?)\s?([KMGBTP]?)B?", text, re.ASCII | re.IGNORECASE
+    )
+    if found is None:
+        return 0.0
+    powers = {"": 0, "K": 3, "M": 6, "G": 9, "B": 9, "T": 12, "P": 15}
+    return float(found[1]) * 10.0 ** powers[found[2].upper()]
+
+
+_FLAGS = Flags(
+    kind=Nvme,
+    command="offload bench nvme",
+    known=tuple(field.name for field in dataclasses.fields(Nvme) if field.name != "paths"),
+)
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Measures as `arguments` say; what can be refused is refused before a byte is written.
+
+    Raises:
+        BadInput: the arguments, or a path cannot be used or has no room.
+        Stopped: by Ctrl-C or SIGTERM; nothing is left on disk.
+    """
+    asked = _FLAGS.parse(arguments)
+    # Results go to standard output, progress and remarks to standard error.
+    console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
+    with Signals() as signals:
+        signals.where, busy = "before the first figure", measuring.busy()
+        with bad_input():
+            draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_nvme_plot")
+            wanted, notices = _wanted(asked)
+            _check_room(asked, wanted)
+        notices += [busy] if busy else []
+        for notice in [*notices, _announced(asked, wanted)]:
+            _note(remarks, f"note: {notice}")
+        report = bench_nvme_report.Report()
+        with measuring.bar(remarks) as progress:
+
+            def told(share: float, what: str) -> None:
+                signals.where = f"while measuring {what}; nothing is left on disk"
+                progress(share, what)
+
+            with bad_input():
+                for one in bench.measure(wanted, told):
+                    report.add(one)
+                    console.print(*bench_nvme_report.shown(one), sep="\n", highlight=False)
+                    _remark(one, remarks)
+        signals.where = "after the last figure"
+        verdict = _verdict(asked, report)
+        told_verdict = bench_nvme_report.verdict(verdict, report)
+        told_verdict += f" But {busy}." if busy else ""
+        console.print(bench_nvme_report.formats(verdict), told_verdict, "", sep="\n")
+        config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
+        console.print(config, highlight=False, soft_wrap=True, markup=False)
+        saved = _saved(asked, report)
+        _note(remarks, saved or "not saved")
+        if draw:
+            draw(report.found)
+            _note(remarks, f"drawn to {asked.plot}")
+    if asked.json:
+        found = {
+            "kind": "bench nvme",
+            "machine": {
+                "cpu": measuring.processor(),
+                "cores": measuring.cores(),
+                "system": platform.platform(),
+            },
+            "notices": notices,
+            **report.as_dict(),
+            "formats": [asdict(one) for one in verdict.formats],
+            "verdict": told_verdict,
+            "config": config,
+        }
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
+    """What to measure, and what the user should know about it."""
+    if not asked.paths:
+        raise ValueError(
+            "asked to measure drives; found no path; likely cause: it was forgotten; try: offload "
+            "bench nvme /mnt/nvme, a directory on the drive where you can write"
+        )
+    usable, left_out = backends.compared()
+    for name in asked.backends:
+        if name not in (*usable, "python"):
+            reason = left_out.get(name, "there is none of that name" + nearest(name, usable))
+            raise ValueError(
+                f"--backends {name}: cannot be used here: {reason}; there are {', '.join(usable)}"
+            )
+    notices = [f"without {name}: {reason}" for name, reason in left_out.items()]
+    fio_wanted = asked.compare == "fio"
+    if fio_wanted and fio.installed() is None:
+        raise ValueError(
+            "asked for --compare fio; found no fio on PATH; likely cause: it is not installed; "
+            "try: apt install fio (or dnf, pacman)"
+        )
+    wanted = bench.Wanted(
+        paths=measuring.once([os.path.abspath(path) for path in asked.paths]),
+        file_bytes=_bytes(asked.size) // 4096 * 4096,
+        written_bytes_max=_bytes(asked.writes_max),
+        seconds=asked.seconds,
+        backends=measuring.once(asked.backends or usable),
+        blocks_bytes=measuring.once([_bytes(b) for b in asked.blocks]) or bench.BLOCKS_BYTES,
+        depths=measuring.once(asked.depths) or bench.DEPTHS,
+        fio=fio_wanted,
+    )
+    if not wanted.settings("", "both"):
+        raise ValueError(
+            f"asked for --size {asked.size} with the given --blocks and --depths; found no "
+            "setting whose bytes under way fit into a quarter of the file, and into 128 MiB; "
+            "likely cause: the file is too small, or the blocks too large; try: a larger "
+            "--size, or --blocks 1MiB --depths 1 8"
+        )
+    return wanted, notices
+
+
+def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
+    """Refuses what would fill a drive or the memory.
+
+    Raises:
+        OSError: a path cannot be used.
+        ValueError: there is too little room.
+    """
+    for path in wanted.paths:
+        free = nvme_free_bytes((path,))
+        if free < wanted.file_bytes:
+            fits = free // 2 >> 20
+            remedy = f"--size {fits}MiB" if fits else "free some space, or another drive"
+            raise ValueError(
+                f"asked for a file of {asked.size} in {path}; found "
+                f"{format_bytes(free)} free; likely cause: the drive is nearly full; try: {remedy}"
+            )
+    needed, memory = wanted.memory_bytes, host_free_bytes() // 2
+    if needed > memory:
+        raise ValueError(
+            f"asked for transfers that take {format_bytes(needed)} of memory; found "
+            f"{format_bytes(2 * memory)} free, of which half may be taken; likely cause: large "
+            "blocks at great depths; try: --blocks 1MiB --depths 1 8"
+        )
+
+
+def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
+    """What will be done to the drives, before it is."""
+    more = f", then about {COMPARE_SECONDS:.0f} s beside fio for each path" if wanted.fio else ""
+    return (
+        f"measuring for about {asked.seconds:.0f} s{more}; writes a file of {asked.size} without a "
+        f"name to {' and '.join(wanted.paths)}, and again and again over it, at most "
+        f"{asked.writes_max} to each; the file is gone however this ends"
+    )
+
+
+def _remark(one: object, remarks: display.Output) -> None:
+    if isinstance(one, Found):
+        told = [one.notice] if one.notice else []
+        told += [f"no figure for {mode}: {why} (--writes-max)" for mode, why in one.left_out]
+        for notice in told:
+            _note(remarks, f"note: {notice}")
+
+
+def _note(remarks: display.Output, text: str) -> None:
+    """A line that may hold names of files, whose brackets are no markup."""
+    remarks.print(text, highlight=False, soft_wrap=True, markup=False)
+
+
+def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
+    name = asked.gpu.lower()
+    return Verdict(
+        parameters=_amount(asked.model),
+        model=asked.model,
+        gpu=name.upper() if name in GPUS else f"a GPU of {asked.gpu} TFLOP/s",
+        gpu_flops=GPUS[name] if name in GPUS else _amount(asked.gpu) * 1e12,
+        endurance_bytes=_amount(asked.endurance) * len(report.found),
+        each_way_bytes_per_s=report.each_way_bytes_per_s(),
+    )
+
+
+def _saved(asked: Nvme, report: bench_nvme_report.Report) -> str | None:
+    """Where the speeds are kept; None where they are not."""
+    kept: Path | None = None
+    if asked.save:
+        for path, speed in _speeds(report):
+            try:
+                kept = save_speed(path, speed)
+            except OSError as error:
+                return (
+                    f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
+                    "likely that folder is not yours; try: OFFLOAD_MACHINE=FILE, or --no-save"
+                )
+    return None if kept is None else f"saved to {kept}, where offload finds it when it plans"
+
+
+def _speeds(report: bench_nvme_report.Report) -> Iterator[tuple[str, DriveSpeed]]:
+    for found in report.found:
+        figures: Any = [found.figure(mode) for mode in ("read", "write", "both")]
+        if not all(figures) or not found.direct:  # The page cache's speed is not the drive's.
+            continue
+        read, write, both = figures
+        yield (
+            found.path,
+            DriveSpeed(
+                read_bytes_per_s=read.bytes_per_s,
+                write_bytes_per_s=write.bytes_per_s,
+                both_bytes_per_s=both.bytes_per_s,
+                backend=both.setting.backend,
+                block_bytes=both.setting.block_bytes,
+                depth=both.setting.depth,
+                measured=datetime.now().isoformat(timespec="seconds"),
+            ),
+        )

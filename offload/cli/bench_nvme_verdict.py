@@ -1,0 +1,97 @@
+"""What the speed of drives means for training: plain arithmetic.
+
+A step reads and writes the optimizer state of every trained parameter once; forward and backward
+take 6 FLOP for each parameter and token (Kaplan et al., "Scaling Laws for Neural Language Models",
+2020, section 2.1). The drive is hidden where a step's tokens keep the GPU busy for as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cpu_adam.formats import FORMATS, StateFormat
+
+GPUS = {
+    "b200": 2250e12,
+    "h200": 989e12,
+    "h100": 989e12,
+    "a100": 312e12,
+    "mi300x": 1307e12,
+    "l40s": 362e12,
+    "a6000": 155e12,
+    "rtx5090": 210e12,
+    "rtx4090": 165e12,
+    "rtx3090": 71e12,
+}
+"""Dense bf16 FLOP per second with float32 sums, from the vendors' data sheets."""
+
+GPU_SHARE = 0.4
+"""Of those, what training reaches where nothing waits for a drive."""
+
+FLOP_PER_PARAMETER = 6.0
+"""For each token, forward and backward."""
+
+_MANY = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FormatVerdict:
+    """One state format on these drives."""
+
+    name: str
+    bytes_per_parameter: float
+    """Of its state, without the weight."""
+    parameters_per_s: float
+    """Whose state is read and written back."""
+    step_seconds: float
+    """Of the drives in a step of the model."""
+    tokens_per_step: float
+    """From which the GPU takes longer than the drives."""
+    written_bytes_per_step: float
+    steps_endured: float
+    """Until the drives have written what they endure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """A model, a GPU and drives."""
+
+    parameters: float
+    """Of the model."""
+    model: str
+    """How the user calls that."""
+    gpu: str
+    gpu_flops: float
+    endurance_bytes: float
+    """Of all drives together."""
+    each_way_bytes_per_s: float
+    """Read, and as much written, at once."""
+    formats: tuple[FormatVerdict, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "formats", tuple(self._formats()))
+
+    def _formats(self) -> Iterator[FormatVerdict]:
+        for row in FORMATS.values():
+            size = state_bytes(row)
+            seconds = self.parameters * size / self.each_way_bytes_per_s
+            flop = FLOP_PER_PARAMETER * self.parameters
+            yield FormatVerdict(
+                name=row.name,
+                bytes_per_parameter=size,
+                parameters_per_s=self.each_way_bytes_per_s / size,
+                step_seconds=seconds,
+                tokens_per_step=seconds * self.gpu_flops * GPU_SHARE / flop,
+                written_bytes_per_step=self.parameters * size,
+                steps_endured=self.endurance_bytes / (self.parameters * size),
+            )
+
+
+def state_bytes(row: StateFormat) -> float:
+    """Bytes of optimizer state for each parameter.
+
+    >>> [state_bytes(FORMATS[name]) for name in ("exact", "fp32", "compact")]
+    [10.0, 8.0, 4.0625]
+    """
+    return row.record_bytes(_MANY) / _MANY

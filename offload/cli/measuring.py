@@ -1,0 +1,113 @@
+"""What all benchmarks show and tell: progress, drawings, and the machine they ran on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from offload.cli import display
+
+BUSY_PERCENT = 15
+"""Of all processors' time: others may take as much before it is remarked on."""
+
+
+@contextlib.contextmanager
+def bar(console: display.Output) -> Iterator[Callable[[float, str], None]]:
+    """Progress as a bar on a terminal, elsewhere as a line for each thing that is measured."""
+    shown_as = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=None),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
+        expand=True,
+        transient=True,
+    )
+    task, shown = shown_as.add_task("preparing", total=1.0), ""
+
+    def told(share: float, what: str) -> None:
+        nonlocal shown
+        if what != shown and not console.is_terminal:
+            console.print(f"measuring {what}", highlight=False, soft_wrap=True, markup=False)
+        shown = what
+        shown_as.update(task, completed=share, description=what)
+
+    with shown_as:
+        yield told
+
+
+def drawing(path: str, module: str) -> Callable[..., None]:
+    """`draw` of a module that needs matplotlib, for the file at `path`, which it takes last.
+
+    Raises:
+        ValueError: matplotlib is missing, or knows no such kind of file.
+        OSError: the file cannot be written.
+    """
+    try:
+        _check(path)
+        draw = importlib.import_module(module).draw
+    except ImportError as error:
+        raise ValueError(
+            f"asked for a drawing by --plot {path}; found no matplotlib ({error}); likely cause: "
+            "it is an extra of this package; try: pip install 'offload-engine[plot]'"
+        ) from error
+    return lambda *shown: draw(*shown, path)
+
+
+def _check(path: str) -> None:
+    """Refuses what could not be written at the end."""
+    from matplotlib.figure import Figure
+
+    known = Figure().canvas.get_supported_filetypes()
+    ending = Path(path).suffix.lstrip(".").lower()
+    if ending not in known:
+        raise ValueError(
+            f"asked for a drawing by --plot {path}; found no kind of picture in its name; likely "
+            f"cause: the ending is missing or misspelt; try: {path.rstrip('.')}.png"
+        )
+    if os.path.isdir(path):
+        raise IsADirectoryError(0, "it is a folder", path)
+    folder = os.path.dirname(path) or os.curdir
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(0, "there is no such folder", folder)
+    if not os.access(folder, os.W_OK):
+        raise PermissionError(0, "this user may not write there", folder)
+
+
+def once(found: Sequence[Any]) -> tuple[Any, ...]:
+    """Without what is there already."""
+    return tuple(dict.fromkeys(found))
+
+
+def busy() -> str | None:
+    """A remark where other programs take so much that figures say little."""
+    percent = psutil.cpu_percent(interval=0.2)
+    if percent <= BUSY_PERCENT:
+        return None
+    return f"other programs keep {percent:.0f}% of the processors busy: all figures suffer"
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor() -> str:
+    """Its name, as Linux tells it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,326 @@
+"""`offload bench nvme` on small files: what it shows, refuses, and how it stops.
+
+Figures of real drives are not judged: that is what the benchmark is for.
+"""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import stat
+import sys
+
+import pytest
+
+import aio
+import offload.cli
+from aio import bench, fio
+from aio.drives import Direction, Drive, DriveIO
+from aio.figures import MODES, Figure, Found, Ratio, Sample, quantile
+from aio.load import Load
+from aio.sweep import Setting, Spent
+from cpu_adam import FORMATS
+from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, measuring
+from offload.cli.bench_nvme_verdict import Verdict
+from tests.command import run
+from tests.faults import nothing_leaks
+
+TINY = ["--size", "2MiB", "--seconds", "0.3", "--blocks", "64KiB", "128KiB", "--depths", "1", "4"]
+TINY += ["--writes-max", "256MiB"]
+FLAGS = [
+    "--seconds", "--size", "--writes-max", "--backends", "--blocks", "--depths", "--compare",
+    "--model", "--gpu", "--endurance", "--save", "--no-save", "--plot", "--json", "--no-json",
+]  # fmt: skip
+needs_fio = pytest.mark.skipif(fio.installed() is None, reason="no fio here")
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch, tmp_path, request):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(measuring.psutil, "cpu_percent", lambda interval: 0.0)
+    monkeypatch.chdir(tmp_path)
+    # Fonts that were drawn with stay open.
+    with contextlib.nullcontext() if "drawn" in request.node.name else nothing_leaks():
+        yield
+
+
+def command(*arguments):
+    return run("bench", "nvme", *map(str, arguments))
+
+
+def wanted(**options):
+    given = {
+        "paths": ("/simulated",), "file_bytes": 2 << 20, "written_bytes_max": 1 << 30,
+        "seconds": 0.5, "backends": ("python",), "blocks_bytes": (64 << 10, 128 << 10),
+        "depths": (1, 4),
+    }  # fmt: skip
+    return bench.Wanted(**(given | options))
+
+
+def test_help_says_what_there_is(capsys):
+    assert run("bench", "--help") == 0
+    assert "nvme   " in capsys.readouterr().out
+    assert command("--help") == 0
+    shown = re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)
+    assert [flag for flag in dict.fromkeys(shown) if flag != "--help"] == FLAGS
+
+
+def test_json_has_every_figure_and_nothing_else(capsys, tmp_path):
+    assert command(tmp_path, *TINY, "--json") == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert result["kind"] == "bench nvme"
+    (found,) = result["found"]
+    assert found["path"] == str(tmp_path)
+    assert [figure["mode"] for figure in found["figures"]] == [*MODES]
+    for figure in found["figures"]:
+        assert figure["bytes_per_s_min"] <= figure["bytes_per_s"] <= figure["bytes_per_s_max"]
+        assert 0 < figure["p50_s"] <= figure["p99_s"]
+        assert figure["cpu_s_per_gb"] > 0
+    tried = {
+        (c["mode"], c["setting"]["block_bytes"], c["setting"]["depth"]) for c in found["cells"]
+    }
+    assert len(tried) <= 12
+    assert found["file_bytes"] < found["bytes_written"] <= 256 << 20
+    assert [row["name"] for row in result["formats"]] == [*FORMATS]
+    assert "7B model" in result["verdict"]
+    assert f"nvme_path=({str(tmp_path)!r},)" in result["config"]
+    assert "at most 256MiB to each; the file is gone however this ends" in shown.err
+    assert json.loads((tmp_path / "machine.json").read_text())["drives"] or not found["direct"]
+    assert set(os.listdir(tmp_path)) <= {"machine.json"}
+
+
+def test_the_table_is_plain_and_fits_eighty_columns(capsys, tmp_path):
+    assert command(tmp_path, *TINY, "--no-save", "--model", "70B", "--gpu", "rtx4090") == 0
+    shown = capsys.readouterr()
+    results = shown.out.partition("offload train")[0].splitlines()[1:]  # The path may be long.
+    assert max(map(len, results)) <= 80
+    for expected in ("GB/s", "GiB/s", "p99 ms", "CPU s/GB", "70B model", "RTX4090", "Config("):
+        assert expected in shown.out
+    assert "\x1b" not in shown.out + shown.err
+    assert "not saved" in shown.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_several_paths_are_measured_together_at_the_end(capsys, tmp_path):
+    paths = [tmp_path / name for name in ("a", "[red]b")]
+    for path in paths:
+        path.mkdir()
+    assert command(*paths, *TINY, "--json") == 0
+    shown = capsys.readouterr()
+    assert "[red]b" in "".join(shown.err.split())
+    result = json.loads(shown.out)
+    assert [found["path"] for found in result["found"]] == [*map(str, paths)]
+    assert [one["mode"] for one in result["together"]] == [*MODES]
+    both = result["together"][-1]["bytes_per_s"]
+    assert result["each_way_bytes_per_s"] == pytest.approx(both / 2)
+
+
+REFUSED = {
+    "": "found no path",
+    "/nonexistent/drive": "nvme_path (--nvme-path) cannot be used",
+    ". --size many": "--size many: expected bytes, such as 4GiB",
+    ". --size 8GiB --writes-max 4GiB": "--writes-max 4GiB: expected at least the file's size, 8GiB",
+    ". --blocks 1000": "--blocks 1000: expected multiples of 4 KiB",
+    ". --depths 0": "--depths 0: expected numbers from 1 to 256",
+    ". --seconds nan": "--seconds nan: expected 0 to 3600",
+    ". --size 1MiB --blocks 1MiB": "found no setting whose bytes under way fit",
+    ". --gpu h1000": "--gpu h1000: expected TFLOP/s, or one of b200",
+    ". --model big": "--model big: expected a number of parameters",
+    ". --backends uring": "--backends uring: cannot be used here: there is none of that name",
+    ". --compare dd": "invalid choice 'dd'",
+    ". --siz 4GiB": "there is no option --siz (did you mean --size?)",
+    ". --size 900TiB --writes-max 900TiB": "free; likely cause: the drive is nearly full; try: ",
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), REFUSED.items())
+def test_what_cannot_be_is_refused_in_one_message(line, expected, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "measure", lambda *_: pytest.fail("measured"))
+    assert command(*line.split()) == EXIT_BAD_INPUT
+    shown = capsys.readouterr()
+    assert expected in shown.err
+    assert shown.err.startswith("offload: error: ")
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_without_fio_a_comparison_is_refused_with_the_remedy(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command(tmp_path, "--compare", "fio") == EXIT_BAD_INPUT
+    assert "try: apt install fio" in capsys.readouterr().err
+
+
+@needs_fio
+def test_fio_runs_beside_in_the_same_file(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench, "COMPARE_ROUNDS", 2)
+    monkeypatch.setattr(bench, "COMPARE_SECONDS", 0.05)
+    assert command(tmp_path, *TINY, "--no-save", "--compare", "fio") == 0
+    told = capsys.readouterr().out
+    assert "beside fio, in turns" in told
+    assert "psync" in told
+    assert os.listdir(tmp_path) == []
+
+
+@needs_fio
+def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
+    monkeypatch.setitem(fio.ENGINES, "python", "nonesuch")
+    with load(str(tmp_path)) as made, pytest.raises(RuntimeError, match="asked fio for read by"):
+        fio.run_fio(made, "read", Setting("python", 64 << 10, 1), 0.01)
+
+
+def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
+    inner = Load.run
+
+    def stopped(self, mode, setting, seconds):
+        if mode == "write":
+            signal.raise_signal(signal.SIGINT)
+        return inner(self, mode, setting, seconds)
+
+    monkeypatch.setattr(Load, "run", stopped)
+    assert command(tmp_path, *TINY) == 130
+    told = capsys.readouterr().err.splitlines()
+    assert told[-1].startswith("offload: stopped by Ctrl-C while measuring write in ")
+    assert told[-1].endswith("; nothing is left on disk")
+    assert os.listdir(tmp_path) == []
+
+
+def test_heat_maps_are_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "map.png"
+    assert command(tmp_path, *TINY, "--plot", path) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert command(tmp_path, "--plot", tmp_path / "map.pgn") == EXIT_BAD_INPUT
+    assert "no kind of picture" in capsys.readouterr().err
+
+
+def test_without_matplotlib_a_map_is_refused_with_the_remedy(monkeypatch, capsys, tmp_path):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, "offload.cli.bench_nvme_plot", raising=False)
+    monkeypatch.delattr(offload.cli, "bench_nvme_plot", raising=False)
+    assert command(tmp_path, "--plot", "map.png") == EXIT_BAD_INPUT
+    assert "try: pip install 'offload-engine[plot]'" in capsys.readouterr().err
+
+
+def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(file / "machine.json"))
+    monkeypatch.setattr(bench_nvme, "_speeds", lambda _: [(str(tmp_path), bench_nvme_speed())])
+    assert command(tmp_path, *TINY) == 0
+    assert "note: the speeds could not be saved to" in capsys.readouterr().err
+
+
+def bench_nvme_speed():
+    return bench_nvme.DriveSpeed(
+        read_bytes_per_s=1.0, write_bytes_per_s=1.0, both_bytes_per_s=1.0, backend="python",
+        block_bytes=4096, depth=1, measured="now",
+    )  # fmt: skip
+
+
+def load(directory="/simulated", io=None, **options):
+    given = {
+        "block_bytes_max": 128 << 10, "under_way_bytes_max": 1 << 20, "depth_max": 8,
+        "written_bytes_max": 1 << 30,
+    }  # fmt: skip
+    return Load(directory, 2 << 20, ("python",), **(given | options), io=io)
+
+
+def test_load_on_a_simulated_drive_finds_its_speed():
+    """The same seam as a real one: preadv and pwritev."""
+    read, write = Direction(bytes_per_s=8e6, latency_s=6e-3), Direction(bytes_per_s=4e6)
+    io = DriveIO(Drive(read=read, write=write))
+    with load(io=io) as made:
+        assert sum(sample.bytes for sample in made.fill()) == made.bytes_written == 2 << 20
+        for depth, rate in ((1, 8e6), (4, 8e6)):
+            sample = made.run("read", Setting("python", 64 << 10, depth), 0.2)
+            assert sample.bytes_per_s == pytest.approx(rate, rel=0.3)
+        sample = made.run("write", Setting("python", 64 << 10, 2), 0.2)
+        assert sample.bytes_per_s == pytest.approx(4e6, rel=0.3)
+        sample = made.run("both", Setting("python", 64 << 10, 2), 0.2)
+        assert sample.bytes_read == sample.bytes_written > 0
+        assert len(sample.latencies_s) == sample.bytes >> 16
+
+
+def test_a_limit_of_writes_holds_and_is_told():
+    io = DriveIO(Drive(read=Direction(bytes_per_s=1e9), write=Direction(bytes_per_s=1e9)))
+    (found,) = bench.measure(wanted(written_bytes_max=4 << 20, seconds=2.0, io=io))
+    assert found.bytes_written <= 4 << 20
+    (found,) = bench.measure(wanted(written_bytes_max=2 << 20, io=io))
+    assert found.bytes_written == 2 << 20
+    assert [mode for mode, _ in found.left_out] == ["write", "both"]
+    assert [figure.mode for figure in found.figures] == ["read"]
+    assert bench_nvme_report.each_way(found) > 0
+    with load(io=io, written_bytes_max=1 << 20) as made, pytest.raises(Spent):
+        made.run("write", Setting("python", 128 << 10, 16), 0.1)
+
+
+def test_a_backend_that_is_preferred_need_not_be_the_fastest(monkeypatch):
+    """But nearly."""
+    speeds = {"io_uring": 0.98e9, "threads": 1e9, "libaio": 0.5e9}
+    asked = wanted(backends=tuple(speeds), seconds=0.01)
+
+    class Fast:
+        def run(self, mode, setting, seconds):
+            return Sample(1.0, int(speeds[setting.backend]), 0, 0.1, (0.1,))
+
+    path = bench._Path(asked, "/", Fast(), lambda share, what: None)
+    for fastest, chosen in ((1e9, "io_uring"), (2e9, "threads")):
+        speeds["threads"] = fastest
+        assert path._search("read", 0.05, 0.0, 1.0).backend == chosen
+
+
+def test_the_file_has_no_name_and_is_its_owners(tmp_path):
+    with load(str(tmp_path)) as made:
+        assert os.listdir(tmp_path) == []
+        found = os.stat(made.fio_path)
+        assert (found.st_nlink, stat.S_IMODE(found.st_mode)) == (0, 0o600)
+    with pytest.raises(FileNotFoundError):
+        load(str(tmp_path / "missing"))
+
+
+def test_a_failing_drive_is_an_error_with_nothing_left():
+    io = aio.SimulatedIO(0, errors={40: 5})
+    with pytest.raises(OSError, match="bytes at offset"):
+        list(bench.measure(wanted(io=io)))
+    assert not io.inner.files
+
+
+def test_ratios_have_an_interval():
+    found = Ratio.of([0.9, 1.0, 1.1, 1.0])
+    assert found.low < found.mean < found.high
+    assert found.mean == pytest.approx(0.9975, abs=1e-3)
+    # By hand: t(3) = 3.182, standard deviation of the logarithms 0.0819.
+    assert found.high / found.mean == pytest.approx(1.139, abs=2e-3)
+    assert Ratio.of([2.0]).low == 0.0
+    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
+    assert quantile([1.0], 0.99) == 1.0
+
+
+def test_the_verdict_is_arithmetic():
+    verdict = Verdict(
+        parameters=1e9, model="1B", gpu="G", gpu_flops=1e15, endurance_bytes=1e14,
+        each_way_bytes_per_s=1e9,
+    )  # fmt: skip
+    exact = verdict.formats[0]
+    assert (exact.name, exact.bytes_per_parameter) == ("exact", 10)
+    assert exact.parameters_per_s == 1e8
+    assert exact.step_seconds == 10
+    assert exact.tokens_per_step == pytest.approx(10 * 0.4e15 / 6e9)
+    assert (exact.written_bytes_per_step, exact.steps_endured) == (1e10, 1e4)
+
+
+def test_each_way_is_at_once_or_in_turns():
+    def found(**rates):
+        samples = {mode: Sample(1.0, int(rate), 0, 0.1, (0.1,)) for mode, rate in rates.items()}
+        figures = [Figure.of(m, Setting("python", 4096, 1), [s]) for m, s in samples.items()]
+        return Found(
+            path="/", file_bytes=1, file_system="ext4", direct=True, notice=None,
+            fill_bytes_per_s=1e9, bytes_written=0, cells=(), figures=tuple(figures),
+        )  # fmt: skip
+
+    assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=3e9)) == pytest.approx(2e9)
+    assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=6e9)) == pytest.approx(3e9)
