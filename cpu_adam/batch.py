@@ -16,12 +16,14 @@ and laid out anew.
 
 [Note: Count]
 All that can be refused is refused before anything is changed. The members of a native call are
-counted up when it has returned, so that an interrupted step has counted what it has updated.
+counted up when it has returned, and only then what was made for a first step is put into their
+states: an interrupted step has counted what it has updated, and a state without its momentum has
+not begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -34,8 +36,9 @@ from torch import Tensor
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent
-from cpu_adam.native import Span, UpdateTable
+from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
+from cpu_adam.spans import Span
 
 States = Mapping[Tensor, dict[str, Any]]
 """`Optimizer.state`: what is kept for each parameter."""
@@ -60,10 +63,10 @@ class Member:
     state: dict[str, Any]
     slots: Mapping[str, Tensor]
     """By slot name, contiguous."""
-    keys: list[str]
-    """Keys of what of the state an update reads or writes."""
+    kept: dict[str, Tensor]
+    """What an update reads or writes, by its key in the state; there once a step was taken."""
     begins: bool
-    """Whether the state was made for this step."""
+    """Whether the moments were made for this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +86,22 @@ class _Part:
 class Batch:
     """Members that are updated together, or one after the other where they share memory."""
 
-    def __init__(
-        self, due: Due, members: Sequence[Member], states: States, setting: object
-    ) -> None:
-        """states: of all parameters. setting: what else the layout depends on."""
+    def __init__(self, due: Due, members: Sequence[Member], setting: object) -> None:
+        """setting: what else the layout depends on."""
         self._setting = setting
         self._members = list(members)
         self._parameters, self._groups = due.parameters, due.groups
         self._dtypes = [g.dtype for g in due.gradients]
         self._faces = faces(due.gradients)
         self._sharded = any(local(p) is not p for p in due.parameters)
-        self._counted = all(STEP in member.keys for member in members)
+        self._counted = all(STEP in member.kept for member in members)
         steps = [
-            whole_step(m.state[STEP]) if self._counted else float(not m.begins) for m in members
+            whole_step(m.kept[STEP]) if self._counted else float(not m.begins) for m in members
         ]
         self._steps = torch.tensor(steps, dtype=torch.float32)
         if self._counted:  # Views, so that all are read and counted up by one call.
             for member, step in zip(members, self._steps.unbind()):
-                member.state[STEP] = step
+                member.kept[STEP] = step
         self._weights = [local(p).detach() for p in due.parameters]
         slots = [local(slot) for member in members for slot in member.slots.values()]
         sizes = [w.numel() * dtype.itemsize for w, dtype in zip(self._weights, self._dtypes)]
@@ -113,10 +114,10 @@ class Batch:
         self._scratch: Tensor | None = None
         self._turns: list[int] = []
         self._parts: list[_Part] = []
-        self._kept = [(m.state, m.keys) for m in members]
-        self._states = list(states.values())
-        self._slots = [m.state[key] for m in members for key in m.keys]
-        self._seen = self._look()
+        self._kept = [(m.state, list(m.kept)) for m in members]
+        self._slots = [slot for m in members for slot in m.kept.values()]
+        self._states: list[dict[str, Any]] = []
+        self._seen: list[list[Any]] | None = None  # until a step was taken
 
     def serves(self, due: Due, states: States, setting: object) -> bool:
         """Whether all that was laid out is as it was: see [Note: Memory]."""
@@ -132,12 +133,16 @@ class Batch:
         )
 
     def run(
-        self, hypers: Sequence[Hyper], gradients: Sequence[Tensor], gradient_scale: float
+        self,
+        hypers: Sequence[Hyper],
+        gradients: Sequence[Tensor],
+        gradient_scale: float,
+        states: MutableMapping[Tensor, dict[str, Any]],
     ) -> None:
         """One step of every member.
 
         hypers: of each parameter group. gradients: of each member. gradient_scale: what they are
-        multiplied by.
+        multiplied by. states: of all parameters; the first step puts in what was made for it.
         """
         gradients, addresses = self._ready(gradients)
         steps = self._steps.to(torch.int64).add_(1).tolist()
@@ -160,8 +165,19 @@ class Batch:
                 self._steps.clamp_(max=1)
             for weight, stage in part.staged:
                 weight.copy_(stage)
+            if self._seen is None:
+                self._keep(part.indices, states)
+        if self._seen is None:
+            self._states, self._seen = list(states.values()), self._look()
         if self._sharded:
             torch.autograd.graph.increment_version(self._parameters)
+
+    def _keep(self, indices: Sequence[int], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        """Put what was made for members into their states: see [Note: Count]."""
+        for member in (self._members[i] for i in indices):
+            member.state.update(member.kept)
+            if member.state:  # As in torch, one that keeps nothing has no state.
+                states[member.parameter] = member.state
 
     def _ready(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Addresses | None]:
         """What of the gradients is of this process, apart from what the step writes.

@@ -36,6 +36,8 @@ from cpu_adam.figures import Figure, Group, Role, Small, Spread
 from cpu_adam.formats import FORMATS, StateFormat
 from cpu_adam.hyper import AdamHyper, Hyper, LionHyper, SGDHyper
 from cpu_adam.peers import STEPS_DONE, Peer, PeerJob, arrays
+from cpu_adam.reference import cut
+from cpu_adam.spans import Span
 
 GRADIENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes of gradients by their short names."""
@@ -275,12 +277,9 @@ class _Job:
         """A table of spans side by side, each a parameter of its own."""
         spans = []
         for start in range(0, tensors * elements, elements):
-            cut = slice(start, start + elements)
-            slots = {}
-            for slot in self._format.slots:
-                first = start // slot.elements_per_item
-                slots[slot.name] = self._slots[slot.name][first : first + slot.items(elements)]
-            spans.append(native.Span(self._weight[cut], self._gradient[cut], slots))
+            here = slice(start, start + elements)
+            slots = cut(self._slots, self._format, start, elements)
+            spans.append(Span(self._weight[here], self._gradient[here], slots))
         return native.UpdateTable(spans, self._format)
 
 

@@ -4,9 +4,11 @@
 Groups are counted from the first element of the parameter. A group keeps the largest |m| and the
 largest sqrt(v) of its elements as scales, and for each element two codes, which stand for
 
-    m = m_scale * (sign * place(q) / place(127))     sqrt(v) = v_scale * (place(r) / place(255))
+    m = sign * level(q) * (m_scale * (1 / level(127)))
+    sqrt(v) = level(r) * (v_scale * (1 / level(255)))
 
-with q in 0 ... 127, the sign of m above it in the byte, and r in 0 ... 255 (the variance as its
+with q in 0 ... 127, the sign of m above it in the byte (no -0: 128 is +0, as 0 is), r in 0 ... 255,
+and each reciprocal rounded once to float32 (the variance as its
 root, and a companding function, as in arXiv 2602.23349; the function is another, see below). A step
 decodes, updates in float32 and encodes what came out. Its arithmetic is `adam`'s but for the
 moments, whose factors are folded into the scales: see `adam` here.
@@ -22,17 +24,18 @@ gradients, a momentum that is coarser than the root throws them about. The small
 the largest; the smallest root of a group that has one above 0 is r = 2, 1/4016. (Also that of an
 element without gradients: it has m = 0, so it does not move.)
 
-Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.995 and
+Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.998 and
 be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer that is
 added to the bits below it before they are cut off: unbiased over steps. The dither depends on the
 element's place in the parameter and on the step alone, so no cut into chunks, thread or machine can
 change it. It stays clear of the smallest and the largest by 16, more than what float32 loses here:
 the largest of a group is kept as it is.
 
-What is not finite. A group with a NaN or an infinity among its m, or its roots, has a scale of NaN
-and codes of 0: it decodes as NaN from then on. One whose largest is below 2**-80 is stored as zero
-(no root of a float32 above 0 is). Everything is a correctly rounded float32 operation or one of
-integers, so that compiled kernels find the same bits.
+What is not finite. A group with a NaN, an infinity or anything from 2**118 on among its m, or its
+roots, has a scale of NaN and codes of 0: it decodes as NaN from then on. (Factors of such scales
+are no normal float32, and a gradient that makes such an m makes v infinite.) One whose largest is
+below 2**-80 is stored as zero (no root of a float32 above 0 is). Everything is a correctly rounded
+float32 operation or one of integers, so that compiled kernels find the same bits.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ FIRST, FIRST_BITS = 2.0**-15, 0x38000000
 """Place 0 is stored as this float32, with these bits."""
 CLEAR = 16
 """How far a dither stays clear of the code's smallest and largest bits."""
-TINY, INFINITE = 0x17800000, 0x7F800000
-"""Bits of 2**-80 and of infinity in float32."""
+TINY, HUGE = 0x17800000, 0x7A800000
+"""Bits of 2**-80 and of 2**118 in float32."""
 
 
 def decode(codes: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -105,8 +108,8 @@ def adam(
     As `rules.adam`, but for the moments. With g scaled and decayed first where there is an L2 decay
     (scale is 1 below then), and the products in brackets rounded once for all elements:
 
-        m = sign * place(q) * (m_scale / place(127) * beta1) + g * ((1 - beta1) * scale)
-        r = place(r) * (v_scale / place(255) * sqrt(beta2))
+        m = sign * level(q) * (m_scale * (1 / level(127)) * beta1) + g * ((1 - beta1) * scale)
+        r = level(r) * (v_scale * (1 / level(255)) * sqrt(beta2))
         h = g * (sqrt(1 - beta2) * scale)
         v = r * r + h * h
 
@@ -144,8 +147,9 @@ def encode(
 def restore(moments: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> None:
     """Write the slots of a span's record from float32 moments that come from elsewhere.
 
-    Rounds to the nearest code. What `decode` gave is decoded to the same bits again: the largest of
-    a group may be an ulp or two beside the scale that it was decoded with, which is looked for.
+    Rounds to the nearest code. What `decode` gave is decoded to the same bits again, for scales of
+    roots from 2**-62 on (below, v is subnormal and does not tell its root): the largest of a group
+    may be an ulp or two beside the scale that it was decoded with, which is looked for.
     """
     device = codes["exp_avg"].device
     halves = [
@@ -219,8 +223,8 @@ def _scales(x: Tensor, into: Tensor) -> Tensor:
     """Each group's largest magnitude, or NaN, or 0: see [Note: Compact states]."""
     bits = _of_groups(x.view(torch.int32)) & 0x7FFFFFFF
     largest = bits.amax(1)  # of integers: NaN is above everything
-    kept = largest.where((largest >= TINY) & (largest < INFINITE), 0).view(torch.float32)
-    into.copy_(kept.masked_fill_(largest >= INFINITE, torch.nan))
+    kept = largest.where((largest >= TINY) & (largest < HUGE), 0).view(torch.float32)
+    into.copy_(kept.masked_fill_(largest >= HUGE, torch.nan))
     return into
 
 

@@ -17,6 +17,8 @@ from typing import ClassVar
 
 STEP_LOW = 1 << 24
 """A step number goes into factors as remainder and quotient by this: each exact in float32."""
+STEPS = STEP_LOW * STEP_LOW
+"""Numbers of steps are below this."""
 
 
 def refusal(found: str, asked: str) -> str:

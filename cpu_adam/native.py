@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,14 +33,12 @@ from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import Addresses, are_native, readable
+from cpu_adam.spans import Part, Span, Turns
 
 _FACTORS = 16  # numbers in a row of factors
 _ADDRESSES = 3  # the first column of a row of a table that is an address
 _NONE = np.zeros((1, _FACTORS), np.float32)
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
-
-Turns = Sequence[tuple[Hyper, int]]
-"""What spans are updated by: hyper-parameters and the number of the step."""
 
 Checksums = npt.NDArray[np.uint32]
 """CRC32C of what an update has written: of the weight, then of each slot in the format's order."""
@@ -76,19 +73,6 @@ def update(
     return None if found is None else found[0]
 
 
-class Part(NamedTuple):
-    """Elements of a chunk that are updated together."""
-
-    start: int
-    """Where they start in the chunk."""
-    elements: int
-    """How many they are."""
-    first_element: int = 0
-    """Where they start in their parameter."""
-    turn: int = 0
-    """Which of the turns handed to `update_parts` is theirs."""
-
-
 def update_parts(
     weight: Tensor,
     gradient: Tensor,
@@ -103,16 +87,17 @@ def update_parts(
     """Update parts of one chunk, each by its turn, by one native call.
 
     weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. The parts
-    must not overlap; what lies in none of them is left alone. turns: hyper-parameters and number of
+    must not overlap; what lies in none of them is left alone, but for what follows the end of a
+    parameter in its last group. turns: hyper-parameters and number of
     the step. Raises ValueError where something does not fit, before anything is changed.
 
     Returns, where they are asked for, a row of checksums for each part.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
     check_span(weight, gradient, slots, format)
-    check_turns(turns, max((part.turn for part in parts), default=-1), format)
+    check_turns(turns, {part.turn for part in parts}, format)
     for part in parts:
-        check_part(part.start, part.elements, part.first_element, weight.numel(), format)
+        check_part(part, weight.numel(), format)
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
         spans = []
@@ -122,7 +107,7 @@ def update_parts(
             span = Span(weight[here], gradient[here], cut, part.turn, part.first_element)
             spans.append(span)
         return _by_reference(spans, turns, gradient_scale, format, checksums)
-    start, elements, first, turn = np.array(parts, np.int64).reshape(len(parts), 4).T
+    start, elements, first, turn, _ = np.array(parts, np.int64).reshape(len(parts), 5).T
     columns = [elements, turn, first]
     columns += [x.data_ptr() + start * x.itemsize for x in (gradient, weight)]
     for x, slot in zip(slots, format.slots):
@@ -132,20 +117,6 @@ def update_parts(
     found = _run(chosen, format.name, gradient.dtype, rows, factors, checksums)
     _written(weight, *slots)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements that are updated together: the tensors that `update` takes, and whose turn it is."""
-
-    weight: Tensor
-    gradient: Tensor | None
-    """None where every update brings its own."""
-    record_views: Mapping[str, Tensor]
-    turn: int = 0
-    """Which of the turns handed to `UpdateTable.update` is this span's."""
-    first_element: int = 0
-    """Where in its parameter it starts."""
 
 
 class UpdateTable:
@@ -160,7 +131,7 @@ class UpdateTable:
     def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
         """All of one format. Raises ValueError for anything else."""
         self._format = format
-        self._spans = spans = [_detached(span) for span in spans]
+        self._spans = spans = [span.detached() for span in spans]
         names = [slot.name for slot in format.slots]
         slots_of = [[s.record_views[n] for n in names if n in s.record_views] for s in spans]
         rows = []  # of a table: see src/sweep.h
@@ -176,7 +147,7 @@ class UpdateTable:
         self._held = tensors
         self._addresses = [x.data_ptr() for x in tensors]
         self._written = [x for x in tensors if not x.is_inference()]
-        self._last_turn = max((span.turn for span in spans), default=-1)
+        self._turns = {span.turn for span in spans}
         self._elements = [span.weight.numel() for span in spans]
         self._own: list[Tensor] | None = None
         own = [span.gradient for span in spans if span.gradient is not None]
@@ -207,7 +178,7 @@ class UpdateTable:
         tensors in memory that fit, and whether weights and slots are where they were.
         Returns, where they are asked for, a row of checksums for each span.
         """
-        check_turns(turns, self._last_turn, self._format)
+        check_turns(turns, self._turns, self._format)
         due = self._own if gradients is None else gradients
         if due is None:
             raise ValueError(
@@ -355,12 +326,6 @@ def _by_reference(
         slots = (span.record_views[slot.name] for slot in format.slots)
         row[:] = [crc32c(x.cpu().contiguous()) for x in (span.weight, *slots)]
     return found
-
-
-def _detached(span: Span) -> Span:
-    """The same memory, whatever becomes of the tensors."""
-    slots = {name: x.detach() for name, x in span.record_views.items()}
-    return replace(span, weight=span.weight.detach(), record_views=slots)
 
 
 def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:

@@ -18,10 +18,13 @@ from torch import Tensor
 from cpu_adam.checks import check_residue
 from cpu_adam.compact import encode
 from cpu_adam.formats import Slot, StateFormat, format_for
+from cpu_adam.hyper import STEPS
 from cpu_adam.memory import PLAIN, check_memory, is_wrapper
 
 STEP = "step"
-"""Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch."""
+"""Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch. As
+there it stops at 2**24; the bias is long gone then, but `compact` dithers no more, all steps having
+one number."""
 OPTIONAL = ("residue", "momentum_buffer")
 """Slots that a checkpoint may lack: no residue is a master that equals its weight, and SGD's
 buffer begins with its first gradient."""
@@ -49,18 +52,18 @@ def local(x: Tensor) -> Tensor:
 
 
 def whole_step(value: Any) -> float:
-    """A number of steps. Raises ValueError unless it is a whole number from 0 to 2**53."""
+    """A number of steps. Raises ValueError unless it is a whole number from 0 to below 2**48."""
     single = not isinstance(value, Tensor) or (
         value.numel() == 1 and _has_numbers(local(value)) and not value.is_complex()
     )
     step = math.nan
     if single and isinstance(value, int | float | Tensor):
         step = float(local(value) if isinstance(value, Tensor) else value)
-    if not (0 <= step < 2**53 and step == int(step)):
+    if not (0 <= step < STEPS and step == int(step)):
         raise ValueError(
-            f"asked for the number of steps that a parameter has taken, a whole number from 0 on; "
-            f"found {value!r}; likely cause: a damaged checkpoint or an edited state; try: "
-            f"torch.tensor(0.0) for a state that begins anew, without its moments"
+            f"asked for the number of steps that a parameter has taken, a whole number from 0 to "
+            f"below 2**48; found {value!r}; likely cause: a damaged checkpoint or an edited state; "
+            f"try: torch.tensor(0.0) for a state that begins anew, without its moments"
         )
     return step
 

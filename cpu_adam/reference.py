@@ -160,7 +160,8 @@ def update(
     weight: 1-D, of `format.weight_dtype`. gradient: 1-D bfloat16, float16 or float32, never
     written. record_views: one 1-D tensor for each slot of `format`, by name. All of one length (in
     items of the slot) and on one device; slices of a chunk are welcome, as elements do not depend
-    on each other, but for groups, which must not be cut. hyper: of the rule that the format is
+    on each other, but for groups: a slice starts with one and ends with one or with the parameter,
+    as its scales become those of its own elements. hyper: of the rule that the format is
     for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
     (unscale, clip). first_element: where in its parameter the span starts.
 

@@ -338,3 +338,22 @@ def test_helpers_of_distributed_checkpoints(kind: str, dtype: torch.dtype, flatt
     first.step()
     second.step()
     assert_same(tensors_of(second), tensors_of(first))
+
+
+@every_optimizer
+def test_a_refused_first_step_leaves_no_state(kind: str) -> None:
+    """SGD takes its first step undampened, so it must know whether it has taken one."""
+    options = {"lr": 1.0, **({"dampening": 0.5} if kind == "sgd" else {})}
+    p, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer, want = OURS[kind]([p], **options), OURS[kind]([other], **options)
+    p.grad = torch.ones(4)
+    p.grad.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="without memory"):
+            optimizer.step()
+        assert not optimizer.state
+    p.grad = other.grad = torch.ones(4)
+    for _ in range(2):
+        optimizer.step()
+        want.step()
+        assert_same(tensors_of(optimizer), tensors_of(want))
