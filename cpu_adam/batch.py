@@ -70,7 +70,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Call:
     """Members of one format with gradients of one dtype: one native call."""
 
     indices: list[int]
@@ -80,7 +80,7 @@ class _Part:
     staged: list[tuple[Tensor, Tensor]]
     """Weights that are not contiguous, each with the contiguous copy that is updated for it."""
     counts: Tensor
-    """1 for each member of the batch that is of this part, else 0."""
+    """1 for each member of the batch that is of this call, else 0."""
 
 
 class Batch:
@@ -113,7 +113,7 @@ class Batch:
         self._writes = Ranges([*self._weights, *slots])
         self._scratch: Tensor | None = None
         self._turns: list[int] = []
-        self._parts: list[_Part] = []
+        self._calls: list[_Call] = []
         self._kept = [(m.state, list(m.kept)) for m in members]
         self._slots = [slot for m in members for slot in m.kept.values()]
         self._states: list[dict[str, Any]] = []
@@ -150,23 +150,23 @@ class Batch:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         turns = [numbers[kind] for kind in kinds]
         if turns != self._turns:
-            self._parts, self._turns = self._laid_out(turns), turns
-        if addresses is None and len(self._parts) > 1:  # A single one is refused by its call.
+            self._calls, self._turns = self._laid_out(turns), turns
+        if addresses is None and len(self._calls) > 1:  # A single one is refused by its call.
             are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
-        for part in self._parts:
-            for weight, stage in part.staged:
+        for call in self._calls:
+            for weight, stage in call.staged:
                 stage.copy_(weight)
-            due = [gradients[i] for i in part.indices]
-            at = None if addresses is None else addresses[part.rows]
-            part.table.update(pairs, gradients=due, addresses=at, gradient_scale=gradient_scale)
-            self._steps.add_(part.counts)
+            due = [gradients[i] for i in call.indices]
+            at = None if addresses is None else addresses[call.rows]
+            call.table.update(pairs, gradients=due, addresses=at, gradient_scale=gradient_scale)
+            self._steps.add_(call.counts)
             if not self._counted:  # Such a rule knows a first step and later ones.
                 self._steps.clamp_(max=1)
-            for weight, stage in part.staged:
+            for weight, stage in call.staged:
                 weight.copy_(stage)
             if self._seen is None:
-                self._keep(part.indices, states)
+                self._keep(call.indices, states)
         if self._seen is None:
             self._states, self._seen = list(states.values()), self._look()
         if self._sharded:
@@ -212,19 +212,19 @@ class Batch:
         found += [list(map(one, weights)) for one in _LAYOUT]
         return [*found, list(map(Tensor.data_ptr, slots))]
 
-    def _laid_out(self, turns: Sequence[int]) -> list[_Part]:
+    def _laid_out(self, turns: Sequence[int]) -> list[_Call]:
         everything = range(len(self._members))
         waves = [list(everything)] if self._apart else [[i] for i in everything]
-        parts = []
+        calls = []
         for wave in waves:
             kinds: dict[tuple[str, torch.dtype], list[int]] = {}
             for i in wave:
                 kind = (self._members[i].format.name, self._dtypes[i])
                 kinds.setdefault(kind, []).append(i)
-            parts += [self._part(indices, turns) for indices in kinds.values()]
-        return parts
+            calls += [self._call(indices, turns) for indices in kinds.values()]
+        return calls
 
-    def _part(self, indices: list[int], turns: Sequence[int]) -> _Part:
+    def _call(self, indices: list[int], turns: Sequence[int]) -> _Call:
         spans, staged = [], []
         for i in indices:
             member, weight = self._members[i], self._weights[i]
@@ -240,7 +240,7 @@ class Batch:
         counts = torch.zeros_like(self._steps)
         counts[indices] = 1
         table = UpdateTable(spans, self._members[indices[0]].format)
-        return _Part(indices, np.array(indices, np.int64), table, staged, counts)
+        return _Call(indices, np.array(indices, np.int64), table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:
         """Memory in the place of a slot that updates leave alone, shared by all members."""

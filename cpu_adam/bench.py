@@ -13,8 +13,7 @@ What memory gives is an in-place stream by the same threads: as many bytes as th
 nothing, which changes none. It runs over the very bytes of the update: on a virtual machine one
 region of a process's memory can be a third slower than another, as the host backs some with small
 pages, and no stream elsewhere tells what these can give. It goes over them as one array, from the
-first byte on for half as many as are moved, and array by array where the kernels have that; the
-faster counts.
+first byte on for half as many as are moved, and array by array; the faster counts.
 """
 
 from __future__ import annotations
@@ -226,9 +225,8 @@ class _Job:
         found: dict[str, Callable[[], object]] = {}
         found["one array"] = partial(native.stream, chosen, "stream", self._words)
         name = f"stream_{self._format.name}"
-        if name in chosen.native.OPERATIONS and self._gradient.itemsize == 2:
-            own = (self._gradient, self._weight, *self._slots.values())
-            found["as many arrays"] = partial(native.stream, chosen, name, *own)
+        own = (self._gradient, self._weight, *self._slots.values())
+        found["as many arrays"] = partial(native.stream, chosen, name, *own)
         return found
 
     def _figures(self, times: Mapping[tuple[Role, str], Sequence[float]]) -> Iterator[Figure]:

@@ -99,14 +99,14 @@ def check_span(
         )
 
 
-def check_parts(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
-    """Raise ValueError unless these are the parts of a split master, of one shape."""
+def check_halves(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
+    """Raise ValueError unless these are the halves of a split master, of one shape."""
     want = [(weight, torch.bfloat16), (residue, torch.int16)]
     if master is not None:
         want.append((master, torch.float32))
     if any(x.dtype != dtype or x.shape != weight.shape for x, dtype in want):
         raise ValueError(
-            "asked for parts of one shape: bfloat16 weight, int16 residue, float32 master; found "
+            "asked for halves of one shape: bfloat16 weight, int16 residue, float32 master; found "
             + ", ".join(f"{x.dtype} {tuple(x.shape)}" for x, _ in want)
             + "; likely cause: arguments in another order; try: name them"
         )

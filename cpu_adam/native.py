@@ -21,8 +21,8 @@ from cpu_adam import reference
 from cpu_adam.checks import (
     GRADIENT_DTYPES,
     check_gradient,
+    check_halves,
     check_part,
-    check_parts,
     check_span,
     check_start,
     check_sum,
@@ -33,11 +33,8 @@ from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import Addresses, are_native, readable
-from cpu_adam.spans import Part, Span, Turns
+from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Turns
 
-_FACTORS = 16  # numbers in a row of factors
-_ADDRESSES = 3  # the first column of a row of a table that is an address
-_NONE = np.zeros((1, _FACTORS), np.float32)
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
 
 Checksums = npt.NDArray[np.uint32]
@@ -113,7 +110,7 @@ def update_parts(
     for x, slot in zip(slots, format.slots):
         columns.append(x.data_ptr() + start // slot.elements_per_item * slot.bytes_per_item)
     rows = np.stack(columns, axis=1)
-    factors = _factors(turns, gradient_scale)
+    factors = _factors(chosen, turns, gradient_scale)
     found = _run(chosen, format.name, gradient.dtype, rows, factors, checksums)
     _written(weight, *slots)
     return found
@@ -140,7 +137,7 @@ class UpdateTable:
             check_start(span.first_element, format)
             at = (x.data_ptr() for x in (span.weight, *slots))
             rows.append((span.weight.numel(), span.turn, span.first_element, 0, *at))
-        columns = _ADDRESSES + 2 + len(format.slots)
+        columns = ADDRESS_COLUMNS + 2 + len(format.slots)
         self._rows = np.array(rows, np.int64).reshape(len(spans), columns)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = are_native(tensors)
@@ -200,8 +197,8 @@ class UpdateTable:
             ]
             return _by_reference(spans, turns, gradient_scale, self._format, checksums)
         rows = self._rows.copy()  # Other threads may be in a call of their own.
-        rows[:, _ADDRESSES] = addresses
-        factors = _factors(turns, gradient_scale)
+        rows[:, ADDRESS_COLUMNS] = addresses
+        factors = _factors(chosen, turns, gradient_scale)
         found = _run(chosen, self._format.name, due[0].dtype, rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
         return found
@@ -227,7 +224,7 @@ class UpdateTable:
 
 def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     """Write a float32 master as bfloat16 weight and int16 residue: see `reference.split`."""
-    check_parts(weight, residue, master)
+    check_halves(weight, residue, master)
     chosen = _kernel_for(master, weight, residue)
     if chosen is None:
         return reference.split(master, weight, residue)
@@ -237,7 +234,7 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
 
 def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     """The float32 master of a bfloat16 weight and its int16 residue: see `reference.join`."""
-    check_parts(weight, residue, out)
+    check_halves(weight, residue, out)
     chosen = _kernel_for(weight, residue, *(() if out is None else (out,)))
     if chosen is None:
         return reference.join(weight, residue, out)
@@ -249,8 +246,8 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
 
 def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
     """Zero the residue of each element whose weight bits changed: see `reference.rebase`."""
-    check_parts(weight_old, residue)
-    check_parts(weight_new, residue)
+    check_halves(weight_old, residue)
+    check_halves(weight_new, residue)
     chosen = _kernel_for(weight_old, weight_new, residue)
     if chosen is None:
         return reference.rebase(weight_old, weight_new, residue)
@@ -265,8 +262,7 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     if chosen is None:
         return reference.accumulate(into, gradient)
     name = "accumulate_float32" if into.dtype == torch.float32 else "accumulate_bfloat16"
-    row = (into.numel(), 0, 0, gradient.data_ptr(), into.data_ptr())
-    _run(chosen, name, gradient.dtype, np.array([row], np.int64), _NONE)
+    _run_on(chosen, name, gradient, into, gradient=gradient.dtype)
     _written(into)
 
 
@@ -288,13 +284,15 @@ def is_finite(gradient: Tensor) -> bool:
     return math.isfinite(sum_of_squares(gradient))
 
 
-def stream(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
+def stream(chosen: Kernel, operation: str, *tensors: Tensor, added: int = 0) -> None:
     """Read every byte of some tensors and write it back as it was, with the threads of an update.
 
     For benchmarks: the operation is `stream`, of one int32 tensor, or that of a state format
-    (`stream_exact`), of its gradient (only read), weight and slots.
+    (`stream_exact`), of its gradient (only read), weight and slots. added: to what is read, for
+    tests.
     """
-    _run_on(chosen, operation, *tensors)
+    gradient = GRADIENT_DTYPES[0] if operation == "stream" else tensors[0].dtype
+    _run_on(chosen, operation, *tensors, gradient=gradient, factor=added)
 
 
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
@@ -328,19 +326,28 @@ def _by_reference(
     return found
 
 
-def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:
+def _factors(chosen: Kernel, turns: Turns, scale: float) -> npt.NDArray[np.float32]:
     """A row for each turn, padded with zeros."""
-    rows = np.zeros((len(turns), _FACTORS), np.float32)
+    assert chosen.native is not None
+    rows = np.zeros((len(turns), chosen.native.FACTORS), np.float32)
     for row, (hyper, step) in zip(rows, turns):
         factors = hyper.factors(step, scale)
-        row[: len(factors)] = factors
+        row[: len(factors)] = [*factors.values()]
     return rows
 
 
-def _run_on(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
-    """An operation without gradient and factors, on whole tensors."""
+def _run_on(
+    chosen: Kernel,
+    operation: str,
+    *tensors: Tensor,
+    gradient: torch.dtype = GRADIENT_DTYPES[0],
+    factor: float = 0.0,
+) -> None:
+    """An operation by a single factor, on whole tensors; one without gradient has the first."""
+    assert chosen.native is not None
     row = (tensors[0].numel(), 0, 0, *(x.data_ptr() for x in tensors))
-    _run(chosen, operation, GRADIENT_DTYPES[0], np.array([row], np.int64), _NONE)
+    factors = np.full((1, chosen.native.FACTORS), factor, np.float32)
+    _run(chosen, operation, gradient, np.array([row], np.int64), factors)
 
 
 def _run(
@@ -354,7 +361,7 @@ def _run(
     """One native call; the checksums of every array but the first, where they are asked for."""
     assert chosen.native is not None
     number = chosen.native.OPERATIONS.index(operation)
-    written = rows.shape[1] - _ADDRESSES - 1
+    written = rows.shape[1] - ADDRESS_COLUMNS - 1
     found = np.zeros((len(rows), written), np.uint32) if checksums else None
     chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors, found)
     return found

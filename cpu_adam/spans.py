@@ -18,6 +18,9 @@ from cpu_adam.hyper import Hyper
 Turns = Sequence[tuple[Hyper, int]]
 """What spans are updated by: hyper-parameters and the number of the step."""
 
+ADDRESS_COLUMNS = 3
+"""Columns of a row of a native table before its addresses: elements, turn and first element."""
+
 
 class Part(NamedTuple):
     """Elements of a chunk that are updated together."""

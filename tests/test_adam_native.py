@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -103,7 +105,7 @@ class State:
 
         self.format = FORMATS[name]
         group = self.format.group_elements
-        coded = group > 1
+        coded = self.format.coded
         gradient = mostly_finite(elements, seed, group) if coded else special(elements, seed)
         self.gradient = cut(gradient, dtype)
         self.weight = cut(special(elements, seed + 1))
@@ -175,7 +177,7 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
     options = itertools.product(
         VARIANTS[FORMATS[name].rule], (False, True), (1.0, 0.37, float("nan"))
     )
-    lengths, coded = itertools.cycle(LENGTHS), FORMATS[name].group_elements > 1
+    lengths, coded = itertools.cycle(LENGTHS), FORMATS[name].coded
     scales = []
     for seed, (changes, maximize, scale) in enumerate(options):
         by = hyper_of(name, **changes, maximize=maximize)
@@ -448,3 +450,21 @@ def test_sum_of_squares_is_the_reference(
             assert not native.is_finite(x)
             assert native.is_finite(x[:2000])
     assert native.is_finite(torch.full((3000,), torch.finfo(dtype).max, dtype=dtype))
+
+
+@every_kernel
+@pytest.mark.parametrize("name", ["sgd_exact", "sgd_fp32"])
+@pytest.mark.parametrize("elements", [5, 1037])
+def test_sgd_without_momentum_does_not_touch_its_buffer(
+    kernel: str, name: str, elements: int
+) -> None:
+    """It may be memory that other threads and spans have too; here it cannot be written."""
+    state = State(name, elements, torch.float32)
+    held = mmap.mmap(-1, 4 * elements, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it must not be written
+        state.slots["momentum_buffer"] = torch.frombuffer(held, dtype=torch.float32)
+    by = hyper_of(name, momentum=0.0)
+    with choice.forced(kernel):
+        state.update(native, by, step=1)
+    assert not state.slots["momentum_buffer"].any()

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam
+from cpu_adam.plain import to_plain
 from tests.optimizers import (
     OURS,
     assert_near,
@@ -357,3 +358,20 @@ def test_a_refused_first_step_leaves_no_state(kind: str) -> None:
         optimizer.step()
         want.step()
         assert_same(tensors_of(optimizer), tensors_of(want))
+
+
+def test_moments_that_were_decoded_are_loaded_as_the_same_moments() -> None:
+    """As the engine hands them out: rounded to the nearest, not by the dither of a step."""
+    format = cpu_adam.FORMATS["compact"]
+    p = nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))
+    optimizer, again = (CPUAdam([p], states="compact") for _ in range(2))
+
+    def plain(by: CPUAdam) -> dict[str, torch.Tensor]:
+        slots = {key.removesuffix("_code"): value for key, value in by.state[p].items()}
+        return {"step": slots["step"], **to_plain(slots, format)}
+
+    run(optimizer, 5)
+    saved = plain(optimizer)
+    again.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
+    for key, value in plain(again).items():
+        assert torch.equal(value, saved[key]), key
