@@ -8,10 +8,10 @@ largest sqrt(v) of its elements as scales, and for each element two codes, which
     sqrt(v) = level(r) * (v_scale * (1 / level(255)))
 
 with q in 0 ... 127, the sign of m above it in the byte (no -0: 128 is +0, as 0 is), r in 0 ... 255,
-and each reciprocal rounded once to float32 (the variance as its
-root, and a companding function, as in arXiv 2602.23349; the function is another, see below). A step
-decodes, updates in float32 and encodes what came out. Its arithmetic is `adam`'s but for the
-moments, whose factors are folded into the scales: see `adam` here.
+and each reciprocal rounded once to float32. (The variance as its root, and a companding function,
+as in arXiv 2602.23349; the function is another, see below.) A step decodes, updates in float32 and
+encodes what came out. Its arithmetic is `adam`'s but for the moments, whose factors are folded into
+the scales: see `adam` here.
 
 Levels. A code is a *segment* and a step within it; each segment is twice as long as the one below,
 and has as many steps: 16 for q, 32 for r, in 8 segments. That is how telephony compands (mu-law,
@@ -32,10 +32,11 @@ change it. It stays clear of the smallest and the largest by 16, more than what 
 the largest of a group is kept as it is.
 
 What is not finite. A group with a NaN, an infinity or anything from 2**118 on among its m, or its
-roots, has a scale of NaN and codes of 0: it decodes as NaN from then on. (Factors of such scales
-are no normal float32, and a gradient that makes such an m makes v infinite.) One whose largest is
-below 2**-80 is stored as zero (no root of a float32 above 0 is). Everything is a correctly rounded
-float32 operation or one of integers, so that compiled kernels find the same bits.
+roots, has a scale of NaN and codes of 0: it decodes as NaN from then on. (From about there on the
+factor by which codes are made is no normal number, and more is lost than dithers stay clear of; and
+a gradient that makes such an m makes v infinite.) One whose largest is below 2**-80 is stored as
+zero (no root of a float32 above 0 is). Everything is a correctly rounded float32 operation or one
+of integers, so that compiled kernels find the same bits.
 """
 
 from __future__ import annotations
