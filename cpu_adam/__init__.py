@@ -13,8 +13,6 @@ from cpu_adam.choice import Kernel, kernel, set_threads, threads
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
 from cpu_adam.native import (
-    Part,
-    Span,
     UpdateTable,
     accumulate,
     is_finite,
@@ -27,6 +25,7 @@ from cpu_adam.native import (
 )
 from cpu_adam.optimizers import CPUSGD, CPUAdam, CPULion
 from cpu_adam.reference import views
+from cpu_adam.spans import Part, Span
 
 __all__ = [
     "CPUAdam",

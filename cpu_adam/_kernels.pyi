@@ -9,6 +9,10 @@ OPERATIONS: tuple[str, ...]
 """Names of the operations, in the order of the numbers by which `run` knows them."""
 FACTORS: int
 """Numbers in a row of factors."""
+ADDRESS_COLUMNS: int
+GROUP_ELEMENTS: int
+SUM_BLOCK_ELEMENTS: int
+"""As in Python, which looks whether they are the same when it loads the module."""
 
 def kernel_names() -> list[str]:
     """Kernels that this machine can run, the best first."""

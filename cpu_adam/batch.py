@@ -16,12 +16,14 @@ and laid out anew.
 
 [Note: Count]
 All that can be refused is refused before anything is changed. The members of a native call are
-counted up when it has returned, so that an interrupted step has counted what it has updated.
+counted up when it has returned, and only then what was made for a first step is put into their
+states: an interrupted step has counted what it has updated, and a state without its momentum has
+not begun.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
@@ -34,8 +36,9 @@ from torch import Tensor
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent
-from cpu_adam.native import Span, UpdateTable
+from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
+from cpu_adam.spans import Span
 
 States = Mapping[Tensor, dict[str, Any]]
 """`Optimizer.state`: what is kept for each parameter."""
@@ -60,14 +63,14 @@ class Member:
     state: dict[str, Any]
     slots: Mapping[str, Tensor]
     """By slot name, contiguous."""
-    keys: list[str]
-    """Keys of what of the state an update reads or writes."""
+    kept: dict[str, Tensor]
+    """What an update reads or writes, by its key in the state; there once a step was taken."""
     begins: bool
-    """Whether the state was made for this step."""
+    """Whether the moments were made for this step."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Call:
     """Members of one format with gradients of one dtype: one native call."""
 
     indices: list[int]
@@ -77,30 +80,28 @@ class _Part:
     staged: list[tuple[Tensor, Tensor]]
     """Weights that are not contiguous, each with the contiguous copy that is updated for it."""
     counts: Tensor
-    """1 for each member of the batch that is of this part, else 0."""
+    """1 for each member of the batch that is of this call, else 0."""
 
 
 class Batch:
     """Members that are updated together, or one after the other where they share memory."""
 
-    def __init__(
-        self, due: Due, members: Sequence[Member], states: States, setting: object
-    ) -> None:
-        """states: of all parameters. setting: what else the layout depends on."""
+    def __init__(self, due: Due, members: Sequence[Member], setting: object) -> None:
+        """setting: what else the layout depends on."""
         self._setting = setting
         self._members = list(members)
         self._parameters, self._groups = due.parameters, due.groups
         self._dtypes = [g.dtype for g in due.gradients]
         self._faces = faces(due.gradients)
         self._sharded = any(local(p) is not p for p in due.parameters)
-        self._counted = all(STEP in member.keys for member in members)
+        self._counted = all(STEP in member.kept for member in members)
         steps = [
-            whole_step(m.state[STEP]) if self._counted else float(not m.begins) for m in members
+            whole_step(m.kept[STEP]) if self._counted else float(not m.begins) for m in members
         ]
         self._steps = torch.tensor(steps, dtype=torch.float32)
         if self._counted:  # Views, so that all are read and counted up by one call.
             for member, step in zip(members, self._steps.unbind()):
-                member.state[STEP] = step
+                member.kept[STEP] = step
         self._weights = [local(p).detach() for p in due.parameters]
         slots = [local(slot) for member in members for slot in member.slots.values()]
         sizes = [w.numel() * dtype.itemsize for w, dtype in zip(self._weights, self._dtypes)]
@@ -112,11 +113,11 @@ class Batch:
         self._writes = Ranges([*self._weights, *slots])
         self._scratch: Tensor | None = None
         self._turns: list[int] = []
-        self._parts: list[_Part] = []
-        self._kept = [(m.state, m.keys) for m in members]
-        self._states = list(states.values())
-        self._slots = [m.state[key] for m in members for key in m.keys]
-        self._seen = self._look()
+        self._calls: list[_Call] = []
+        self._kept = [(m.state, list(m.kept)) for m in members]
+        self._slots = [slot for m in members for slot in m.kept.values()]
+        self._states: list[dict[str, Any]] = []
+        self._seen: list[list[Any]] | None = None  # until a step was taken
 
     def serves(self, due: Due, states: States, setting: object) -> bool:
         """Whether all that was laid out is as it was: see [Note: Memory]."""
@@ -132,12 +133,16 @@ class Batch:
         )
 
     def run(
-        self, hypers: Sequence[Hyper], gradients: Sequence[Tensor], gradient_scale: float
+        self,
+        hypers: Sequence[Hyper],
+        gradients: Sequence[Tensor],
+        gradient_scale: float,
+        states: MutableMapping[Tensor, dict[str, Any]],
     ) -> None:
         """One step of every member.
 
         hypers: of each parameter group. gradients: of each member. gradient_scale: what they are
-        multiplied by.
+        multiplied by. states: of all parameters; the first step puts in what was made for it.
         """
         gradients, addresses = self._ready(gradients)
         steps = self._steps.to(torch.int64).add_(1).tolist()
@@ -145,23 +150,34 @@ class Batch:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         turns = [numbers[kind] for kind in kinds]
         if turns != self._turns:
-            self._parts, self._turns = self._laid_out(turns), turns
-        if addresses is None and len(self._parts) > 1:  # A single one is refused by its call.
+            self._calls, self._turns = self._laid_out(turns), turns
+        if addresses is None and len(self._calls) > 1:  # A single one is refused by its call.
             are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
-        for part in self._parts:
-            for weight, stage in part.staged:
+        for call in self._calls:
+            for weight, stage in call.staged:
                 stage.copy_(weight)
-            due = [gradients[i] for i in part.indices]
-            at = None if addresses is None else addresses[part.rows]
-            part.table.update(pairs, gradients=due, addresses=at, gradient_scale=gradient_scale)
-            self._steps.add_(part.counts)
+            due = [gradients[i] for i in call.indices]
+            at = None if addresses is None else addresses[call.rows]
+            call.table.update(pairs, gradients=due, addresses=at, gradient_scale=gradient_scale)
+            self._steps.add_(call.counts)
             if not self._counted:  # Such a rule knows a first step and later ones.
                 self._steps.clamp_(max=1)
-            for weight, stage in part.staged:
+            for weight, stage in call.staged:
                 weight.copy_(stage)
+            if self._seen is None:
+                self._keep(call.indices, states)
+        if self._seen is None:
+            self._states, self._seen = list(states.values()), self._look()
         if self._sharded:
             torch.autograd.graph.increment_version(self._parameters)
+
+    def _keep(self, indices: Sequence[int], states: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        """Put what was made for members into their states: see [Note: Count]."""
+        for member in (self._members[i] for i in indices):
+            member.state.update(member.kept)
+            if member.state:  # As in torch, one that keeps nothing has no state.
+                states[member.parameter] = member.state
 
     def _ready(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Addresses | None]:
         """What of the gradients is of this process, apart from what the step writes.
@@ -196,19 +212,19 @@ class Batch:
         found += [list(map(one, weights)) for one in _LAYOUT]
         return [*found, list(map(Tensor.data_ptr, slots))]
 
-    def _laid_out(self, turns: Sequence[int]) -> list[_Part]:
+    def _laid_out(self, turns: Sequence[int]) -> list[_Call]:
         everything = range(len(self._members))
         waves = [list(everything)] if self._apart else [[i] for i in everything]
-        parts = []
+        calls = []
         for wave in waves:
             kinds: dict[tuple[str, torch.dtype], list[int]] = {}
             for i in wave:
                 kind = (self._members[i].format.name, self._dtypes[i])
                 kinds.setdefault(kind, []).append(i)
-            parts += [self._part(indices, turns) for indices in kinds.values()]
-        return parts
+            calls += [self._call(indices, turns) for indices in kinds.values()]
+        return calls
 
-    def _part(self, indices: list[int], turns: Sequence[int]) -> _Part:
+    def _call(self, indices: list[int], turns: Sequence[int]) -> _Call:
         spans, staged = [], []
         for i in indices:
             member, weight = self._members[i], self._weights[i]
@@ -224,7 +240,7 @@ class Batch:
         counts = torch.zeros_like(self._steps)
         counts[indices] = 1
         table = UpdateTable(spans, self._members[indices[0]].format)
-        return _Part(indices, np.array(indices, np.int64), table, staged, counts)
+        return _Call(indices, np.array(indices, np.int64), table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:
         """Memory in the place of a slot that updates leave alone, shared by all members."""

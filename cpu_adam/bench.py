@@ -13,8 +13,7 @@ What memory gives is an in-place stream by the same threads: as many bytes as th
 nothing, which changes none. It runs over the very bytes of the update: on a virtual machine one
 region of a process's memory can be a third slower than another, as the host backs some with small
 pages, and no stream elsewhere tells what these can give. It goes over them as one array, from the
-first byte on for half as many as are moved, and array by array where the kernels have that; the
-faster counts.
+first byte on for half as many as are moved, and array by array; the faster counts.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ from cpu_adam.figures import Figure, Group, Role, Small, Spread
 from cpu_adam.formats import FORMATS, StateFormat
 from cpu_adam.hyper import AdamHyper, Hyper, LionHyper, SGDHyper
 from cpu_adam.peers import STEPS_DONE, Peer, PeerJob, arrays
+from cpu_adam.reference import cut
+from cpu_adam.spans import Span
 
 GRADIENTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """Dtypes of gradients by their short names."""
@@ -224,9 +225,8 @@ class _Job:
         found: dict[str, Callable[[], object]] = {}
         found["one array"] = partial(native.stream, chosen, "stream", self._words)
         name = f"stream_{self._format.name}"
-        if name in chosen.native.OPERATIONS and self._gradient.itemsize == 2:
-            own = (self._gradient, self._weight, *self._slots.values())
-            found["as many arrays"] = partial(native.stream, chosen, name, *own)
+        own = (self._gradient, self._weight, *self._slots.values())
+        found["as many arrays"] = partial(native.stream, chosen, name, *own)
         return found
 
     def _figures(self, times: Mapping[tuple[Role, str], Sequence[float]]) -> Iterator[Figure]:
@@ -275,12 +275,9 @@ class _Job:
         """A table of spans side by side, each a parameter of its own."""
         spans = []
         for start in range(0, tensors * elements, elements):
-            cut = slice(start, start + elements)
-            slots = {}
-            for slot in self._format.slots:
-                first = start // slot.elements_per_item
-                slots[slot.name] = self._slots[slot.name][first : first + slot.items(elements)]
-            spans.append(native.Span(self._weight[cut], self._gradient[cut], slots))
+            here = slice(start, start + elements)
+            slots = cut(self._slots, self._format, start, elements)
+            spans.append(Span(self._weight[here], self._gradient[here], slots))
         return native.UpdateTable(spans, self._format)
 
 

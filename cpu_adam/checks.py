@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from cpu_adam.formats import StateFormat
-from cpu_adam.hyper import Hyper, refusal
+from cpu_adam.hyper import STEPS, Hyper, refusal
+from cpu_adam.spans import Part
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a gradient may be, in the order in which native kernels number it."""
@@ -16,8 +17,8 @@ GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 def check_turn(rule: str, step: int, format: StateFormat) -> None:
     """Raise ValueError unless this is a step of the rule that the format's state is for."""
-    if step < 1:
-        raise ValueError(refusal(f"step={step}", "the number of a step, counted from 1"))
+    if not 1 <= step < STEPS:
+        raise ValueError(refusal(f"step={step}", "the number of a step, from 1 to below 2**48"))
     if rule != format.rule:
         raise ValueError(
             f"asked for an update of {format.name} states, which are for {format.rule}; found "
@@ -26,13 +27,16 @@ def check_turn(rule: str, step: int, format: StateFormat) -> None:
         )
 
 
-def check_turns(turns: Sequence[tuple[Hyper, int]], last: int, format: StateFormat) -> None:
-    """Raise ValueError unless these are turns of the format's rule and `last` is among them."""
+def check_turns(
+    turns: Sequence[tuple[Hyper, int]], used: Iterable[int], format: StateFormat
+) -> None:
+    """Raise ValueError unless these are turns of the format's rule, and those used among them."""
     for hyper, step in turns:
         check_turn(hyper.rule, step, format)
-    if last >= len(turns):
+    strays = [turn for turn in used if not 0 <= turn < len(turns)]
+    if strays:
         raise ValueError(
-            f"asked for the update of spans by their turns; found a span whose turn is not "
+            f"asked for the update of spans by their turns; found a span of turn {strays[0]}, not "
             f"among the {len(turns)} given; likely cause: a parameter group was added after "
             f"the table was built; try: build it anew"
         )
@@ -49,18 +53,26 @@ def check_start(first_element: int, format: StateFormat) -> None:
         )
 
 
-def check_part(
-    start: int, elements: int, first_element: int, chunk_elements: int, format: StateFormat
-) -> None:
-    """Raise ValueError unless a part lies in its chunk and may start there."""
-    if not 0 <= start <= start + elements <= chunk_elements:
+def check_part(part: Part, chunk_elements: int, format: StateFormat) -> None:
+    """Raise ValueError unless a part lies in its chunk and may start and end there."""
+    start, elements = part.start, part.elements
+    end = start + elements
+    if not 0 <= start <= end <= chunk_elements:
         raise ValueError(
             f"asked for the update of a part of a chunk of {chunk_elements} elements; found "
             f"{elements} elements from {start} on; likely cause: parts of another chunk; try: "
             f"starts counted from the chunk's own first element"
         )
     check_start(start, format)
-    check_start(first_element, format)
+    check_start(part.first_element, format)
+    if elements and end % format.group_elements and end != chunk_elements and not part.is_last:
+        raise ValueError(
+            f"asked for a {format.name} update of a part that ends at a multiple of "
+            f"{format.group_elements}, with its chunk or with its parameter; found an end at "
+            f"{end} of {chunk_elements}, which would change the scales of elements left alone; "
+            f"likely cause: a parameter was cut inside a group of elements that share their "
+            f"scales; try: is_last=True where the parameter ends there"
+        )
 
 
 def check_span(
@@ -87,14 +99,14 @@ def check_span(
         )
 
 
-def check_parts(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
-    """Raise ValueError unless these are the parts of a split master, of one shape."""
+def check_halves(weight: Tensor, residue: Tensor, master: Tensor | None = None) -> None:
+    """Raise ValueError unless these are the halves of a split master, of one shape."""
     want = [(weight, torch.bfloat16), (residue, torch.int16)]
     if master is not None:
         want.append((master, torch.float32))
     if any(x.dtype != dtype or x.shape != weight.shape for x, dtype in want):
         raise ValueError(
-            "asked for parts of one shape: bfloat16 weight, int16 residue, float32 master; found "
+            "asked for halves of one shape: bfloat16 weight, int16 residue, float32 master; found "
             + ", ".join(f"{x.dtype} {tuple(x.shape)}" for x, _ in want)
             + "; likely cause: arguments in another order; try: name them"
         )

@@ -18,7 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
+from cpu_adam.formats import GROUP_ELEMENTS
 from cpu_adam.processors import places
+from cpu_adam.reference import SUM_BLOCK_ELEMENTS
+from cpu_adam.spans import ADDRESS_COLUMNS
 
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 """Environment variable: name of the kernel to use."""
@@ -127,6 +130,9 @@ def _loaded() -> tuple[ModuleType | None, str]:
     except ImportError as error:
         return None, str(error)
     if not _placed:
+        assert _kernels.GROUP_ELEMENTS == GROUP_ELEMENTS
+        assert _kernels.SUM_BLOCK_ELEMENTS == SUM_BLOCK_ELEMENTS
+        assert _kernels.ADDRESS_COLUMNS == ADDRESS_COLUMNS
         _kernels.configure(places(_threads))
         _placed = True
     return _kernels, ""

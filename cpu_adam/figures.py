@@ -50,7 +50,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Small:
-    """Many small tensors in one call of the best kernel."""
+    """Many small tensors in one call of the first kernel that was asked for."""
 
     kernel: str
     tensors: int

@@ -62,6 +62,11 @@ class StateFormat:
         """Elements that belong together: spans start at multiples of this in their parameter."""
         return max(slot.elements_per_item for slot in self.slots)
 
+    @property
+    def coded(self) -> bool:
+        """Whether moments are codes in groups that share scales: see `cpu_adam.compact`."""
+        return self.group_elements > 1
+
     def slot_offsets(self, elements: int) -> tuple[int, ...]:
         """Byte offset of each slot in the record of a chunk of `elements`, in slot order."""
         return self._layout(elements)[:-1]

@@ -2,9 +2,9 @@
 
 A rule is named by its hyper-parameters (`rule`); which state it keeps is a row of
 `cpu_adam.formats.FORMATS`. `factors` computes, in float64, what of a step is the same for all its
-elements; the reference and the kernels round each number once to float32 and use it in that order.
-Each begins with the scale of the gradient, whose sign climbs or descends, and has the L2 decay
-second where the rule has one.
+elements, by name; the reference and the kernels round each number once to float32. In that order
+they are a row of factors of the kernels (enums in src/rules.inc): first the scale of the gradient,
+whose sign climbs or descends, second the L2 decay where the rule has one.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import ClassVar
 
 STEP_LOW = 1 << 24
 """A step number goes into factors as remainder and quotient by this: each exact in float32."""
+STEPS = STEP_LOW * STEP_LOW
+"""Numbers of steps are below this."""
 
 
 def refusal(found: str, asked: str) -> str:
@@ -43,7 +45,7 @@ class Hyper:
     """Whether to climb instead of descend."""
 
     @abstractmethod
-    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
+    def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
         """The scalars of a step, counted from 1, of gradients that are multiplied by the scale."""
 
     def _scale(self, gradient_scale: float) -> float:
@@ -71,26 +73,25 @@ class AdamHyper(Hyper):
         _check_sizes(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
         _check_decays(beta1=self.beta1, beta2=self.beta2)
 
-    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, L2 decay, 1 - beta1, beta2, 1 - beta2, reciprocal of the root of the
-        second moment's bias correction, eps, share of the weight that decays, step size, step
-        modulo and over 2**24; for `compact` beta1 and the roots of beta2 and 1 - beta2."""
-        return (
-            self._scale(gradient_scale),
-            0.0 if self.decoupled else self.weight_decay,
-            1.0 - self.beta1,
-            self.beta2,
-            1.0 - self.beta2,
-            1.0 / math.sqrt(1.0 - self.beta2**step),
-            self.eps,
-            self.lr * self.weight_decay if self.decoupled else 0.0,
-            self.lr / (1.0 - self.beta1**step),
-            float(step % STEP_LOW),
-            float(step // STEP_LOW),
-            self.beta1,
-            math.sqrt(self.beta2),
-            math.sqrt(1.0 - self.beta2),
-        )
+    def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
+        """`correction2` is the reciprocal of the root of the second moment's bias correction,
+        `decay` the share of the weight that decays. From `step_low` on they are for `compact`."""
+        return {
+            "scale": self._scale(gradient_scale),
+            "decay_l2": 0.0 if self.decoupled else self.weight_decay,
+            "rest1": 1.0 - self.beta1,
+            "beta2": self.beta2,
+            "rest2": 1.0 - self.beta2,
+            "correction2": 1.0 / math.sqrt(1.0 - self.beta2**step),
+            "eps": self.eps,
+            "decay": self.lr * self.weight_decay if self.decoupled else 0.0,
+            "step_size": self.lr / (1.0 - self.beta1**step),
+            "step_low": float(step % STEP_LOW),
+            "step_high": float(step // STEP_LOW),
+            "beta1": self.beta1,
+            "root_beta2": math.sqrt(self.beta2),
+            "root_rest2": math.sqrt(1.0 - self.beta2),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,17 +111,17 @@ class LionHyper(Hyper):
         _check_sizes(lr=self.lr, weight_decay=self.weight_decay)
         _check_decays(beta1=self.beta1, beta2=self.beta2)
 
-    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, beta1, 1 - beta1, beta2, 1 - beta2, share of the weight that decays, lr."""
-        return (
-            self._scale(gradient_scale),
-            self.beta1,
-            1.0 - self.beta1,
-            self.beta2,
-            1.0 - self.beta2,
-            self.lr * self.weight_decay,
-            self.lr,
-        )
+    def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
+        """`decay` is the share of the weight that decays."""
+        return {
+            "scale": self._scale(gradient_scale),
+            "beta1": self.beta1,
+            "rest1": 1.0 - self.beta1,
+            "beta2": self.beta2,
+            "rest2": 1.0 - self.beta2,
+            "decay": self.lr * self.weight_decay,
+            "lr": self.lr,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +148,19 @@ class SGDHyper(Hyper):
             found = f"momentum={self.momentum} and dampening={self.dampening}"
             raise ValueError(refusal(found, "nesterov, which needs a momentum and no dampening"))
 
-    def factors(self, step: int, gradient_scale: float) -> tuple[float, ...]:
-        """Scale, L2 decay, momentum, 1 - dampening, lr; then 1 or 0: whether there is a buffer
-        (with momentum), whether it starts from the gradient (at step 1), whether nesterov."""
-        return (
-            self._scale(gradient_scale),
-            self.weight_decay,
-            self.momentum,
-            1.0 - self.dampening,
-            self.lr,
-            float(self.momentum != 0.0),
-            float(step == 1),
-            float(self.nesterov),
-        )
+    def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
+        """The last three are 1 or 0: whether there is a buffer (with momentum), whether it starts
+        from the gradient (at step 1), whether nesterov."""
+        return {
+            "scale": self._scale(gradient_scale),
+            "decay_l2": self.weight_decay,
+            "momentum": self.momentum,
+            "rest": 1.0 - self.dampening,
+            "lr": self.lr,
+            "kept": float(self.momentum != 0.0),
+            "fresh": float(step == 1),
+            "nesterov": float(self.nesterov),
+        }
 
 
 def _check_kinds(**values: object) -> None:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +21,8 @@ from cpu_adam import reference
 from cpu_adam.checks import (
     GRADIENT_DTYPES,
     check_gradient,
+    check_halves,
     check_part,
-    check_parts,
     check_span,
     check_start,
     check_sum,
@@ -34,14 +33,9 @@ from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import Addresses, are_native, readable
+from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Turns
 
-_FACTORS = 16  # numbers in a row of factors
-_ADDRESSES = 3  # the first column of a row of a table that is an address
-_NONE = np.zeros((1, _FACTORS), np.float32)
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
-
-Turns = Sequence[tuple[Hyper, int]]
-"""What spans are updated by: hyper-parameters and the number of the step."""
 
 Checksums = npt.NDArray[np.uint32]
 """CRC32C of what an update has written: of the weight, then of each slot in the format's order."""
@@ -76,19 +70,6 @@ def update(
     return None if found is None else found[0]
 
 
-class Part(NamedTuple):
-    """Elements of a chunk that are updated together."""
-
-    start: int
-    """Where they start in the chunk."""
-    elements: int
-    """How many they are."""
-    first_element: int = 0
-    """Where they start in their parameter."""
-    turn: int = 0
-    """Which of the turns handed to `update_parts` is theirs."""
-
-
 def update_parts(
     weight: Tensor,
     gradient: Tensor,
@@ -103,16 +84,17 @@ def update_parts(
     """Update parts of one chunk, each by its turn, by one native call.
 
     weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. The parts
-    must not overlap; what lies in none of them is left alone. turns: hyper-parameters and number of
+    must not overlap; what lies in none of them is left alone, but for what follows the end of a
+    parameter in its last group. turns: hyper-parameters and number of
     the step. Raises ValueError where something does not fit, before anything is changed.
 
     Returns, where they are asked for, a row of checksums for each part.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
     check_span(weight, gradient, slots, format)
-    check_turns(turns, max((part.turn for part in parts), default=-1), format)
+    check_turns(turns, {part.turn for part in parts}, format)
     for part in parts:
-        check_part(part.start, part.elements, part.first_element, weight.numel(), format)
+        check_part(part, weight.numel(), format)
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
         spans = []
@@ -122,30 +104,16 @@ def update_parts(
             span = Span(weight[here], gradient[here], cut, part.turn, part.first_element)
             spans.append(span)
         return _by_reference(spans, turns, gradient_scale, format, checksums)
-    start, elements, first, turn = np.array(parts, np.int64).reshape(len(parts), 4).T
+    start, elements, first, turn, _ = np.array(parts, np.int64).reshape(len(parts), 5).T
     columns = [elements, turn, first]
     columns += [x.data_ptr() + start * x.itemsize for x in (gradient, weight)]
     for x, slot in zip(slots, format.slots):
         columns.append(x.data_ptr() + start // slot.elements_per_item * slot.bytes_per_item)
     rows = np.stack(columns, axis=1)
-    factors = _factors(turns, gradient_scale)
+    factors = _factors(chosen, turns, gradient_scale)
     found = _run(chosen, format.name, gradient.dtype, rows, factors, checksums)
     _written(weight, *slots)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Elements that are updated together: the tensors that `update` takes, and whose turn it is."""
-
-    weight: Tensor
-    gradient: Tensor | None
-    """None where every update brings its own."""
-    record_views: Mapping[str, Tensor]
-    turn: int = 0
-    """Which of the turns handed to `UpdateTable.update` is this span's."""
-    first_element: int = 0
-    """Where in its parameter it starts."""
 
 
 class UpdateTable:
@@ -160,7 +128,7 @@ class UpdateTable:
     def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
         """All of one format. Raises ValueError for anything else."""
         self._format = format
-        self._spans = spans = [_detached(span) for span in spans]
+        self._spans = spans = [span.detached() for span in spans]
         names = [slot.name for slot in format.slots]
         slots_of = [[s.record_views[n] for n in names if n in s.record_views] for s in spans]
         rows = []  # of a table: see src/sweep.h
@@ -169,14 +137,14 @@ class UpdateTable:
             check_start(span.first_element, format)
             at = (x.data_ptr() for x in (span.weight, *slots))
             rows.append((span.weight.numel(), span.turn, span.first_element, 0, *at))
-        columns = _ADDRESSES + 2 + len(format.slots)
+        columns = ADDRESS_COLUMNS + 2 + len(format.slots)
         self._rows = np.array(rows, np.int64).reshape(len(spans), columns)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = are_native(tensors)
         self._held = tensors
         self._addresses = [x.data_ptr() for x in tensors]
         self._written = [x for x in tensors if not x.is_inference()]
-        self._last_turn = max((span.turn for span in spans), default=-1)
+        self._turns = {span.turn for span in spans}
         self._elements = [span.weight.numel() for span in spans]
         self._own: list[Tensor] | None = None
         own = [span.gradient for span in spans if span.gradient is not None]
@@ -207,7 +175,7 @@ class UpdateTable:
         tensors in memory that fit, and whether weights and slots are where they were.
         Returns, where they are asked for, a row of checksums for each span.
         """
-        check_turns(turns, self._last_turn, self._format)
+        check_turns(turns, self._turns, self._format)
         due = self._own if gradients is None else gradients
         if due is None:
             raise ValueError(
@@ -229,8 +197,8 @@ class UpdateTable:
             ]
             return _by_reference(spans, turns, gradient_scale, self._format, checksums)
         rows = self._rows.copy()  # Other threads may be in a call of their own.
-        rows[:, _ADDRESSES] = addresses
-        factors = _factors(turns, gradient_scale)
+        rows[:, ADDRESS_COLUMNS] = addresses
+        factors = _factors(chosen, turns, gradient_scale)
         found = _run(chosen, self._format.name, due[0].dtype, rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
         return found
@@ -256,7 +224,7 @@ class UpdateTable:
 
 def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     """Write a float32 master as bfloat16 weight and int16 residue: see `reference.split`."""
-    check_parts(weight, residue, master)
+    check_halves(weight, residue, master)
     chosen = _kernel_for(master, weight, residue)
     if chosen is None:
         return reference.split(master, weight, residue)
@@ -266,7 +234,7 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
 
 def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     """The float32 master of a bfloat16 weight and its int16 residue: see `reference.join`."""
-    check_parts(weight, residue, out)
+    check_halves(weight, residue, out)
     chosen = _kernel_for(weight, residue, *(() if out is None else (out,)))
     if chosen is None:
         return reference.join(weight, residue, out)
@@ -278,8 +246,8 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
 
 def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
     """Zero the residue of each element whose weight bits changed: see `reference.rebase`."""
-    check_parts(weight_old, residue)
-    check_parts(weight_new, residue)
+    check_halves(weight_old, residue)
+    check_halves(weight_new, residue)
     chosen = _kernel_for(weight_old, weight_new, residue)
     if chosen is None:
         return reference.rebase(weight_old, weight_new, residue)
@@ -294,8 +262,7 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     if chosen is None:
         return reference.accumulate(into, gradient)
     name = "accumulate_float32" if into.dtype == torch.float32 else "accumulate_bfloat16"
-    row = (into.numel(), 0, 0, gradient.data_ptr(), into.data_ptr())
-    _run(chosen, name, gradient.dtype, np.array([row], np.int64), _NONE)
+    _run_on(chosen, name, gradient, into, gradient=gradient.dtype)
     _written(into)
 
 
@@ -317,13 +284,15 @@ def is_finite(gradient: Tensor) -> bool:
     return math.isfinite(sum_of_squares(gradient))
 
 
-def stream(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
+def stream(chosen: Kernel, operation: str, *tensors: Tensor, added: int = 0) -> None:
     """Read every byte of some tensors and write it back as it was, with the threads of an update.
 
     For benchmarks: the operation is `stream`, of one int32 tensor, or that of a state format
-    (`stream_exact`), of its gradient (only read), weight and slots.
+    (`stream_exact`), of its gradient (only read), weight and slots. added: to what is read, for
+    tests.
     """
-    _run_on(chosen, operation, *tensors)
+    gradient = GRADIENT_DTYPES[0] if operation == "stream" else tensors[0].dtype
+    _run_on(chosen, operation, *tensors, gradient=gradient, factor=added)
 
 
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
@@ -357,25 +326,28 @@ def _by_reference(
     return found
 
 
-def _detached(span: Span) -> Span:
-    """The same memory, whatever becomes of the tensors."""
-    slots = {name: x.detach() for name, x in span.record_views.items()}
-    return replace(span, weight=span.weight.detach(), record_views=slots)
-
-
-def _factors(turns: Turns, scale: float) -> npt.NDArray[np.float32]:
+def _factors(chosen: Kernel, turns: Turns, scale: float) -> npt.NDArray[np.float32]:
     """A row for each turn, padded with zeros."""
-    rows = np.zeros((len(turns), _FACTORS), np.float32)
+    assert chosen.native is not None
+    rows = np.zeros((len(turns), chosen.native.FACTORS), np.float32)
     for row, (hyper, step) in zip(rows, turns):
         factors = hyper.factors(step, scale)
-        row[: len(factors)] = factors
+        row[: len(factors)] = [*factors.values()]
     return rows
 
 
-def _run_on(chosen: Kernel, operation: str, *tensors: Tensor) -> None:
-    """An operation without gradient and factors, on whole tensors."""
+def _run_on(
+    chosen: Kernel,
+    operation: str,
+    *tensors: Tensor,
+    gradient: torch.dtype = GRADIENT_DTYPES[0],
+    factor: float = 0.0,
+) -> None:
+    """An operation by a single factor, on whole tensors; one without gradient has the first."""
+    assert chosen.native is not None
     row = (tensors[0].numel(), 0, 0, *(x.data_ptr() for x in tensors))
-    _run(chosen, operation, GRADIENT_DTYPES[0], np.array([row], np.int64), _NONE)
+    factors = np.full((1, chosen.native.FACTORS), factor, np.float32)
+    _run(chosen, operation, gradient, np.array([row], np.int64), factors)
 
 
 def _run(
@@ -389,7 +361,7 @@ def _run(
     """One native call; the checksums of every array but the first, where they are asked for."""
     assert chosen.native is not None
     number = chosen.native.OPERATIONS.index(operation)
-    written = rows.shape[1] - _ADDRESSES - 1
+    written = rows.shape[1] - ADDRESS_COLUMNS - 1
     found = np.zeros((len(rows), written), np.uint32) if checksums else None
     chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors, found)
     return found

@@ -145,9 +145,10 @@ class CPUOptimizer(torch.optim.Optimizer):
             for parameter, number in pairs:
                 self._check_member(parameter, number)
             members = [self._member(parameter, number) for parameter, number in pairs]
-            batch = self._batch = Batch(due, members, self.state, setting)
-        scale = getattr(self, "grad_scale", None)
-        batch.run(hypers, due.gradients, 1.0 if scale is None else 1.0 / float(scale))
+            batch = self._batch = Batch(due, members, setting)
+        grad_scale = getattr(self, "grad_scale", None)
+        scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
+        batch.run(hypers, due.gradients, scale, self.state)
 
     def _due(self) -> Due:
         due = Due([], [], [])
@@ -182,30 +183,27 @@ class CPUOptimizer(torch.optim.Optimizer):
             whole_step(state.get(STEP, 0))
 
     def _member(self, parameter: Tensor, number: int) -> Member:
-        """A parameter with its state, which is made or completed where it is not there yet."""
+        """A parameter with its state and what is to be in it; nothing is changed yet."""
         group = self.param_groups[number]
         format = check_parameter(parameter, group["states"], self.rule)
         unused = self._unused(group)
         state = self.state.get(parameter, {})
         begins = False
-        slots, keys = {}, []
+        slots, kept = {}, {}
         for slot in format.slots:
             key = key_of(slot)
             if slot.name in unused:
                 continue
-            if state.get(key) is None:
-                state[key] = fresh(parameter, slot)
+            value = state.get(key)
+            if value is None:
+                value = fresh(parameter, slot)
                 begins = slot.name != "residue" or begins
-            elif not local(state[key]).is_contiguous():
-                state[key] = state[key].contiguous()
-            slots[slot.name] = state[key]
-            keys.append(key)
+            elif not local(value).is_contiguous():
+                value = value.contiguous()
+            slots[slot.name] = kept[key] = value
         if self.counts_steps:
-            state.setdefault(STEP, torch.tensor(0.0, dtype=torch.float32))
-            keys.append(STEP)
-        if state:  # As in torch, one that keeps nothing has no state.
-            self.state[parameter] = state
-        return Member(parameter, format, state, slots, keys, begins)
+            kept[STEP] = state.get(STEP, torch.tensor(0.0, dtype=torch.float32))
+        return Member(parameter, format, state, slots, kept, begins)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]
     def state_dict(self) -> dict[str, Any]:

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from cpu_adam.checks import check_residue
-from cpu_adam.compact import encode
 from cpu_adam.formats import Slot, StateFormat, format_for
+from cpu_adam.hyper import STEPS
 from cpu_adam.memory import PLAIN, check_memory, is_wrapper
+from cpu_adam.plain import from_plain
+from cpu_adam.reference import cut
 
 STEP = "step"
-"""Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch."""
+"""Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch. As
+there it stops at 2**24; the bias is long gone then, but `compact` dithers no more, all steps having
+one number."""
 OPTIONAL = ("residue", "momentum_buffer")
 """Slots that a checkpoint may lack: no residue is a master that equals its weight, and SGD's
 buffer begins with its first gradient."""
@@ -49,18 +53,18 @@ def local(x: Tensor) -> Tensor:
 
 
 def whole_step(value: Any) -> float:
-    """A number of steps. Raises ValueError unless it is a whole number from 0 to 2**53."""
+    """A number of steps. Raises ValueError unless it is a whole number from 0 to below 2**48."""
     single = not isinstance(value, Tensor) or (
         value.numel() == 1 and _has_numbers(local(value)) and not value.is_complex()
     )
     step = math.nan
     if single and isinstance(value, int | float | Tensor):
         step = float(local(value) if isinstance(value, Tensor) else value)
-    if not (0 <= step < 2**53 and step == int(step)):
+    if not (0 <= step < STEPS and step == int(step)):
         raise ValueError(
-            f"asked for the number of steps that a parameter has taken, a whole number from 0 on; "
-            f"found {value!r}; likely cause: a damaged checkpoint or an edited state; try: "
-            f"torch.tensor(0.0) for a state that begins anew, without its moments"
+            f"asked for the number of steps that a parameter has taken, a whole number from 0 to "
+            f"below 2**48; found {value!r}; likely cause: a damaged checkpoint or an edited state; "
+            f"try: torch.tensor(0.0) for a state that begins anew, without its moments"
         )
     return step
 
@@ -115,7 +119,7 @@ def check_parameter(parameter: Tensor, states: str, rule: str) -> StateFormat:
             f"likely cause: {cause}; try: {remedy}"
         )
     format = format_for(str(parameter.dtype).removeprefix("torch."), states, rule)
-    if format.group_elements > 1 and local(parameter) is not parameter:
+    if format.coded and local(parameter) is not parameter:
         raise ValueError(
             f"asked for {states!r} states of a DTensor; found one of shape "
             f"{tuple(parameter.shape)}, sharded over processes; likely cause: FSDP2, whose "
@@ -139,8 +143,8 @@ def loaded(
     """A state from a checkpoint of ours or torch's: copies, in the dtypes of the format.
 
     counts_steps: whether a state says of how many steps its moments are. What the format has no
-    slot for is copied as it is. Moments as numbers are encoded where the format keeps codes. Raises
-    ValueError where the state is of another parameter, optimizer or format.
+    slot for is copied as it is. Moments as numbers become the nearest codes where the format keeps
+    codes. Raises ValueError where the state is of another parameter, optimizer or format.
     """
     if not isinstance(saved, Mapping):
         raise ValueError(
@@ -178,20 +182,16 @@ def loaded(
 def _encoded(
     parameter: Tensor, format: StateFormat, saved: Mapping[str, Any], codes: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Moments as numbers, such as torch has them, in codes and scales."""
+    """Moments as numbers, such as torch has them, in codes and scales, with a residue of zeros."""
     numbers = Slot("moment", "float32", 4)
     moments = {name: _taken(parameter, name, numbers, saved[name]).view(-1) for name in codes}
-    slots = [slot for slot in format.slots if slot.name != "residue"]
-    state = {key_of(slot): fresh(parameter, slot) for slot in slots}
-    flat = {slot.name: state[key_of(slot)].view(-1) for slot in slots}
-    step, elements = int(whole_step(saved.get(STEP))), parameter.numel()
+    state = {key_of(slot): fresh(parameter, slot) for slot in format.slots}
+    flat = {slot.name: state[key_of(slot)].view(-1) for slot in format.slots}
+    elements = parameter.numel()
     for first in range(0, elements, ENCODED_ELEMENTS):
-        here = slice(first, min(first + ENCODED_ELEMENTS, elements))
-        part = {
-            slot.name: flat[slot.name][first // slot.elements_per_item : slot.items(here.stop)]
-            for slot in slots
-        }
-        encode({name: x[here] for name, x in moments.items()}, part, first, step)
+        count = min(ENCODED_ELEMENTS, elements - first)
+        here = {name: x[first : first + count] for name, x in moments.items()}
+        from_plain(here, cut(flat, format, first, count), format)
     return state
 
 

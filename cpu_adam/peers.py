@@ -66,9 +66,7 @@ PEERS = (
         lambda: torch.tensor(float(STEPS_DONE)),
     ),
     Peer("torch SGD fused", "sgd", ("momentum_buffer",), _torch_sgd, lambda: STEPS_DONE),
-    Peer(
-        "DeepSpeed CPUAdam", "adam", ("exp_avg", "exp_avg_sq"), _deepspeed_adam, lambda: STEPS_DONE
-    ),
+    Peer("DeepSpeed CPUAdam", "adam", _MOMENTS, _deepspeed_adam, lambda: STEPS_DONE),
 )
 """Every peer there is. To add one, add a row."""
 

@@ -18,9 +18,9 @@ from cpu_adam.formats import StateFormat
 
 def plain_dtypes(format: StateFormat) -> dict[str, torch.dtype]:
     """The dtype of each part of the plain state, by name."""
-    coded = format.group_elements > 1
+    coded = _MOMENTS if format.coded else ()
     return {
-        slot.name: torch.float32 if coded and slot.name in _MOMENTS else getattr(torch, slot.dtype)
+        slot.name: torch.float32 if slot.name in coded else getattr(torch, slot.dtype)
         for slot in format.slots
         if slot.elements_per_item == 1
     }
@@ -32,7 +32,7 @@ def to_plain(record_views: Mapping[str, Tensor], format: StateFormat) -> dict[st
 
     record_views: the slots of the span, which starts a group.
     """
-    decoded = compact.decode(record_views) if format.group_elements > 1 else {}
+    decoded = compact.decode(record_views) if format.coded else {}
     return {name: decoded.get(name, record_views[name]) for name in plain_dtypes(format)}
 
 
@@ -55,7 +55,7 @@ def from_plain(
             if dtype == torch.int16:
                 check_residue(given)
             whole[name].copy_(given)
-    if format.group_elements > 1:
+    if format.coded:
         compact.restore(whole, record_views)
         whole = {name: value for name, value in whole.items() if name not in _MOMENTS}
     for name, value in whole.items():

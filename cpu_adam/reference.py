@@ -14,7 +14,7 @@ from torch import Tensor
 from cpu_adam import compact
 from cpu_adam.checks import (
     check_gradient,
-    check_parts,
+    check_halves,
     check_span,
     check_start,
     check_sum,
@@ -87,7 +87,7 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     Infinity has residue 0. A NaN, whatever its sign and payload, is weight 0x7FC0 and residue 0
     (the formula would carry it into infinity or zero). `join` is the inverse.
     """
-    check_parts(weight, residue, master)
+    check_halves(weight, residue, master)
     _split(master, weight, residue, torch.empty_like(master, dtype=torch.int32))
 
 
@@ -114,7 +114,7 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     edited and its residue is not (see `rebase`): a zero with a negative residue decodes as that
     zero, an infinity with a positive one as that infinity. So only a NaN weight decodes as NaN.
     """
-    check_parts(weight, residue, out)
+    check_halves(weight, residue, out)
     master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
     bits = master.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).mul_(1 << 16).add_(residue)
@@ -130,8 +130,8 @@ def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
     The edited weight is then the master; an element written with the bits that it had keeps its
     residue. weight_old, weight_new: bfloat16; residue: int16; all of one shape.
     """
-    check_parts(weight_old, residue)
-    check_parts(weight_new, residue)
+    check_halves(weight_old, residue)
+    check_halves(weight_new, residue)
     changed = weight_old.view(torch.int16) != weight_new.view(torch.int16)
     residue.masked_fill_(changed, 0)
 
@@ -160,7 +160,8 @@ def update(
     weight: 1-D, of `format.weight_dtype`. gradient: 1-D bfloat16, float16 or float32, never
     written. record_views: one 1-D tensor for each slot of `format`, by name. All of one length (in
     items of the slot) and on one device; slices of a chunk are welcome, as elements do not depend
-    on each other, but for groups, which must not be cut. hyper: of the rule that the format is
+    on each other, but for groups: a slice starts with one and ends with one or with the parameter,
+    as its scales become those of its own elements. hyper: of the rule that the format is
     for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
     (unscale, clip). first_element: where in its parameter the span starts.
 
@@ -187,7 +188,7 @@ def update(
     group = format.group_elements
     block = -(-block // group) * group
     scratch = Scratch(block, device)
-    rule, coded = RULES[hyper.rule], group > 1
+    rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
         if count != scratch.elements:
@@ -196,7 +197,7 @@ def update(
         state = cut(record_views, format, start, count)
         residue = state.get("residue")
         master = w if residue is None else join(w, residue, out=scratch.master)
-        if coded:
+        if format.coded:
             compact.adam(master, g, state, factors, scratch, first_element + start, step)
         else:
             rule(master, g, state, factors, scratch)

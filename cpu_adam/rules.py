@@ -25,22 +25,25 @@ normal in float64, come out right by themselves.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 
 class Factors:
-    """The scalars of one step, each rounded once to float32."""
+    """The scalars of one step, each rounded once to float32; `f["lr"]` is one to compute with."""
 
-    def __init__(self, factors: Sequence[float], device: torch.device) -> None:
-        """factors: what the `factors` of the hyper-parameters gave, in their order."""
-        rounded = torch.tensor(factors, dtype=torch.float32)
-        self.numbers: list[float] = rounded.tolist()
+    def __init__(self, factors: Mapping[str, float], device: torch.device) -> None:
+        """factors: what the `factors` of the hyper-parameters gave."""
+        rounded = torch.tensor([*factors.values()], dtype=torch.float32)
+        self.numbers: dict[str, float] = dict(zip(factors, rounded.tolist()))
         """To decide by."""
-        self.tensors: Sequence[Tensor] = rounded.to(device).unbind()
-        """To compute with: 0-d, on the device of the data."""
+        self._tensors = dict(zip(factors, rounded.to(device).unbind()))
+
+    def __getitem__(self, name: str) -> Tensor:
+        """0-d, on the device of the data."""
+        return self._tensors[name]
 
 
 class Scratch:
@@ -72,18 +75,17 @@ def adam(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     same side in every step, by up to 3e-8 of the weight: more than all else over many steps.)
     """
     m, v = states["exp_avg"], states["exp_avg_sq"]
-    _, _, rest1, beta2, rest2 = f.tensors[:5]
     g = decayed(p, scaled(g, f, s), f, s)
-    m.add_(torch.sub(g, m, out=s.term).mul_(rest1))
-    v.mul_(beta2).add_(torch.mul(g, g, out=s.term).mul_(rest2))
+    m.add_(torch.sub(g, m, out=s.term).mul_(f["rest1"]))
+    v.mul_(f["beta2"]).add_(torch.mul(g, g, out=s.term).mul_(f["rest2"]))
     adam_step(p, m, square_root(v, s.wide, out=s.term), f, s)
 
 
 def adam_step(p: Tensor, m: Tensor, root: Tensor, f: Factors, s: Scratch) -> None:
     """The last two lines of `adam`, with `root` the square root of v, which is overwritten."""
-    correction2, eps, decay, step_size = f.tensors[5:9]
-    move = torch.div(m, root.mul_(correction2).add_(eps), out=root).mul_(step_size)
-    p.sub_(torch.mul(p, decay, out=s.gradient).add_(move))
+    denominator = root.mul_(f["correction2"]).add_(f["eps"])
+    move = torch.div(m, denominator, out=root).mul_(f["step_size"])
+    p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(move))
 
 
 def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
@@ -94,12 +96,11 @@ def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     p = p - (p * (lr * weight_decay) + lr * sign(u))
     """
     m = states["exp_avg"]
-    _, beta1, rest1, beta2, rest2, decay, lr = f.tensors
     g = scaled(g, f, s)
-    u = torch.mul(m, beta1).add_(torch.mul(g, rest1, out=s.term))
-    m.mul_(beta2).add_(torch.mul(g, rest2, out=s.term))
+    u = torch.mul(m, f["beta1"]).add_(torch.mul(g, f["rest1"], out=s.term))
+    m.mul_(f["beta2"]).add_(torch.mul(g, f["rest2"], out=s.term))
     sign = torch.where(u.isnan(), u, u.sign())
-    p.sub_(torch.mul(p, decay, out=s.gradient).add_(sign.mul_(lr)))
+    p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(sign.mul_(f["lr"])))
 
 
 def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scratch) -> None:
@@ -113,16 +114,15 @@ def sgd(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scrat
     p = p - lr * b                              else
     """
     buffer = states["momentum_buffer"]
-    _, _, momentum, rest, lr = f.tensors[:5]
-    kept, fresh, nesterov = f.numbers[5:]
+    momentum, lr = f["momentum"], f["lr"]
     g = decayed(p, scaled(g, f, s), f, s)
-    if not kept:
+    if not f.numbers["kept"]:
         buffer = g
-    elif fresh:
+    elif f.numbers["fresh"]:
         buffer.copy_(g)
     else:
-        buffer.mul_(momentum).add_(torch.mul(g, rest, out=s.term))
-    if nesterov:
+        buffer.mul_(momentum).add_(torch.mul(g, f["rest"], out=s.term))
+    if f.numbers["nesterov"]:
         direction = torch.mul(buffer, momentum, out=s.term)
         p.sub_(torch.add(g, direction, out=s.term).mul_(lr))
     else:
@@ -137,14 +137,14 @@ def scaled(g: Tensor, f: Factors, s: Scratch) -> Tensor:
     """The gradient in float32, multiplied by the scale unless that is 1."""
     if g.dtype != torch.float32:
         g = s.gradient.copy_(g)
-    return g if f.numbers[0] == 1.0 else torch.mul(g, f.tensors[0], out=s.gradient)
+    return g if f.numbers["scale"] == 1.0 else torch.mul(g, f["scale"], out=s.gradient)
 
 
 def decayed(p: Tensor, g: Tensor, f: Factors, s: Scratch) -> Tensor:
     """The gradient with its L2 term, where there is one."""
-    if f.numbers[1] == 0.0:
+    if f.numbers["decay_l2"] == 0.0:
         return g
-    return torch.add(g, torch.mul(p, f.tensors[1], out=s.term), out=s.gradient)
+    return torch.add(g, torch.mul(p, f["decay_l2"], out=s.term), out=s.gradient)
 
 
 def square_root(x: Tensor, wide: Tensor, out: Tensor) -> Tensor:

@@ -132,10 +132,11 @@ class Updates:
         piece = spec.chunks[chunk]
         fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
         spans = [span for span in piece.spans if span.parameter in turns]
-        parts = [
-            Part(span.chunk_start, span.elements, span.parameter_start, turn)
-            for turn, span in enumerate(spans)
-        ]
+        parts = []
+        for turn, span in enumerate(spans):
+            ends = span.parameter_start + span.elements == spec.parameters[span.parameter].elements
+            part = Part(span.chunk_start, span.elements, span.parameter_start, turn, is_last=ends)
+            parts.append(part)
         frozen = [(turns[span.parameter].hyper, turns[span.parameter].step) for span in spans]
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,12 @@ def random(elements: int, seed: int, decades: int = 0) -> torch.Tensor:
     return torch.from_numpy((rng.normal(size=elements) * scale).astype("f4"))
 
 
+def encode(moments: Mapping[str, torch.Tensor], slots: dict[str, torch.Tensor], step: int) -> None:
+    """As after a step."""
+    m, root = moments["exp_avg"], moments["exp_avg_sq"].double().sqrt().float()
+    compact.encode(m, root, slots, *compact.dither(0, m.numel(), step, CPU))
+
+
 # Codes.
 
 
@@ -70,7 +77,7 @@ def test_every_code_comes_back() -> None:
     codes["exp_avg_sq_scale"].copy_(random(256, 2, 9).abs() + 1e-20)
     again = State(elements).slots
     for step in (1, 2):
-        compact.encode(compact.decode(codes), again, 0, step)
+        encode(compact.decode(codes), again, step)
         for name in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(again[name], codes[name])
             torch.testing.assert_close(
@@ -79,16 +86,17 @@ def test_every_code_comes_back() -> None:
 
 
 def test_what_was_restored_decodes_to_the_same_bits() -> None:
-    """Every pair of codes, with scales from the smallest that is kept to huge ones."""
+    """Every pair of codes, with scales from the smallest that it is promised for to the largest."""
     elements = 256 * GROUP_ELEMENTS
     codes, again = State(elements).slots, State(elements).slots
     codes["exp_avg"].copy_(torch.arange(elements) // 2 % 256)
     codes["exp_avg"].masked_fill_(codes["exp_avg"] == compact.SIGN, 0)
     codes["exp_avg_sq"].copy_((torch.arange(elements) * 7) % 254 + 2)
-    for name in ("exp_avg", "exp_avg_sq"):
+    for name, least, largest in (("exp_avg", -80, 118), ("exp_avg_sq", -62, 64)):
         codes[name][::GROUP_ELEMENTS] = 255
-        scales = random(256, 1).abs() * 2.0 ** torch.linspace(-50, 50, 256) + 2.0**-60
+        scales = 2.0 ** torch.linspace(least, largest, 257)[:256].double()
         codes[name + "_scale"].copy_(scales)
+        assert float(codes[name + "_scale"][0]) == 2.0**least
     weights = torch.arange(elements, dtype=torch.int16)
     codes["residue"].copy_(weights)
     from_plain(to_plain(codes, COMPACT), again, COMPACT)
@@ -113,22 +121,20 @@ def test_what_is_missing_is_restored_as_zero() -> None:
 def test_codes_are_the_two_nearest_and_the_largest_is_kept(decades: int) -> None:
     m, root = random(10_000, 1, decades), random(10_000, 2, decades).abs() + 1e-18
     codes = State(10_000).slots
-    compact.encode({"exp_avg": m, "exp_avg_sq": root * root}, codes, 0, 5)
+    encode({"exp_avg": m, "exp_avg_sq": root * root}, codes, 5)
     decoded = compact.decode(codes)
-    rows = (
-        ("exp_avg", m, 127, compact.MOMENTUM_BITS),
-        ("exp_avg_sq", root, 255, compact.ROOT_BITS),
-    )
-    for name, want, largest, bits in rows:
-        places = 2.0 ** (torch.arange(256) // (steps := 1 << 23 - bits)).double()
-        places = places * (1 + torch.arange(256) % steps / steps) - 1  # a code's, in float64
+    for code_of, want in ((compact.MOMENTUM, m), (compact.ROOT, root)):
+        name, largest, bits = code_of.name, code_of.largest, code_of.bits
+        levels = 2.0 ** (torch.arange(256) // (steps := 1 << 23 - bits)).double()
+        levels = levels * (1 + torch.arange(256) % steps / steps) - 1  # a code's, in float64
         scale = codes[name + "_scale"].repeat_interleave(GROUP_ELEMENTS)[:10_000].double()
-        place = want.double().abs() / scale * places[largest]
+        level = want.double().abs() / scale * levels[largest]
         code = codes[name].long() & largest
-        low, high = places[code - 1].where(code > 0, -1), places[(code + 1).clamp(max=largest)]
-        near = (place > low * (1 - 1e-6)) & (place < high * (1 + 1e-6))
-        assert bool(near.logical_or(code == compact.LEAST_ROOT).all())
-        top = place > places[largest] * (1 - 1e-7)
+        low, high = levels[code - 1].where(code > 0, -1), levels[(code + 1).clamp(max=largest)]
+        near = (level > low * (1 - 1e-6)) & (level < high * (1 + 1e-6))
+        raised = (code == compact.LEAST_ROOT) & (level < levels[compact.LEAST_ROOT])
+        assert bool((near if name == "exp_avg" else near | raised).all())
+        top = level > levels[largest] * (1 - 1e-7)
         assert int(top.sum()) == 79
         assert bool((code[top] == largest).all())
     assert bool((decoded["exp_avg"] * m >= 0).all())
@@ -136,11 +142,11 @@ def test_codes_are_the_two_nearest_and_the_largest_is_kept(decades: int) -> None
 
 def test_dither_is_even_in_a_group_and_over_steps() -> None:
     steps = [compact.dither(GROUP_ELEMENTS * 3, 1024, step, CPU) for step in range(1, 257)]
-    bits = (compact.MOMENTUM_BITS, compact.ROOT_BITS)
+    bits = (compact.MOMENTUM.bits, compact.ROOT.bits)
     both = [torch.stack(x).double() / 2**b for x, b in zip(zip(*steps), bits)]  # step, element
-    for found in both:
-        assert float(found.min()) >= 0.0
-        assert float(found.max()) < 1.0
+    for found, b in zip(both, bits):
+        assert float(found.min()) >= compact.CLEAR / 2**b
+        assert float(found.max()) <= 1 - compact.CLEAR / 2**b
         assert float((found.mean(0) - 0.5).abs().max()) < 5 / math.sqrt(12 * 256)
         gaps = found.view(256, 8, GROUP_ELEMENTS).sort(-1).values.diff()
         assert float(gaps.max()) < 3 / GROUP_ELEMENTS
@@ -177,7 +183,7 @@ def test_moments_do_not_stall(name: str) -> None:
     start = random(elements, 4, 1)
     exact.slots["exp_avg"].copy_(start)
     exact.slots["exp_avg_sq"].copy_(start * start)
-    compact.encode(exact.slots, ours.slots, 0, 1)
+    encode(exact.slots, ours.slots, 1)
     gradient = GRADIENTS[name](elements)
     before = [float(x.abs().sum()) for x in exact.moments()]
     for step in range(2, steps + 2):

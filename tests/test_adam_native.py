@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import mmap
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +33,8 @@ from cpu_adam.hyper import Hyper
 COMPILED = [name for name in choice.available() if name != "python"]
 PIECE = 32 * 1024
 """Elements of a piece of work in src/sweep.cpp: longer spans are cut."""
-LENGTHS = (0, 1, 7, 15, 16, 17, 63, 64, 65, 511, 513, 1000)
+LENGTHS = (0, 1, 7, 15, 16, 17, 63, 64, 65, 129, 511, 513, 1000)
+"""As many as share no factor with the number of cases that go through them."""
 THREADS = (1, 2, 3, 5)
 
 every_kernel = pytest.mark.parametrize("kernel", COMPILED)
@@ -78,8 +81,20 @@ def special(elements: int, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.where(kind == 1, rng.choice(odd, elements), numbers))
 
 
+def mostly_finite(elements: int, seed: int, group: int) -> torch.Tensor:
+    """Float32 numbers below 4000 or so, but of every kind in about an eighth of the groups."""
+    rng = np.random.default_rng(seed)
+    numbers = torch.from_numpy(rng.normal(size=elements) * 10.0 ** rng.integers(-12, 4, elements))
+    poisoned = torch.from_numpy(rng.random(-(-elements // group)) < 1 / 8)
+    here = poisoned.repeat_interleave(group)[:elements]
+    return torch.where(here, special(elements, seed), numbers.float())
+
+
 class State:
-    """A weight, its slots and a gradient; each starts `offset` elements into its memory."""
+    """A weight, its slots and a gradient; each starts `offset` elements into its memory.
+
+    Where elements share their scales, most numbers are such that scales come out finite.
+    """
 
     def __init__(
         self, name: str, elements: int, dtype: torch.dtype, seed: int = 0, offset: int = 0
@@ -89,11 +104,17 @@ class State:
             return held.copy_(x)
 
         self.format = FORMATS[name]
-        self.gradient = cut(special(elements, seed), dtype)
+        group = self.format.group_elements
+        coded = self.format.coded
+        gradient = mostly_finite(elements, seed, group) if coded else special(elements, seed)
+        self.gradient = cut(gradient, dtype)
         self.weight = cut(special(elements, seed + 1))
         self.slots: dict[str, torch.Tensor] = {}
         for k, slot in enumerate(self.format.slots):
-            numbers = special(slot.items(elements), seed + 2 + k)
+            items = slot.items(elements)
+            numbers = special(items, seed + 2 + k)
+            if coded:
+                numbers = mostly_finite(items, seed + 2 + k, 1).abs()
             if slot.dtype != "float32":
                 # Any bits, not only those that an update writes.
                 rng, kind = np.random.default_rng(seed + 9 + k), np.iinfo(slot.dtype)
@@ -104,6 +125,8 @@ class State:
         if "residue" in self.slots:
             bits = np.random.default_rng(seed + 8).integers(-(1 << 15), 1 << 15, elements, "i2")
             self.weight = cut(torch.from_numpy(bits).view(torch.bfloat16))
+            if coded:
+                self.weight = cut(mostly_finite(elements, seed + 7, group).bfloat16())
 
     def clone(self) -> State:
         other = object.__new__(State)
@@ -154,11 +177,36 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
     options = itertools.product(
         VARIANTS[FORMATS[name].rule], (False, True), (1.0, 0.37, float("nan"))
     )
-    for (changes, maximize, scale), elements in zip(options, itertools.cycle(LENGTHS)):
+    lengths, coded = itertools.cycle(LENGTHS), FORMATS[name].coded
+    scales = []
+    for seed, (changes, maximize, scale) in enumerate(options):
         by = hyper_of(name, **changes, maximize=maximize)
-        for step, offset in ((1, 0), (2, 1), (1_000_000, 5)):
-            state = State(name, elements, dtype, seed=step, offset=offset)
-            assert_updates_as_the_reference(kernel, state, by, step=step, gradient_scale=scale)
+        for step, offset, first in ((1, 0, 0), (2, 1, 384), ((1 << 24) + 3, 5, 1 << 40)):
+            state = State(name, next(lengths), dtype, seed=seed, offset=offset)
+            if coded and scale == scale:
+                scales += [x for key, x in state.slots.items() if key.endswith("_scale")]
+            assert_updates_as_the_reference(
+                kernel, state, by, step=step, gradient_scale=scale, first_element=first
+            )
+    if coded:
+        found = torch.cat(scales)
+        assert float((found.isfinite() & (found > 0)).float().mean()) > 0.6
+        assert bool(found.isnan().any())
+
+
+@every_kernel
+@pytest.mark.parametrize("exponent", [117, 118, 123, 127])
+def test_compact_of_huge_momenta(kernel: str, exponent: int) -> None:
+    """A scale from 2**118 on is as one that is not finite."""
+    state = State("compact", 12800, torch.float32)
+    for slot in state.slots.values():
+        slot.zero_()
+    state.weight.fill_(1.0)
+    mantissa = 1 + np.random.default_rng(exponent).random(12800, "f4").clip(0.0, 0.99)
+    state.gradient.copy_(torch.from_numpy(mantissa) * 2.0**exponent)
+    assert_updates_as_the_reference(kernel, state, hyper_of("compact", beta1=0.0), step=3)
+    scales = state.slots["exp_avg_scale"]
+    assert bool((scales.isnan() if exponent >= 118 else scales.isfinite()).all())
 
 
 @every_kernel
@@ -262,8 +310,14 @@ def test_table_refuses_what_does_not_fit() -> None:
         table.update([(hyper_of("lion_fp32"), 1)] * 2)
     with pytest.raises(ValueError, match="step=0"):
         table.update([(hyper(), 0), (hyper(), 0)])
+    with pytest.raises(ValueError, match=r"below 2\*\*48; found step=281474976710656"):
+        table.update([(hyper(), 1 << 48)] * 2)
+    table.update([(hyper(), (1 << 48) - 1)] * 2)
     with pytest.raises(ValueError, match="found 2"):
         table.set_gradients([span.gradient] * 2)
+    table = UpdateTable([Span(span.weight, span.gradient, span.record_views, -1)], state.format)
+    with pytest.raises(ValueError, match="turn"):
+        table.update([(hyper(), 1)])
 
 
 @pytest.mark.parametrize("kernel", choice.available())
@@ -288,7 +342,8 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
     state = State("exact", 100, torch.bfloat16)
     before = state.clone()
     good = Part(0, 10)
-    for wrong in (Part(95, 6), Part(-1, 3), Part(0, -1), Part(0, 10, -1), Part(0, 10, 0, 1)):
+    turns = [Part(0, 10, 0, 1), Part(0, 10, 0, -1)]
+    for wrong in (Part(95, 6), Part(-1, 3), Part(0, -1), Part(0, 10, -1), *turns):
         with pytest.raises(ValueError, match=r"asked for .*; found .*; likely cause: .*; try: "):
             native.update_parts(
                 state.weight,
@@ -299,6 +354,30 @@ def test_parts_that_do_not_fit_are_refused_before_anything_is_changed() -> None:
                 format=state.format,
             )
     assert_same_state(state, before)
+
+
+@pytest.mark.parametrize("kernel", choice.available())
+def test_a_part_does_not_change_the_scales_of_its_neighbours(kernel: str) -> None:
+    """It ends with its group, its chunk or its parameter."""
+    state, (by, step) = State("compact", 300, torch.float32), (hyper(), 1)
+    before = state.clone()
+
+    def update(part: Part) -> None:
+        with choice.forced(kernel):
+            native.update_parts(
+                state.weight, state.gradient, state.slots, [part], [(by, step)], format=state.format
+            )
+
+    with pytest.raises(ValueError, match=r"asked for .*ends at a multiple of 128.*; try: is_last"):
+        update(Part(0, 10))
+    assert_same_state(state, before)
+    for part in (Part(0, 128), Part(256, 44), Part(128, 10, is_last=True)):
+        update(part)
+        span = before.copy_in_place(slice(part.start, part.start + part.elements))
+        reference.update(
+            span.weight, span.gradient, span.record_views, by, step=step, format=before.format
+        )
+        assert_same_state(state, before)
 
 
 @every_kernel
@@ -371,3 +450,21 @@ def test_sum_of_squares_is_the_reference(
             assert not native.is_finite(x)
             assert native.is_finite(x[:2000])
     assert native.is_finite(torch.full((3000,), torch.finfo(dtype).max, dtype=dtype))
+
+
+@every_kernel
+@pytest.mark.parametrize("name", ["sgd_exact", "sgd_fp32"])
+@pytest.mark.parametrize("elements", [5, 1037])
+def test_sgd_without_momentum_does_not_touch_its_buffer(
+    kernel: str, name: str, elements: int
+) -> None:
+    """It may be memory that other threads and spans have too; here it cannot be written."""
+    state = State(name, elements, torch.float32)
+    held = mmap.mmap(-1, 4 * elements, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it must not be written
+        state.slots["momentum_buffer"] = torch.frombuffer(held, dtype=torch.float32)
+    by = hyper_of(name, momentum=0.0)
+    with choice.forced(kernel):
+        state.update(native, by, step=1)
+    assert not state.slots["momentum_buffer"].any()

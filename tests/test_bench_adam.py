@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -63,6 +64,8 @@ def test_help_says_what_there_is(capsys):
 
 
 def test_json_has_every_figure_and_nothing_else(capsys):
+    cpu_adam.set_threads(None)
+    threads_by_default = cpu_adam.threads()
     assert run(*TINY, "--json", "--threads", "2", "1") == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
@@ -90,7 +93,7 @@ def test_json_has_every_figure_and_nothing_else(capsys):
     assert "7 B model" in found["verdict"]
     assert any("caches" in notice for notice in found["notices"])
     assert "of stream" in shown.err
-    assert cpu_adam.threads() == (1 if cpu_adam.kernel().native is None else choice.threads())
+    assert cpu_adam.threads() == threads_by_default
 
 
 @pytest.mark.parametrize("gradients", ["fp16", "fp32"])
@@ -148,10 +151,11 @@ def job_of(format, elements=8192, gradient=torch.bfloat16):
 
 @pytest.mark.parametrize("elements", [128, 8192 + 77])
 @pytest.mark.parametrize("kernel", choice.available())
+@pytest.mark.parametrize("gradient", bench.GRADIENTS.values(), ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_streams_leave_every_byte_as_it_was(format, kernel, elements):
+def test_streams_leave_every_byte_as_it_was(format, gradient, kernel, elements):
     """Whatever it is: NaN, subnormal, codes."""
-    memory, job, _ = job_of(format, elements)
+    memory, job, _ = job_of(format, elements, gradient)
     memory._bytes.copy_(torch.randint(256, memory._bytes.shape, dtype=torch.uint8))
     before = memory._bytes.clone()
     with choice.forced(kernel):
@@ -165,11 +169,12 @@ needs_kernels = pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no 
 
 @needs_kernels
 @pytest.mark.parametrize("kernel", [name for name in choice.available() if name != "python"])
+@pytest.mark.parametrize("gradient", bench.GRADIENTS.values(), ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_streams_go_over_the_bytes_of_the_update(format, kernel, monkeypatch):
+def test_streams_go_over_the_bytes_of_the_update(format, gradient, kernel, monkeypatch):
     """Seen by letting them add one instead of nothing."""
-    monkeypatch.setattr(cpu_adam.native, "_NONE", cpu_adam.native._NONE + 1)
-    memory, job, own = job_of(format)
+    monkeypatch.setattr(bench.native, "stream", partial(bench.native.stream, added=1))
+    memory, job, own = job_of(format, gradient=gradient)
     ends = [x.data_ptr() + -(-x.nbytes // 64) * 64 + bench.SPACE_BYTES for x in own]
     assert [x.data_ptr() for x in own] == [memory._bytes.data_ptr(), *ends[:-1]]
     moved = own[0].nbytes + 2 * sum(x.nbytes for x in own[1:])
@@ -180,15 +185,14 @@ def test_streams_go_over_the_bytes_of_the_update(format, kernel, monkeypatch):
     streams["one array"]()
     assert torch.equal(memory.words(moved // 8), before[: moved // 2].view(torch.int32) + 1)
     assert torch.equal(memory._bytes[moved // 2 :], before[moved // 2 :])
-    assert ("as many arrays" in streams) == (format in ("exact", "compact"))
-    if "as many arrays" in streams:
-        own[0].view(torch.int16).copy_(torch.arange(own[0].numel()))  # By its low bit.
-        before = [x.view(getattr(torch, f"int{8 * x.itemsize}")).clone() for x in own]
-        streams["as many arrays"]()
-        found = [x.view(y.dtype) for x, y in zip(own, before)]
-        want = [before[0], *(x ^ (before[0] & 1) for x in before[1:3])]
-        want += [x + 1 for x in before[3:]]
-        assert all(map(torch.equal, found, want))
+    own[0].copy_(torch.randn(own[0].numel()))
+    bits = own[0].float().view(torch.int32) & 0x10001  # what of a gradient goes into its weight
+    before = [x.view(getattr(torch, f"int{8 * x.itemsize}")).clone() for x in own]
+    streams["as many arrays"]()
+    found = [x.view(y.dtype) for x, y in zip(own, before)]
+    changed = before[1] ^ (bits if own[1].itemsize == 4 else (bits >> 16).short())
+    want = [before[0], changed, *(x + 1 for x in before[2:])]
+    assert all(map(torch.equal, found, want))
 
 
 @needs_kernels

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam
+from cpu_adam.plain import to_plain
 from tests.optimizers import (
     OURS,
     assert_near,
@@ -338,3 +339,39 @@ def test_helpers_of_distributed_checkpoints(kind: str, dtype: torch.dtype, flatt
     first.step()
     second.step()
     assert_same(tensors_of(second), tensors_of(first))
+
+
+@every_optimizer
+def test_a_refused_first_step_leaves_no_state(kind: str) -> None:
+    """SGD takes its first step undampened, so it must know whether it has taken one."""
+    options = {"lr": 1.0, **({"dampening": 0.5} if kind == "sgd" else {})}
+    p, other = (nn.Parameter(torch.zeros(4)) for _ in range(2))
+    optimizer, want = OURS[kind]([p], **options), OURS[kind]([other], **options)
+    p.grad = torch.ones(4)
+    p.grad.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="without memory"):
+            optimizer.step()
+        assert not optimizer.state
+    p.grad = other.grad = torch.ones(4)
+    for _ in range(2):
+        optimizer.step()
+        want.step()
+        assert_same(tensors_of(optimizer), tensors_of(want))
+
+
+def test_moments_that_were_decoded_are_loaded_as_the_same_moments() -> None:
+    """As the engine hands them out: rounded to the nearest, not by the dither of a step."""
+    format = cpu_adam.FORMATS["compact"]
+    p = nn.Parameter(torch.zeros(5000, dtype=torch.bfloat16))
+    optimizer, again = (CPUAdam([p], states="compact") for _ in range(2))
+
+    def plain(by: CPUAdam) -> dict[str, torch.Tensor]:
+        slots = {key.removesuffix("_code"): value for key, value in by.state[p].items()}
+        return {"step": slots["step"], **to_plain(slots, format)}
+
+    run(optimizer, 5)
+    saved = plain(optimizer)
+    again.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
+    for key, value in plain(again).items():
+        assert torch.equal(value, saved[key]), key

@@ -100,7 +100,10 @@ def test_parts_of_a_chunk(kernel: str, name: str) -> None:
     whole = chunk(name, 2 * PIECE)
     ends = [0, GROUP, 2 * GROUP + 60, 40 * GROUP, 41 * GROUP, 41 * GROUP, PIECE + 5 * GROUP + 1]
     starts = [-(-end // GROUP) * GROUP for end in ends]
-    parts = [Part(start, end - start, 7 * GROUP) for start, end in zip(starts, ends[1:])]
+    parts = [
+        Part(start, end - start, 7 * GROUP, is_last=end % GROUP != 0)
+        for start, end in zip(starts, ends[1:])
+    ]
     with choice.forced(kernel):
         found = update_parts(*whole, parts, turns, format=fmt, checksums=True)
     assert found is not None

@@ -49,16 +49,21 @@ enum Operation : int {
     REBASE,
     STREAM,
     STREAM_EXACT,
+    STREAM_FP32,
     STREAM_COMPACT,
+    STREAM_LION_EXACT,
+    STREAM_LION_FP32,
+    STREAM_SGD_EXACT,
+    STREAM_SGD_FP32,
     OPERATIONS_COUNT
 };
 
-// An update has the name of its state format.
+// An update has the name of its state format, a stream over its arrays that behind `stream_`.
 constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
-    "exact",     "fp32",         "compact",   "lion_exact",         "lion_fp32",
-    "sgd_exact", "sgd_fp32",     "accumulate_float32", "accumulate_bfloat16",
-    "split",     "join",         "rebase",    "stream",
-    "stream_exact", "stream_compact",
+    "exact", "fp32", "compact", "lion_exact", "lion_fp32", "sgd_exact", "sgd_fp32",
+    "accumulate_float32", "accumulate_bfloat16", "split", "join", "rebase",
+    "stream", "stream_exact", "stream_fp32", "stream_compact", "stream_lion_exact",
+    "stream_lion_fp32", "stream_sgd_exact", "stream_sgd_fp32",
 };
 
 // One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per item, where an item

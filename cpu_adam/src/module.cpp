@@ -104,6 +104,9 @@ NB_MODULE(_kernels, m) {
     for (const char* name : OPERATIONS) operations.append(name);
     m.attr("OPERATIONS") = nb::tuple(operations);
     m.attr("FACTORS") = FACTORS;
+    m.attr("ADDRESS_COLUMNS") = ADDRESS_COLUMNS;
+    m.attr("GROUP_ELEMENTS") = GROUP_ELEMENTS;
+    m.attr("SUM_BLOCK_ELEMENTS") = SUM_BLOCK_ELEMENTS;
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
           nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none());
