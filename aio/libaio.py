@@ -273,7 +273,7 @@ def _complete(state: _State, piece: _Piece, result: int) -> None:
     """What the kernel said of a piece: it is over, goes on where it stands, or has failed."""
     request, failure = piece.request, None
     moved = max(result, 0)
-    if request.file.direct and moved < piece.stop - piece.at:
+    if request.file.direct:
         moved -= moved % ALIGN_BYTES  # what is left must start aligned again
     if result < 0 and -result not in (errno.EINTR, errno.EAGAIN):
         failure = failure_of(state.io, request, piece.at, piece.stop, -result)

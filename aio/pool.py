@@ -314,7 +314,7 @@ def _transfer(io: IO, request: Request, start: int, stop: int) -> tuple[int, int
             if count == 0 and not request.writing:
                 text = f"the file ends at {request.offset + at}"
                 return at - start, calls, failure_of(io, request, at, stop, errno.EIO, text)
-        if file.direct and count < stop - at:
+        if file.direct:
             count -= count % ALIGN_BYTES  # what is left must start aligned again
         at += count
         idle = 0 if count else idle + 1
