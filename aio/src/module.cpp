@@ -34,7 +34,18 @@ static std::atomic<bool> ending{false};
 static std::atomic<int> passing{0};  // threads that may be asking for the GIL
 static pthread_t ending_thread;
 
-static bool must_not_ask() { return ending && !pthread_equal(pthread_self(), ending_thread); }
+static thread_local int passes = 0;  // how often this thread is among them
+
+// For what may let the GIL go and take it again.
+struct Passing {
+    Passing() { passing++, passes++; }
+    Passing(const Passing&) = delete;
+    ~Passing() { passes--, passing--; }
+};
+
+static bool must_not_ask() {
+    return ending && passes == 0 && !pthread_equal(pthread_self(), ending_thread);
+}
 
 class WithoutGil {
 public:
@@ -81,7 +92,7 @@ static void add(nb::handle file, const char* name, int64_t value) {
 
 static void settle() {
     if (must_not_ask()) return;  // the system takes it all back
-    passing++;                   // to free memory may let the GIL go
+    const Passing to_free_memory;
     for (Held* held = over.exchange(nullptr); held != nullptr;) {
         for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
@@ -89,7 +100,6 @@ static void settle() {
         add(held->file, "pending", -1);
         delete std::exchange(held, held->next);
     }
-    passing--;
 }
 
 static void put_on_list(Held* held) {
