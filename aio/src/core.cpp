@@ -183,7 +183,7 @@ void Core::complete(Flight& flight, int64_t result) {
         return end(flight, {.code = EIO, .cause = Cause::end_of_file});
     Request& request = *flight.request;
     const int64_t moved = std::min(result, flight.bytes);
-    const int64_t kept = moved - moved % request.transfer_.align;
+    const int64_t kept = moved == flight.bytes ? moved : moved - moved % request.transfer_.align;
     flight.data += kept;
     flight.offset += kept;
     flight.bytes -= kept;

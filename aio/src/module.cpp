@@ -7,6 +7,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <pthread.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <optional>
@@ -21,6 +24,53 @@ namespace nb = nanobind;
 using namespace aio;
 
 constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
+
+// [Note: The end of Python]
+// A daemon thread that asks for the GIL when the interpreter has begun to end is ended by Python
+// with an unwinding that C++ does not survive. So at exit, while Python still runs, those that
+// wait here without the GIL are told to sleep for ever instead of coming back; nobody begins what
+// may let the GIL go; and those in the midst of it are let through first.
+static std::atomic<bool> ending{false};
+static std::atomic<int> passing{0};  // threads that may be asking for the GIL
+static pthread_t ending_thread;
+
+static thread_local int passes = 0;  // how often this thread is among them
+
+// For what may let the GIL go and take it again.
+struct Passing {
+    Passing() { passing++, passes++; }
+    Passing(const Passing&) = delete;
+    ~Passing() { passes--, passing--; }
+};
+
+static bool must_not_ask() {
+    return ending && passes == 0 && !pthread_equal(pthread_self(), ending_thread);
+}
+
+class WithoutGil {
+public:
+    WithoutGil() : state_(PyEval_SaveThread()) {}
+    WithoutGil(const WithoutGil&) = delete;
+    ~WithoutGil() {
+        passing++;
+        if (must_not_ask()) {
+            passing--;
+            while (true) pause();
+        }
+        PyEval_RestoreThread(state_);
+        passing--;
+    }
+
+private:
+    PyThreadState* state_;
+};
+
+static void end() {
+    ending_thread = pthread_self();
+    ending = true;
+    const WithoutGil released;
+    while (passing > 0) usleep(100);
+}
 
 // [Note: Buffers under way]
 // What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
@@ -41,6 +91,8 @@ static void add(nb::handle file, const char* name, int64_t value) {
 }
 
 static void settle() {
+    if (must_not_ask()) return;  // the system takes it all back
+    const Passing to_free_memory;
     for (Held* held = over.exchange(nullptr); held != nullptr;) {
         for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
@@ -63,7 +115,7 @@ template <class Wait> static bool wait_interruptibly(std::optional<double> secon
             seconds ? int64_t(std::clamp(left, 0.0, double(SLICE_NS))) : SLICE_NS;
         bool yes;
         {
-            nb::gil_scoped_release released;
+            const WithoutGil released;
             timespec before, after;
             clock_gettime(CLOCK_MONOTONIC, &before);
             yes = wait(slice);
@@ -157,7 +209,7 @@ static void bind_engine(nb::module_& m) {
                 double retry_rate, double refusal_rate) {
                  const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max,
                                        {errors, seed, short_rate, retry_rate, refusal_rate}};
-                 nb::gil_scoped_release released;
+                 const WithoutGil released;
                  new (self) Engine(options);
              },
              nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
@@ -171,21 +223,25 @@ static void bind_engine(nb::module_& m) {
                  wait_interruptibly(std::nullopt, drained);
                  settle();
              })
-        .def("forget", &Engine::forget, nb::call_guard<nb::gil_scoped_release>())
+        .def("forget",
+             [](Engine& engine, int fd) {
+                 const WithoutGil released;
+                 engine.forget(fd);
+             })
         .def("register_buffer",
              [](Engine& engine, uintptr_t address, int64_t bytes) {
-                 nb::gil_scoped_release released;
+                 const WithoutGil released;
                  return engine.register_buffer(at(address), bytes);
              })
         .def("unregister_buffer",
              [](Engine& engine, uintptr_t address, int64_t bytes) {
-                 nb::gil_scoped_release released;
+                 const WithoutGil released;
                  engine.unregister_buffer(at(address), bytes);
              })
         .def("counters", &counters)
         .def("close", [](Engine& engine) {
             {
-                nb::gil_scoped_release released;
+                const WithoutGil released;
                 engine.close();
             }
             settle();
@@ -222,6 +278,10 @@ NB_MODULE(_native, m) {
         .def("unwatch", [](Request& request, Waiter& waiter) { request.unwatch(waiter.signal); });
     bind_engine(m);
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
-    m.def("probe", [](int kind) { probe(Kind(kind)); },
-          nb::call_guard<nb::gil_scoped_release>());
+    m.def("probe", [](int kind) {
+        const WithoutGil released;
+        probe(Kind(kind));
+    });
+    pthread_atfork(nullptr, nullptr, [] { passing = 0; });
+    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end));
 }

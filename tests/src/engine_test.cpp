@@ -40,13 +40,13 @@ namespace {
 constexpr int64_t BLOCK = 4096;
 constexpr int64_t SIZE = 64 * BLOCK;
 
-#define CHECK(condition)                                                              \
-    do {                                                                              \
-        if (!(condition)) {                                                           \
-            std::fprintf(stderr, "%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-            std::abort();                                                             \
-        }                                                                             \
-    } while (false)
+#define CHECK(condition) check(condition, #condition, __LINE__)
+
+void check(bool holds, const char* condition, int line) {
+    if (holds) return;
+    std::fprintf(stderr, "line %d: not true: %s\n", line, condition);
+    std::abort();
+}
 
 struct Memory {
     explicit Memory(int64_t bytes)
@@ -84,6 +84,7 @@ void test_bytes(const Options& options, const char* directory, bool direct) {
     const int64_t grain = file.direct ? BLOCK : 1, threads = 4, share = SIZE / threads;
     const auto work = [&](int64_t number) {
         std::mt19937_64 random{uint64_t(number)};
+        const auto next = [](auto& random) { return std::byte(random()); };
         Memory truth(share), memory(share);
         for (int turn = 0; turn < 40; turn++) {
             std::uniform_int_distribution<int64_t> cut(0, share / grain);
@@ -91,7 +92,7 @@ void test_bytes(const Options& options, const char* directory, bool direct) {
             if (a > b) std::swap(a, b);
             const bool writing = turn % 2 == 0;
             if (writing)
-                for (int64_t i = a; i < b; i++) truth.data[i] = memory.data[i] = std::byte(random());
+                for (int64_t i = a; i < b; i++) truth.data[i] = memory.data[i] = next(random);
             else std::memset(memory.data + a, 7, size_t(b - a));
             const int64_t middle = (a + b) / 2 / grain * grain, at = number * share;
             auto request = engine.submit({file.fd, writing, grain,

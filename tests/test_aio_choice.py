@@ -1,0 +1,203 @@
+"""Which backend serves, why the others do not, and what only the compiled engine has."""
+
+import errno
+import os
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import aio
+from aio import backends
+from tests.faults import aligned, nothing_leaks, scratch
+
+BLOCK = aio.ALIGN_BYTES
+FOUND = {found.name: found for found in aio.probe()}
+native = pytest.mark.skipif(not FOUND["threads"].usable, reason="the engine is not compiled")
+
+# A seccomp filter as containers have: a few calls fail with a given errno.
+FORBID = """
+import ctypes, struct
+def forbid(calls, code):
+    load = struct.pack("HBBI", 0x20, 0, 0, 0)
+    tests = [struct.pack("HBBI", 0x15, len(calls) - n, 0, call) for n, call in enumerate(calls)]
+    ends = [struct.pack("HBBI", 6, 0, 0, value) for value in (0x7FFF0000, 0x50000 | code)]
+    program = ctypes.create_string_buffer(b"".join([load, *tests, *ends]))
+    head = struct.pack("HxxxxxxP", len(calls) + 3, ctypes.addressof(program))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    assert libc.prctl(22, 2, ctypes.c_char_p(head), 0, 0) == 0, ctypes.get_errno()
+"""
+
+
+def run(code, *arguments, **variables):
+    """What a new interpreter prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_the_first_that_works_serves():
+    assert tuple(FOUND) == aio.BACKEND_NAMES
+    with nothing_leaks():
+        backend = aio.open_backend()
+        assert backend.name == next(name for name in FOUND if FOUND[name].usable)
+        backend.close()
+
+
+def test_one_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "python")
+    backend = aio.open_backend()
+    assert isinstance(backend, aio.Pool)
+    backend.close()
+    with pytest.raises(ValueError, match=r"'uring'.*typing error.*io_uring, linux_aio"):
+        aio.open_backend("uring")
+
+
+def test_a_simulation_goes_through_python(monkeypatch):
+    monkeypatch.setenv(backends.BACKEND_VARIABLE, "threads")
+    io = aio.MemoryIO()
+    backend = aio.open_backend(io=io)
+    assert backend.name == "python"
+    assert backend.io is io
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "setting", "reason"),
+    [
+        ("io_uring", errno.EPERM, "2", "switched off: kernel.io_uring_disabled = 2"),
+        ("io_uring", errno.EPERM, "0", "seccomp"),
+        ("io_uring", errno.ENOSYS, "0", "no such call"),
+        ("io_uring", errno.EOPNOTSUPP, "0", "older than 5.11"),
+        ("io_uring", errno.ENOMEM, "0", "ulimit -l"),
+        ("linux_aio", errno.EAGAIN, "7", "fs.aio-max-nr allows are taken (7 of 7)"),
+        ("linux_aio", errno.EPERM, "7", "seccomp"),
+        ("threads", errno.EMFILE, "0", "eventfd"),
+    ],
+)
+def test_reasons(monkeypatch, tmp_path, name, code, setting, reason):
+    for file in ("kernel/io_uring_disabled", "fs/aio-max-nr", "fs/aio-nr"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(setting + "\n")
+    monkeypatch.setattr(backends, "_KERNEL", tmp_path)
+    assert reason in backends._why(name, OSError(code, "eventfd: out of them"))
+
+
+def test_reasons_of_what_is_not_installed():
+    for name in ("io_uring", "libaio"):
+        assert "install" in backends._why(name, ImportError("No module named x"))
+
+
+def test_without_the_engine():
+    """As where it was not compiled: the tests' own machine may have no compiler."""
+    code = (
+        "import sys; sys.modules['aio._native'] = None\n"
+        "import aio\n"
+        "found = {p.name: p for p in aio.probe()}\n"
+        "assert not found['io_uring'].usable and 'not compiled' in found['threads'].reason\n"
+        "backend = aio.open_backend()\n"
+        "print(backend.name)\n"
+        "backend.close()\n"
+    )
+    assert run(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
+
+
+@native
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of calls are of x86-64")
+@pytest.mark.parametrize(
+    ("calls", "name", "serves"),
+    [((425,), "io_uring", "linux_aio"), ((425, 206), "linux_aio", "threads")],
+)
+def test_seccomp(calls, name, serves, tmp_path):
+    code = FORBID + (
+        "import aio, sys, mmap\n"
+        f"forbid({calls}, 1)\n"
+        "print({p.name: p for p in aio.probe()}[sys.argv[2]].reason)\n"
+        "with aio.open_backend() as backend, aio.create_scratch(sys.argv[1], 4096, backend) as f:\n"
+        "    f.write_from(mmap.mmap(-1, 4096), 0).wait()\n"
+        "    print(backend.name)\n"
+    )
+    reason, found = run(code, tmp_path, name).splitlines()
+    assert "forbidden" in reason
+    assert found == serves
+
+
+@native
+def test_daemon_threads_at_exit(tmp_path):
+    """Threads in the midst of transfers, at whatever point, when the interpreter ends."""
+    code = (
+        "import sys, aio, mmap, threading, time\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
+        "def work():\n"
+        "    try:\n"
+        "        while True: file.write_from(mmap.mmap(-1, 8 << 20), 0).wait()\n"
+        "    except ValueError: pass\n"
+        "for _ in range(3): threading.Thread(target=work, daemon=True).start()\n"
+        "time.sleep(0.05)\n"
+    )
+    for name in ("io_uring", "threads"):
+        for _ in range(4 if FOUND[name].usable else 0):
+            assert run(code, tmp_path, name) == ""
+    assert os.listdir(tmp_path) == []
+
+
+@native
+def test_registered_memory(tmp_path):
+    from aio.native import Native
+
+    memory, back = aligned(64 * BLOCK), aligned(64 * BLOCK)
+    memory[:] = np.random.default_rng(3).integers(0, 256, memory.size, np.uint8)
+    for name in ("io_uring", "threads"):
+        if not FOUND[name].usable:
+            continue
+        with (
+            nothing_leaks(),
+            Native(name, piece_bytes=8 * BLOCK) as backend,
+            scratch(backend, 64 * BLOCK, tmp_path) as file,
+        ):
+            slab = backend.register(memory)
+            assert slab.registered == (slab.reason is None)
+            assert name != "threads" or "only io_uring" in slab.reason
+            file.write_from(memory, 0).wait()
+            file.read_into(back, 0).wait()
+            assert np.array_equal(memory, back)
+            slab.close()
+            slab.close()
+            file.read_into(memory, 0).wait()
+            many = [backend.register(back[n * BLOCK :]) for n in range(20)]
+            assert len({part.registered for part in many}) == 1
+            file.read_into(back, 0).wait()
+            assert np.array_equal(memory, back)
+
+
+@native
+@pytest.mark.skipif(os.geteuid() != 0, reason="who is not root cannot become somebody else")
+def test_memory_that_may_not_be_locked(tmp_path):
+    """The limit holds for those who are not root: registered it is not, written it is."""
+    if not FOUND["io_uring"].usable:
+        pytest.skip("no io_uring here")
+    code = (
+        "import aio, fcntl, mmap, os, resource, sys\n"
+        "from aio.native import Native\n"
+        "os.chmod(sys.argv[1], 0o777)\n"
+        "directory = os.open(sys.argv[1], os.O_PATH)\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))\n"
+        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "with Native('io_uring') as backend:\n"
+        "    memory = mmap.mmap(-1, 8 << 20)\n"
+        "    print(backend.register(memory).reason)\n"
+        "    where = f'/proc/self/fd/{directory}'\n"
+        "    with aio.create_scratch(where, 8 << 20, backend) as file:\n"
+        "        file.write_from(memory, 0).wait()\n"
+    )
+    assert "more than `ulimit -l`" in run(code, tmp_path)
