@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
-from aio.load import Load
+from aio.load import Load, memory_bytes
 from aio.sweep import Setting, Spent, Sweep, sweep
 from aio.system import IO
 
@@ -76,9 +76,14 @@ class Wanted:
         ]
 
     @property
+    def under_way_bytes(self) -> int:
+        """Most that is under way in one direction."""
+        return max(setting.under_way_bytes for setting in self.settings("", "read"))
+
+    @property
     def memory_bytes(self) -> int:
-        """Memory for what is under way."""
-        return 2 * max(s.under_way_bytes for s in self.settings("", "read"))
+        """Memory that it takes."""
+        return memory_bytes(max(self.blocks_bytes), self.under_way_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +129,9 @@ def _load(wanted: Wanted, path: str) -> Load:
     return Load(
         path,
         wanted.file_bytes,
-        wanted.backends,
+        wanted.backends[0],
         block_bytes_max=max(wanted.blocks_bytes),
-        under_way_bytes_max=wanted.memory_bytes // 2,
-        depth_max=max(wanted.depths),
+        under_way_bytes_max=wanted.under_way_bytes,
         written_bytes_max=wanted.written_bytes_max,
         io=wanted.io,
     )

@@ -48,3 +48,9 @@ def usable() -> tuple[tuple[str, ...], dict[str, str]]:
     if forced in (*names, "python"):
         names = (forced,)
     return names or ("python",), {one.name: one.reason for one in probes if not one.usable}
+
+
+def latencies_of(backend: Backend) -> tuple[int, ...]:
+    """The histogram of a backend's operations, by powers of two of microseconds; () without."""
+    counters: Any = getattr(backend, "counters", None)
+    return () if counters is None else tuple(counters().latencies)
