@@ -6,6 +6,8 @@
 
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, ticket,
 pool (worker threads), file (alignment, bounds), scratch (files that leave nothing behind).
+Simulations, behind the same seam: simulated (faults), drives (of given shape), crash (lost power).
+Measuring, not imported here: sweep, load, figures, fio, bench.
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 

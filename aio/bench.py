@@ -9,6 +9,7 @@ Several paths are measured one after the other, and at the end all at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -163,12 +164,14 @@ class _Path:
             fills.append(sample)
         filled = time.perf_counter()
         left = max(0.0, started + seconds - filled)
+        fill_rate = sum(s.bytes for s in fills) / sum(s.seconds for s in fills)
         best: dict[Mode, Setting] = {}
-        for number, mode in enumerate(MODES):
+        for mode in MODES:
             self._load.allow(WRITES_OF_SEARCH[mode])
-            base = (filled - started + left * (1 - FIGURES_SHARE) * number / 3) / max(seconds, 1e-9)
+            share = min(left * (1 - FIGURES_SHARE) / 3, self._writing_seconds(mode, fill_rate))
+            base = (time.perf_counter() - started) / max(seconds, 1e-9)
             try:
-                best[mode] = self._search(mode, left * (1 - FIGURES_SHARE) / 3, base, seconds)
+                best[mode] = self._search(mode, share, base, seconds)
             except Spent:
                 self._left_out.append((mode, "as many bytes as allowed have been written"))
         over = started + seconds
@@ -178,12 +181,22 @@ class _Path:
             file_system=self._load.file_system,
             direct=self._load.file.direct,
             notice=self._load.file.notice,
-            fill_bytes_per_s=sum(s.bytes for s in fills) / sum(s.seconds for s in fills),
+            fill_bytes_per_s=fill_rate,
             figures=tuple(self._figures(best, over)),
             bytes_written=self._load.bytes_written,
             cells=tuple(self._seen()),
             left_out=tuple(self._left_out),
         )
+
+    def _writing_seconds(self, mode: Mode, fill_rate: float) -> float:
+        """For how long the bytes that may be written now will do, so that a sweep comes to its end.
+
+        An overwrite is about twice as fast as the first write, and of both at once it is half.
+        """
+        if mode == "read":
+            return math.inf
+        left = self._load.written_bytes_max - self._load.bytes_written
+        return left / fill_rate / (2 if mode == "write" else 1)
 
     def _search(self, mode: Mode, seconds: float, base: float, whole: float) -> Setting:
         """The best setting of a mode, in about so many seconds."""
@@ -196,7 +209,10 @@ class _Path:
         leaders = list(dict.fromkeys([first.best, *leaders]))[:BACKENDS_SETTINGS]
         others = [Setting(name, s.block_bytes, s.depth) for s in leaders for name in backends]
         base += main / max(whole, 1e-9)
-        second = self._swept(mode, others, seconds - main, base, whole)
+        try:
+            second = self._swept(mode, others, seconds - main, base, whole)
+        except Spent:
+            return first.best
         enough = PREFERRED_SHARE * second.rate(second.best)
         ranked = sorted(second.rates, key=second.rate, reverse=True)
         good = [second.best, *(s for s in ranked if second.rate(s) >= enough)]

@@ -33,7 +33,7 @@ from aio.ticket import Ticket
 
 FILL_BLOCK_BYTES = 4 << 20
 FILL_DEPTH = 8
-REQUEST_BYTES = 4 << 20
+REQUEST_BYTES = 8 << 20
 """Of one request, where a block is not longer."""
 
 WATCHED_MAX = 4
