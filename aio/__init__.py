@@ -9,6 +9,8 @@ Layers, upwards: system (calls of the operating system, one seam for simulation)
 counters, pool (threads of Python), native (the compiled engine), libaio (a package's), region
 (bounds, alignment), file, backends (which of them serves), scratch (files that leave nothing
 behind), joint (tickets of several transfers), volume (one stretch of bytes over several drives).
+Simulations, behind the same seam: simulated (faults), drives (of given shape), crash (lost power).
+Measuring, not imported here: sweep, load, figures, fio, bench.
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 

@@ -9,6 +9,7 @@ Several paths are measured one after the other, and at the end all at once.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
-from aio.load import Load
+from aio.load import Load, memory_bytes
 from aio.sweep import Setting, Spent, Sweep, sweep
 from aio.system import IO
 
@@ -76,9 +77,14 @@ class Wanted:
         ]
 
     @property
+    def under_way_bytes(self) -> int:
+        """Most that is under way in one direction."""
+        return max(setting.under_way_bytes for setting in self.settings("", "read"))
+
+    @property
     def memory_bytes(self) -> int:
-        """Memory for what is under way."""
-        return 2 * max(s.under_way_bytes for s in self.settings("", "read"))
+        """Memory that it takes."""
+        return memory_bytes(max(self.blocks_bytes), self.under_way_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,10 +130,9 @@ def _load(wanted: Wanted, path: str) -> Load:
     return Load(
         path,
         wanted.file_bytes,
-        wanted.backends,
+        wanted.backends[0],
         block_bytes_max=max(wanted.blocks_bytes),
-        under_way_bytes_max=wanted.memory_bytes // 2,
-        depth_max=max(wanted.depths),
+        under_way_bytes_max=wanted.under_way_bytes,
         written_bytes_max=wanted.written_bytes_max,
         io=wanted.io,
     )
@@ -159,12 +164,14 @@ class _Path:
             fills.append(sample)
         filled = time.perf_counter()
         left = max(0.0, started + seconds - filled)
+        fill_rate = sum(s.bytes for s in fills) / sum(s.seconds for s in fills)
         best: dict[Mode, Setting] = {}
-        for number, mode in enumerate(MODES):
+        for mode in MODES:
             self._load.allow(WRITES_OF_SEARCH[mode])
-            base = (filled - started + left * (1 - FIGURES_SHARE) * number / 3) / max(seconds, 1e-9)
+            share = min(left * (1 - FIGURES_SHARE) / 3, self._writing_seconds(mode, fill_rate))
+            base = (time.perf_counter() - started) / max(seconds, 1e-9)
             try:
-                best[mode] = self._search(mode, left * (1 - FIGURES_SHARE) / 3, base, seconds)
+                best[mode] = self._search(mode, share, base, seconds)
             except Spent:
                 self._left_out.append((mode, "as many bytes as allowed have been written"))
         over = started + seconds
@@ -174,12 +181,22 @@ class _Path:
             file_system=self._load.file_system,
             direct=self._load.file.direct,
             notice=self._load.file.notice,
-            fill_bytes_per_s=sum(s.bytes for s in fills) / sum(s.seconds for s in fills),
+            fill_bytes_per_s=fill_rate,
             figures=tuple(self._figures(best, over)),
             bytes_written=self._load.bytes_written,
             cells=tuple(self._seen()),
             left_out=tuple(self._left_out),
         )
+
+    def _writing_seconds(self, mode: Mode, fill_rate: float) -> float:
+        """For how long the bytes that may be written now will do, so that a sweep comes to its end.
+
+        An overwrite is about twice as fast as the first write, and of both at once it is half.
+        """
+        if mode == "read":
+            return math.inf
+        left = self._load.written_bytes_max - self._load.bytes_written
+        return left / fill_rate / (2 if mode == "write" else 1)
 
     def _search(self, mode: Mode, seconds: float, base: float, whole: float) -> Setting:
         """The best setting of a mode, in about so many seconds."""
@@ -192,7 +209,10 @@ class _Path:
         leaders = list(dict.fromkeys([first.best, *leaders]))[:BACKENDS_SETTINGS]
         others = [Setting(name, s.block_bytes, s.depth) for s in leaders for name in backends]
         base += main / max(whole, 1e-9)
-        second = self._swept(mode, others, seconds - main, base, whole)
+        try:
+            second = self._swept(mode, others, seconds - main, base, whole)
+        except Spent:
+            return first.best
         enough = PREFERRED_SHARE * second.rate(second.best)
         ranked = sorted(second.rates, key=second.rate, reverse=True)
         good = [second.best, *(s for s in ranked if second.rate(s) >= enough)]

@@ -26,8 +26,8 @@ class Sample:
     bytes_written: int
     cpu_seconds: float
     """Of this process, all threads, in user space and in the kernel."""
-    latencies_s: tuple[float, ...]
-    """By transfer, from its submission until it was seen to be over."""
+    latencies: tuple[int, ...]
+    """Operations that took from 2**k to 2**(k+1) microseconds, by k."""
 
     @property
     def bytes(self) -> int:
@@ -63,7 +63,7 @@ class Figure:
     bytes_per_s_min: float
     bytes_per_s_max: float
     p50_s: float
-    """Latency of a transfer: half are over sooner."""
+    """Latency of an operation: half are over sooner; see `quantile`."""
     p99_s: float
     cpu_s_per_gb: float
     """Seconds of all threads of this process for 10**9 bytes."""
@@ -72,7 +72,7 @@ class Figure:
     def of(cls, mode: Mode, setting: Setting, samples: Sequence[Sample]) -> Figure:
         """The figure of several stretches of load."""
         rates = [sample.bytes_per_s for sample in samples]
-        latencies = sorted(one for sample in samples for one in sample.latencies_s)
+        latencies = [sum(counts) for counts in zip(*(sample.latencies for sample in samples))]
         moved = sum(sample.bytes for sample in samples)
         return cls(
             mode=mode,
@@ -131,9 +131,32 @@ class Ratio:
         return cls(math.exp(mean), math.exp(mean - half), math.exp(mean + half), count)
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The smallest that at least `share` of all do not exceed."""
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+LATENCIES = 32
+"""Length of a histogram of latencies; its last count takes what is longer than 35 minutes."""
+
+
+def histogram(seconds: Sequence[float]) -> tuple[int, ...]:
+    """How many took from 2**k to 2**(k+1) microseconds, by k."""
+    counts = [0] * LATENCIES
+    for one in seconds:
+        counts[min(max(int(one * 1e6), 1).bit_length() - 1, LATENCIES - 1)] += 1
+    return tuple(counts)
+
+
+def quantile(counts: Sequence[int], share: float) -> float:
+    """Seconds that `share` of a histogram's operations do not exceed.
+
+    Within a count they are taken to be spread evenly in the logarithm.
+
+    >>> [round(quantile(histogram([1e-3] * 100), share) * 1e3, 2) for share in (0.01, 0.5, 1.0)]
+    [0.52, 0.72, 1.02]
+    """
+    wanted, below = share * sum(counts), 0
+    for power, count in enumerate(counts):
+        if count and below + count >= wanted:
+            return float(2.0 ** (power + (wanted - below) / count) * 1e-6)
+        below += count
+    return 0.0
 
 
 def student95(freedom: int) -> float:

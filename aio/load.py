@@ -1,12 +1,15 @@
-"""Load on a drive: one thread that keeps `depth` transfers under way in one scratch file.
+"""Load on a drive: `depth` blocks under way, one thread that asks for them, one scratch file.
 
 [Note: Fair load]
-Transfers go through the file in order and begin anew at its end, as an optimizer's state is
-streamed; a stretch of load goes on where the last one ended, so that no cache of the drive serves
-it twice. The clock runs from the first submission until the last transfer is over, and all bytes
-count: neither the filling of the queue nor its emptying is left out. A transfer that is over is
-replaced at once, whether or not older ones are. `both` takes turns of one read and one write, in
-the two halves of the file, so that as much is read as is written; twice `depth` are under way.
+A backend is opened for every stretch of load, with blocks as its pieces and `depth` of them under
+way. It is asked for more at once than that, several blocks in one request, as the engine asks, so
+that it is the backend that keeps the drive busy. Requests go through the file in order and begin
+anew at its end, as an optimizer's state is streamed; a stretch goes on where the last one ended, so
+that no cache of the drive serves it twice. A request that is over is replaced at once, whether or
+not older ones are. The clock runs from the first submission until the last request is over, and all
+bytes count: neither the filling of the queue nor its emptying is left out. `both` takes turns of
+one read and one write, in the two halves of the file, so that as much is read as is written; twice
+`depth` blocks are under way.
 """
 
 from __future__ import annotations
@@ -25,32 +28,33 @@ from aio.figures import Mode, Sample
 from aio.file import Backend, File
 from aio.scratch import create_scratch
 from aio.sweep import Setting, Spent
-from aio.system import IO, SystemIO
+from aio.system import IO
 from aio.ticket import Ticket
 
 FILL_BLOCK_BYTES = 4 << 20
 FILL_DEPTH = 8
+REQUEST_BYTES = 8 << 20
+"""Of one request, where a block is not longer."""
 
 WATCHED_MAX = 4
-"""Of the transfers under way, the oldest so many are waited for: one that is late then holds up
+"""Of the requests under way, the oldest so many are waited for: one that is late then holds up
 none, and waiting costs as little for 32 as for 4."""
 
-_UnderWay: TypeAlias = tuple[Ticket, float, memoryview]
-"""A transfer, when it was submitted, and its memory."""
+_UnderWay: TypeAlias = tuple[Ticket, memoryview]
+"""A request, when it was submitted, and its memory."""
 
 
 class Load:
-    """A scratch file that several backends read and write, and memory for what is under way.
+    """A scratch file that all backends read and write, and memory for what is under way.
 
     Args:
         directory: where the file is to be; it has no name.
         size: bytes of the file, a multiple of 4096.
-        backends: names, the first of which makes the file.
-        block_bytes_max: longest transfer.
+        backend: name of the one that makes and fills the file.
+        block_bytes_max: longest block.
         under_way_bytes_max: most that is under way in one direction.
-        depth_max: most transfers under way in one direction.
         written_bytes_max: most that may be written, the filling included.
-        io: the system's calls, or a simulation of them, for which there is one backend only.
+        io: a simulation in place of the system's calls.
 
     Raises:
         OSError: there is no room, or the directory cannot be used; see `create_scratch`.
@@ -60,75 +64,50 @@ class Load:
         self,
         directory: str,
         size: int,
-        backends: tuple[str, ...],
+        backend: str,
         *,
         block_bytes_max: int,
         under_way_bytes_max: int,
-        depth_max: int,
         written_bytes_max: int,
         io: IO | None = None,
     ) -> None:
-        assert io is None or len(backends) == 1, backends
         self.bytes_written = 0
         self.written_bytes_max = written_bytes_max
         self._written_in_all_max = written_bytes_max
         self._at = {False: 0, True: 0}
-        self._stack = contextlib.ExitStack()
+        self._io = io
+        self._memory = mmap.mmap(-1, memory_bytes(block_bytes_max, under_way_bytes_max))
+        _fill(memoryview(self._memory))
+        self._first = Setting(backend, FILL_BLOCK_BYTES, FILL_DEPTH)
         with contextlib.ExitStack() as opened:
-            self._memory = mmap.mmap(
-                -1, 2 * max(under_way_bytes_max, FILL_BLOCK_BYTES * FILL_DEPTH)
-            )
-            _fill(memoryview(self._memory))
-            self._files: dict[str, File] = {}
-            for name in backends:
-                backend = open_backend(
-                    name,
-                    depth=2 * depth_max,
-                    piece_bytes=max(block_bytes_max, FILL_BLOCK_BYTES),
-                    inflight_bytes_max=len(self._memory),
-                    io=io,
-                )
-                opened.callback(backend.close)
-                file = self._first(directory, size, backend)
-                opened.callback(file.close)
-                self._files[name] = file
+            made = opened.enter_context(contextlib.closing(self._open(self._first, FILL_DEPTH)))
+            self.file = opened.enter_context(create_scratch(directory, size, made))
             self._stack = opened.pop_all()
+        self.file_system = made.io.file_system(self.file.fd)
 
-    @property
-    def file(self) -> File:
-        """The file, as the first backend has it."""
-        return next(iter(self._files.values()))
-
-    @property
-    def file_system(self) -> str:
-        """The type of the file system."""
-        return self._io.file_system(self.file.fd)
+    def _open(self, setting: Setting, depth: int) -> Backend:
+        """A backend that keeps `depth` blocks under way."""
+        return open_backend(
+            setting.backend,
+            depth=depth,
+            piece_bytes=setting.block_bytes,
+            inflight_bytes_max=setting.block_bytes * depth,
+            io=self._io,
+        )
 
     @property
     def fio_path(self) -> str:
         """Where another process finds the file, as long as it is open here."""
         return f"/proc/{os.getpid()}/fd/{self.file.fd}"
 
-    def _first(self, directory: str, size: int, backend: Backend) -> File:
-        """The scratch file; for backends after the first, the same one under a new descriptor."""
-        self._io = backend.io
-        if not self._files:
-            return create_scratch(directory, size, backend)
-        first = self.file
-        assert isinstance(backend.io, SystemIO), backend.io
-        fd = os.dup(first.fd)
-        align = (first.memory_align_bytes, first.offset_align_bytes)
-        return File(backend, fd, first.path, first.bytes, first.direct, first.notice, align)
-
     def fill(self) -> Iterator[Sample]:
         """Writes all of the file once, a part at a time: a first write is not like later ones."""
-        setting = Setting(next(iter(self._files)), FILL_BLOCK_BYTES, FILL_DEPTH)
         self._at[True] = 0
-        while self.bytes_written < self.file.bytes:
-            block = min(setting.block_bytes, self.file.bytes - self.bytes_written)
-            count = min(64, (self.file.bytes - self.bytes_written) // block)
-            part = Setting(setting.backend, block, setting.depth)
-            yield self._run("write", part, count, float("inf"))
+        while left := self.file.bytes - self.bytes_written:
+            block = min(self._first.block_bytes, left)
+            count = min(64, left // block)
+            part = Setting(self._first.backend, block, self._first.depth)
+            yield self._run("write", part, block, count, float("inf"))
         self._at[True] = 0
 
     def allow(self, share: float) -> None:
@@ -143,59 +122,70 @@ class Load:
             Spent: no more may be written.
             OSError: a transfer failed.
         """
-        count = 1 << 62
+        request, count = self._request_bytes(mode, setting), 1 << 62
         if mode != "read":
-            count = (self.written_bytes_max - self.bytes_written) // setting.block_bytes
-            count *= 2 if mode == "both" else 1
-        if count < setting.depth:
-            raise Spent
-        return self._run(mode, setting, count, seconds)
+            left = self.written_bytes_max - self.bytes_written
+            if left < max(request, setting.under_way_bytes):
+                raise Spent
+            count = left // request * (2 if mode == "both" else 1)
+        return self._run(mode, setting, request, count, seconds)
 
-    def _run(self, mode: Mode, setting: Setting, count: int, seconds: float) -> Sample:
-        """Load of at most `count` transfers."""
-        block, depth = setting.block_bytes, setting.depth
+    def _request_bytes(self, mode: Mode, setting: Setting) -> int:
+        """Whole blocks that are asked for at once: see [Note: Fair load]."""
+        most = min(REQUEST_BYTES, self.file.bytes // 8)
+        if mode == "both":
+            most = min(most, setting.under_way_bytes // 2)
+        return max(1, most // setting.block_bytes) * setting.block_bytes
+
+    def _run(
+        self, mode: Mode, setting: Setting, request: int, count: int, seconds: float
+    ) -> Sample:
+        """Load of at most `count` requests."""
         turns = {"read": (False,), "write": (True,), "both": (False, True)}[mode]
+        depth = setting.depth * len(turns)
         memory = memoryview(self._memory)
-        slots = [memory[at * block : (at + 1) * block] for at in range(depth * len(turns))]
-        file, moved = self._files[setting.backend], {False: 0, True: 0}
-        under_way: list[_UnderWay] = []
-        latencies: list[float] = []
-        clock = time.perf_counter
-        cpu, started = time.process_time(), clock()
-        try:
-            for number in range(count):
-                if not slots:
-                    _reap(under_way, slots, latencies)
-                    if clock() - started >= seconds and number % len(turns) == 0:
-                        break
-                writing, slot = turns[number % len(turns)], slots.pop()
-                transfer = file.write_from if writing else file.read_into
-                at = self._next(writing, block, halves=len(turns))
-                under_way.append((transfer(slot, at), clock(), slot))
-                moved[writing] += block
-            while under_way:
-                _reap(under_way, slots, latencies)
-        finally:
-            self.bytes_written += moved[True]
-            for ticket, _, _ in under_way:  # The memory is theirs until they are over.
-                with contextlib.suppress(OSError):
-                    ticket.wait()
-        return Sample(
-            seconds=clock() - started,
-            bytes_read=moved[False],
-            bytes_written=moved[True],
-            cpu_seconds=time.process_time() - cpu,
-            latencies_s=tuple(latencies),
-        )
+        requests = -(-depth * setting.block_bytes // request) + len(turns)
+        assert requests * request <= memory.nbytes, (setting, request)
+        slots = [memory[at * request : (at + 1) * request] for at in range(requests)]
+        with contextlib.closing(self._open(setting, depth)) as backend:
+            file, moved = _lent(self.file, backend), {False: 0, True: 0}
+            under_way: list[_UnderWay] = []
+            clock = time.perf_counter
+            cpu, started = time.process_time(), clock()
+            try:
+                for number in range(count):
+                    if not slots:
+                        _reap(under_way, slots)
+                        if clock() - started >= seconds and number % len(turns) == 0:
+                            break
+                    writing, slot = turns[number % len(turns)], slots.pop()
+                    transfer = file.write_from if writing else file.read_into
+                    at = self._next(writing, request, halves=len(turns))
+                    under_way.append((transfer(slot, at), slot))
+                    moved[writing] += request
+                while under_way:
+                    _reap(under_way, slots)
+            finally:
+                self.bytes_written += moved[True]
+                for ticket, _ in under_way:  # The memory is theirs until they are over.
+                    with contextlib.suppress(OSError):
+                        ticket.wait()
+            return Sample(
+                seconds=clock() - started,
+                bytes_read=moved[False],
+                bytes_written=moved[True],
+                cpu_seconds=time.process_time() - cpu,
+                latencies=backend.counters().latencies,
+            )
 
-    def _next(self, writing: bool, block: int, *, halves: int) -> int:
+    def _next(self, writing: bool, request: int, *, halves: int) -> int:
         """Where the next transfer begins."""
         size = self.file.bytes // halves
         start = size // 4096 * 4096 if writing and halves > 1 else 0
         at = self._at[writing]
-        if at + block > size:
+        if at + request > size:
             at = 0
-        self._at[writing] = at + block
+        self._at[writing] = at + request
         return start + at
 
     def close(self) -> None:
@@ -209,20 +199,33 @@ class Load:
         self.close()
 
 
-def _reap(under_way: list[_UnderWay], slots: list[memoryview], latencies: list[float]) -> None:
+def memory_bytes(block_bytes_max: int, under_way_bytes_max: int) -> int:
+    """Memory that a Load takes: for both directions, and for requests that wait their turn."""
+    more = 4 * max(block_bytes_max, REQUEST_BYTES)
+    return max(2 * under_way_bytes_max + more, (FILL_DEPTH + 1) * FILL_BLOCK_BYTES)
+
+
+def _reap(under_way: list[_UnderWay], slots: list[memoryview]) -> None:
     """Waits until at least one is over; takes all that are, and their memory back."""
-    if not any(ticket.done() for ticket, _, _ in under_way):
-        wait_any([ticket for ticket, _, _ in under_way[:WATCHED_MAX]])
-    now, left = time.perf_counter(), []
+    if not any(ticket.done() for ticket, _ in under_way):
+        wait_any([ticket for ticket, _ in under_way[:WATCHED_MAX]])
+    left = []
     for one in under_way:
-        ticket, since, slot = one
+        ticket, slot = one
         if ticket.done():
             ticket.wait()
-            latencies.append(now - since)
             slots.append(slot)
         else:
             left.append(one)
     under_way[:] = left
+
+
+def _lent(file: File, backend: Backend) -> File:
+    """The same open file for another backend; closing it remains its owner's."""
+    align = (file.memory_align_bytes, file.offset_align_bytes)
+    found = File(backend, file.fd, file.path, file.bytes, file.direct, file.notice, align)
+    found._close_fd.detach()
+    return found
 
 
 def _fill(whole: memoryview) -> None:

@@ -96,10 +96,9 @@ def main() -> None:
         Load(
             asked.directory,
             asked.size * MIB,
-            (asked.backend,),
+            asked.backend,
             block_bytes_max=max(BLOCKS_BYTES),
             under_way_bytes_max=max(s.under_way_bytes for s in settings),
-            depth_max=max(DEPTHS),
             written_bytes_max=1 << 50,
         ) as load,
         Progress(console=console, transient=True) as bar,

@@ -221,12 +221,10 @@ def bench_nvme_speed():
     )  # fmt: skip
 
 
-def load(directory="/simulated", io=None, **options):
-    given = {
-        "block_bytes_max": 128 << 10, "under_way_bytes_max": 1 << 20, "depth_max": 8,
-        "written_bytes_max": 1 << 30,
-    }  # fmt: skip
-    return Load(directory, 2 << 20, ("python",), **(given | options), io=io)
+def load(directory="/simulated", io=None, written_bytes_max=1 << 30):
+    limits = {"block_bytes_max": 128 << 10}
+    limits |= {"under_way_bytes_max": 2 << 20, "written_bytes_max": written_bytes_max}
+    return Load(directory, 2 << 20, "python", io=io, **limits)
 
 
 def test_load_on_a_simulated_drive_finds_its_speed():
@@ -242,7 +240,7 @@ def test_load_on_a_simulated_drive_finds_its_speed():
         assert sample.bytes_per_s == pytest.approx(4e6, rel=0.3)
         sample = made.run("both", Setting("python", 64 << 10, 2), 0.2)
         assert sample.bytes_read == sample.bytes_written > 0
-        assert len(sample.latencies_s) == sample.bytes >> 16
+        assert sum(sample.latencies) > 0
 
 
 def test_a_limit_of_writes_holds_and_is_told():
@@ -265,7 +263,7 @@ def test_a_backend_that_is_preferred_need_not_be_the_fastest(monkeypatch):
 
     class Fast:
         def run(self, mode, setting, seconds):
-            return Sample(1.0, int(speeds[setting.backend]), 0, 0.1, (0.1,))
+            return Sample(1.0, int(speeds[setting.backend]), 0, 0.1, (1,))
 
     path = bench._Path(asked, "/", Fast(), lambda share, what: None)
     for fastest, chosen in ((1e9, "io_uring"), (2e9, "threads")):
@@ -296,8 +294,8 @@ def test_ratios_have_an_interval():
     # By hand: t(3) = 3.182, standard deviation of the logarithms 0.0819.
     assert found.high / found.mean == pytest.approx(1.139, abs=2e-3)
     assert Ratio.of([2.0]).low == 0.0
-    assert quantile([1.0, 2.0, 3.0, 4.0], 0.5) == 2.0
-    assert quantile([1.0], 0.99) == 1.0
+    assert quantile((0, 0, 4), 0.5) == pytest.approx(2**2.5 * 1e-6)
+    assert quantile((), 0.5) == 0.0
 
 
 def test_the_verdict_is_arithmetic():
@@ -315,7 +313,7 @@ def test_the_verdict_is_arithmetic():
 
 def test_each_way_is_at_once_or_in_turns():
     def found(**rates):
-        samples = {mode: Sample(1.0, int(rate), 0, 0.1, (0.1,)) for mode, rate in rates.items()}
+        samples = {mode: Sample(1.0, int(rate), 0, 0.1, (1,)) for mode, rate in rates.items()}
         figures = [Figure.of(m, Setting("python", 4096, 1), [s]) for m, s in samples.items()]
         return Found(
             path="/", file_bytes=1, file_system="ext4", direct=True, notice=None,

@@ -105,7 +105,7 @@ def _figures(found: Found) -> Table:
         f"{found.path} ({found.file_system}, {direct})",
         columns,
         f"GB/s: 10^9 bytes a second, in both directions together; GiB/s: 2^30. Latency of one "
-        f"transfer, from submission. Written in all: {format_bytes(found.bytes_written)}; "
+        f"block, between powers of two. Written in all: {format_bytes(found.bytes_written)}; "
         f"{len(found.cells)} settings tried.",
     )
     for figure in found.figures:
