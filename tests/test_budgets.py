@@ -284,7 +284,7 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(io: aio.SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, threads=1))
+        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, depth=1))
         return offload.attach(model, optimizer, config(tmp_path))
 
     whole = aio.SimulatedIO(0)

@@ -140,7 +140,7 @@ def test_a_drive_that_fails_at_any_call(
 ) -> None:
     def simulated(errors: dict[int, int]) -> aio.SimulatedIO:
         io = aio.SimulatedIO(0, errors=errors)
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, threads=1))
+        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, depth=1))
         return io
 
     def work() -> None:
