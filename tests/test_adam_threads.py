@@ -164,6 +164,7 @@ def test_a_forked_child_has_threads_of_its_own(found: dict[str, Found]) -> None:
 
 
 @needs_kernels
+@pytest.mark.slow
 def test_omp_threads_do_not_starve_the_update(found: dict[str, Found]) -> None:
     code = "import cpu_adam; print(cpu_adam.threads(), cpu_adam.kernel().name)"
     alone = python(code, OMP_NUM_THREADS="1")

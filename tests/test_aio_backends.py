@@ -30,6 +30,9 @@ BLOCK = aio.ALIGN_BYTES
 USABLE = [found.name for found in aio.probe() if found.usable]
 ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
 
+FEW = [*USABLE[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in USABLE[1:])]
+"""Where every backend goes the same way but takes a process of its own."""
+
 if ENGINE:
     from aio.native import Faults, Native
 
@@ -121,7 +124,7 @@ def conformance(name, directory, examples):
 
 @pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
 def test_any_offset_and_length(name, directory, tmp_path):
-    conformance(name, tmp_path if directory == "disk" else directory, 12)
+    conformance(name, tmp_path if directory == "disk" else directory, 6)
 
 
 @pytest.mark.slow
@@ -136,7 +139,7 @@ def test_any_offset_and_length_with_faults(name, directory, tmp_path):
     """Short transfers, EINTR and EAGAIN and a full queue, and still every byte arrives."""
     where = tmp_path if directory == "disk" else directory
 
-    @settings(max_examples=12, deadline=None, derandomize=True)
+    @settings(max_examples=6, deadline=None, derandomize=True)
     @given(st.data(), LIMITS, st.integers(0, 1 << 60))
     def check(data, limits, seed):
         faults = Faults(seed=seed, short_rate=0.4, retry_rate=0.2, refusal_rate=0.2)
@@ -274,6 +277,7 @@ def test_nothing_holds_a_finished_buffer(name, tmp_path):
             memory.close()  # BufferError if anything still pointed into it
 
 
+@pytest.mark.parametrize("name", FEW)
 def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
     with opened(name, depth=2, piece_bytes=BLOCK) as backend:
         with scratch(backend, 1 << 20, tmp_path) as file:
@@ -416,6 +420,7 @@ def test_child_that_exits_as_usual(name, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.parametrize("name", FEW)
 def test_exit_without_closing(name, tmp_path):
     """An interpreter that ends in the middle of its work ends well and says nothing."""
     code = (
@@ -431,7 +436,7 @@ def test_exit_without_closing(name, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("name", FEW)
 def test_ctrl_c_while_waiting(name, tmp_path):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
     faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
@@ -478,7 +483,7 @@ def check_no_leak(name, directory, times):
 
 def test_open_and_close_leak_nothing(name):
     # To give a context of Linux AIO back takes the kernel 40 ms.
-    check_no_leak(name, "/dev/shm", 50 if "aio" in name else 2000)
+    check_no_leak(name, "/dev/shm", 12 if "aio" in name else 300)
 
 
 @pytest.mark.slow
