@@ -156,6 +156,7 @@ def run_all(store: Store) -> None:
             assert torch.equal(data, back)
 
 
+@pytest.mark.slow
 def test_every_call_can_fail_on_several_drives() -> None:
     number, calls = 0, 1
     while number < calls:

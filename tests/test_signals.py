@@ -61,7 +61,9 @@ def sent(number: int, at: int) -> Iterator[list[int]]:
         sys.settrace(before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGALRM, marks=pytest.mark.slow)]
+)
 def test_a_handler_that_raises_anywhere_in_a_step(number: int, tmp_path: Path) -> None:
     expected = train(PLACEMENT, tmp_path, steps=3)
     with attached(PLACEMENT, tmp_path) as run:
