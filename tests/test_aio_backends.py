@@ -30,8 +30,11 @@ BLOCK = aio.ALIGN_BYTES
 USABLE = [found.name for found in aio.probe() if found.usable]
 ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
 
-FEW = [*USABLE[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in USABLE[1:])]
-"""Where every backend goes the same way but takes a process of its own."""
+
+def few(names):
+    """The first, and in the slow tier the rest: where each takes a process of its own."""
+    return [*names[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
+
 
 if ENGINE:
     from aio.native import Faults, Native
@@ -277,7 +280,7 @@ def test_nothing_holds_a_finished_buffer(name, tmp_path):
             memory.close()  # BufferError if anything still pointed into it
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(USABLE))
 def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
     with opened(name, depth=2, piece_bytes=BLOCK) as backend:
         with scratch(backend, 1 << 20, tmp_path) as file:
@@ -420,7 +423,7 @@ def test_child_that_exits_as_usual(name, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(USABLE))
 def test_exit_without_closing(name, tmp_path):
     """An interpreter that ends in the middle of its work ends well and says nothing."""
     code = (
@@ -436,7 +439,7 @@ def test_exit_without_closing(name, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("name", few(ENGINE))
 def test_ctrl_c_while_waiting(name, tmp_path):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
     faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
