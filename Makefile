@@ -9,7 +9,7 @@ NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
-	@echo "make test       the fast tests (under two minutes)"
+	@echo "make test       the fast tests (two to two and a half minutes on two cores)"
 	@echo "make test-slow  the slow tests too"
 	@echo "make check      ruff, mypy, sizes and layering"
 	@echo "make sanitize   the native file layer under AddressSanitizer, UBSan and ThreadSanitizer"
