@@ -145,12 +145,15 @@ def compare(
 ) -> Iterator[Compared]:
     """Our setting against fio's, for every cell; rounds outermost, so a drift falls on all alike.
 
-    Within a round and cell both take turns at being first.
+    Within a round and cell both take turns at being first. What may still be written is shared
+    out evenly over the turns that write, so that a fast drive does not spend it all in the first.
 
     Raises:
         RuntimeError: fio failed.
         Spent: not even one round may be written. Where it is fewer than asked, these count.
     """
+    written_bytes_max = load.written_bytes_max
+    writing_turns = 2 * rounds * sum(mode != "read" for mode, _, _ in cells)
     ours: list[list[float]] = [[] for _ in cells]
     fios: list[list[float]] = [[] for _ in cells]
     cpu = [[0.0, 0.0, 0.0, 0.0] for _ in cells]  # Our seconds and bytes, then fio's.
@@ -160,6 +163,10 @@ def compare(
             for at, (mode, setting, other) in enumerate(cells):
                 progress((number + at / len(cells)) / rounds, f"{mode} beside fio")
                 for turn in (number % 2, 1 - number % 2):
+                    if mode != "read":
+                        left = written_bytes_max - load.bytes_written
+                        load.written_bytes_max = load.bytes_written + left // writing_turns
+                        writing_turns -= 1
                     if turn:
                         found = run_fio(load, mode, other, seconds)
                         fios[at].append(found.bytes_per_s)
@@ -171,6 +178,7 @@ def compare(
                         cpu[at][0] += sample.cpu_seconds
                         cpu[at][1] += sample.bytes
             done += 1
+    load.written_bytes_max = written_bytes_max
     if not done:
         raise Spent
     for at, (mode, setting, other) in enumerate(cells):

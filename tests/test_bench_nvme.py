@@ -165,6 +165,17 @@ def test_fio_runs_beside_in_the_same_file(monkeypatch, capsys, tmp_path):
 
 
 @needs_fio
+def test_what_may_be_written_lasts_for_all_rounds_beside_fio(tmp_path):
+    setting = Setting("python", 64 << 10, 4)
+    with load(str(tmp_path), written_bytes_max=18 << 20) as made:
+        for sample in made.fill():
+            assert sample.bytes
+        (one,) = fio.compare(made, [("write", setting, setting)], rounds=2, seconds=5.0)
+        assert len(one.ratios) == 2
+        assert made.written_bytes_max - (1 << 20) <= made.bytes_written <= made.written_bytes_max
+
+
+@needs_fio
 def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
     monkeypatch.setitem(fio.ENGINES, "python", "nonesuch")
     with load(str(tmp_path)) as made, pytest.raises(RuntimeError, match="asked fio for read by"):
