@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from offload.config import Tier, format_bytes
+from offload.driver import Driver, PinError, driver_of
 from offload.layout import Buffer, Plan
+from offload.numa import touch
 from offload.program import WHOLE, Use, Value, weight_in_use
 
 PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
 _PAGE_BYTES = mmap.PAGESIZE
+_CPU = torch.device("cpu")
 
 
 def compute_device() -> torch.device:
@@ -36,10 +40,10 @@ def device_free_bytes(device: torch.device) -> int | None:
     return int(free)
 
 
-def host_tensor(size: int) -> torch.Tensor:
+def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
     """`size` bytes of page-aligned, zeroed, touched CPU memory that forked children do not get.
 
-    The memory is freed when the last view of it dies.
+    It lies on the NUMA node `node`, where one is given. It is freed when the last view of it dies.
 
     Raises:
         MemoryError: the system does not give it.
@@ -53,61 +57,111 @@ def host_tensor(size: int) -> torch.Tensor:
         ) from error
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
-            area.madvise(getattr(mmap, advice))
-    # One write a page makes the memory ours now, not in the middle of a step.
-    np.frombuffer(area, dtype=np.uint8)[::_PAGE_BYTES] = 0
+            with contextlib.suppress(OSError):  # A kernel without huge pages knows no such advice.
+                area.madvise(getattr(mmap, advice))
+    # Touched, the memory is ours now, and not in the middle of a step.
+    touch(np.frombuffer(area, dtype=np.uint8), node)
     with torch.inference_mode(False):  # What is made in it can never be written outside it.
         return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
-def _cuda_runtime() -> Any:
-    cudart: Any = torch.cuda.cudart
-    return cudart()
+def pieces(size: int, edges: Iterable[int], most: int) -> list[tuple[int, int]]:
+    """Cut `size` bytes at some of `edges`, into (offset, bytes) of at most `most` where that goes.
+
+    A stretch between two neighbouring edges is never cut, so one that is longer than `most` is a
+    piece by itself.
+    """
+    cuts = [0]
+    ends = sorted({edge for edge in edges if 0 < edge < size} | {size})
+    for edge, following in zip(ends, [*ends[1:], size]):
+        if following - cuts[-1] > most or edge == size:
+            cuts.append(edge)
+    return [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
 class Arena:
     """All the memory that an engine takes of one tier."""
 
-    def __init__(self, size: int, device: torch.device, *, pin_for: torch.device | None = None):
-        """Take `size` bytes of `device`; CPU memory is registered with the driver of `pin_for`.
+    def __init__(
+        self,
+        size: int,
+        device: torch.device,
+        *,
+        driver: Driver | None = None,
+        edges: Iterable[int] = (),
+    ):
+        """Take `size` bytes of `device`.
+
+        Args:
+            size: bytes.
+            device: whose memory.
+            driver: of the accelerator that CPU memory is registered with, and lies near to.
+            edges: offsets at which a registration may end; no transfer crosses one.
 
         Raises:
             MemoryError: the memory is not there.
         """
         self.notice: str | None = None
         self.bytes = size
+        self._driver = driver
+        self._pinned: list[tuple[int, int]] = []
         if device.type == "cpu":
-            self.tensor = host_tensor(size)
+            self.tensor = host_tensor(size, node=None if driver is None else driver.numa_node())
         else:
-            self.tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._pinned: list[int] = []
-        if pin_for is not None and pin_for.type == "cuda":
-            self._pin()
+            self.tensor = _device_tensor(size, device)
+        if driver is not None and size:
+            self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are registered with the driver."""
+        return sum(size for _, size in self._pinned)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """The bytes of `buffer`, a flat uint8 tensor."""
         return self.tensor[buffer.offset : buffer.offset + buffer.bytes]
 
-    def _pin(self) -> None:
-        """Register the memory, so that copies run beside compute; on failure go on pageable."""
-        runtime = _cuda_runtime()
-        for start in range(0, self.bytes, PIN_BYTES_MAX):
+    def _pin(self, driver: Driver, parts: Sequence[tuple[int, int]]) -> None:
+        """Register the memory, so that copies run beside compute; what cannot be stays pageable."""
+        for start, size in parts:
             address = self.tensor.data_ptr() + start
-            code = runtime.cudaHostRegister(address, min(PIN_BYTES_MAX, self.bytes - start), 0)
-            if int(code) != 0:
+            try:
+                driver.pin(address, size)
+            except PinError as error:
+                left = self.bytes - self.pinned_bytes
                 self.notice = (
-                    f"CPU memory could not be pinned (cudaHostRegister returned {int(code)}): "
-                    "copies will be slower; raise the memlock limit (ulimit -l)"
+                    f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
+                    f"pinned ({error}): copies of it hold up the lanes and are slower; likely the "
+                    "system pins no more for this process; raise the memlock limit (ulimit -l), "
+                    "or lower --cpu-memory"
                 )
                 return
-            self._pinned.append(address)
+            self._pinned.append((address, size))
 
     def close(self) -> None:
         """Give the registration back; the memory goes when its last view dies."""
-        for address in self._pinned:
-            _cuda_runtime().cudaHostUnregister(address)
-        self._pinned = []
+        pinned, self._pinned = self._pinned, []
+        for address, _ in pinned:
+            assert self._driver is not None
+            self._driver.unpin(address)
         self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _device_tensor(size: int, device: torch.device) -> torch.Tensor:
+    """`size` zero bytes of an accelerator's memory, there for every stream.
+
+    Raises:
+        MemoryError: it has no such piece free.
+    """
+    try:
+        made = torch.zeros(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"{format_bytes(size)} of {device} were refused ({error}): likely other programs, or "
+            "tensors of this one, hold it; lower --device-memory"
+        ) from error
+    torch.accelerator.synchronize(device)
+    return made
 
 
 class Memory:
@@ -120,10 +174,12 @@ class Memory:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        pin_for = None if device.type == "cpu" else device
+        driver = None if device.type == "cpu" else driver_of(device)
+        buffers = [*plan.homes.values(), *plan.slots.values()]
+        edges = [b.offset for b in buffers if b.tier == "cpu" and b.offset % _PAGE_BYTES == 0]
         self.arenas: dict[Tier, Arena] = {
             "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), torch.device("cpu"), pin_for=pin_for),
+            "cpu": Arena(plan.arena_bytes("cpu"), _CPU, driver=driver, edges=edges),
         }
         self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
         self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}
