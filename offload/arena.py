@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from offload.config import Tier, format_bytes
+from offload.device import CPU, Device
 from offload.layout import Buffer, Plan
 from offload.program import WHOLE, Use, Value, weight_in_use
 
@@ -17,23 +18,6 @@ PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
 _PAGE_BYTES = mmap.PAGESIZE
-
-
-def compute_device() -> torch.device:
-    """The accelerator that torch finds, else the CPU."""
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None:
-            return torch.device(found.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
-
-
-def device_free_bytes(device: torch.device) -> int | None:
-    """Free memory of an accelerator in bytes, or None where the compute device is the CPU."""
-    if device.type == "cpu":
-        return None
-    free, _ = getattr(torch, device.type).mem_get_info(device)
-    return int(free)
 
 
 def host_tensor(size: int) -> torch.Tensor:
@@ -60,6 +44,11 @@ def host_tensor(size: int) -> torch.Tensor:
         return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
+def zeros_on(device: Device, size: int) -> torch.Tensor:
+    """`size` zero bytes in the memory of the compute device."""
+    return host_tensor(size) if device.is_host else device.zeros(size)
+
+
 def _cuda_runtime() -> Any:
     cudart: Any = torch.cuda.cudart
     return cudart()
@@ -68,7 +57,7 @@ def _cuda_runtime() -> Any:
 class Arena:
     """All the memory that an engine takes of one tier."""
 
-    def __init__(self, size: int, device: torch.device, *, pin_for: torch.device | None = None):
+    def __init__(self, size: int, device: Device, *, pin_for: torch.device | None = None):
         """Take `size` bytes of `device`; CPU memory is registered with the driver of `pin_for`.
 
         Raises:
@@ -76,10 +65,7 @@ class Arena:
         """
         self.notice: str | None = None
         self.bytes = size
-        if device.type == "cpu":
-            self.tensor = host_tensor(size)
-        else:
-            self.tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.tensor = zeros_on(device, size)
         self._pinned: list[int] = []
         if pin_for is not None and pin_for.type == "cuda":
             self._pin()
@@ -113,17 +99,17 @@ class Arena:
 class Memory:
     """The arenas of a plan, and every home and slot as a tensor."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: Device):
         """Allocate and touch both arenas.
 
         Raises:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        pin_for = None if device.type == "cpu" else device
+        pin_for = None if device.is_host else device.torch_device
         self.arenas: dict[Tier, Arena] = {
             "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), torch.device("cpu"), pin_for=pin_for),
+            "cpu": Arena(plan.arena_bytes("cpu"), CPU, pin_for=pin_for),
         }
         self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
         self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}

@@ -14,11 +14,11 @@ import torch
 
 from offload import arena
 from offload.arena import Arena, Memory, host_tensor, typed
+from offload.device import CPU
 from offload.layout import Buffer, Placement, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
 
-CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 PAGE = mmap.PAGESIZE
 
@@ -138,7 +138,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(
 def test_nothing_is_pinned_for_a_cpu_or_of_no_size(runtime: Callable[..., FakeRuntime]) -> None:
     fake = runtime()
     Arena(1 << 20, CPU).close()
-    Arena(1 << 20, CPU, pin_for=CPU).close()
+    Arena(1 << 20, CPU, pin_for=CPU.torch_device).close()
     Arena(0, CPU, pin_for=CUDA).close()
     assert fake.calls == []
 

@@ -33,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("program",),
     ("task", "rules", "variants"),
-    ("schedule",),
+    ("schedule", "device"),
     ("verify", "simulate"),
     ("arena", "store", "lanes"),
     ("executor",),
