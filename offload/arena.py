@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from offload.config import Tier, format_bytes
-from offload.driver import Driver, PinError, driver_of
+from offload.device import CPU, Device
+from offload.driver import Driver, PinError
 from offload.layout import Buffer, Plan
 from offload.numa import touch
 from offload.program import WHOLE, Use, Value, weight_in_use
@@ -20,24 +21,6 @@ PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
 _PAGE_BYTES = mmap.PAGESIZE
-_CPU = torch.device("cpu")
-
-
-def compute_device() -> torch.device:
-    """The accelerator that torch finds, else the CPU."""
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None:
-            return torch.device(found.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
-
-
-def device_free_bytes(device: torch.device) -> int | None:
-    """Free memory of an accelerator in bytes, or None where the compute device is the CPU."""
-    if device.type == "cpu":
-        return None
-    free, _ = getattr(torch, device.type).mem_get_info(device)
-    return int(free)
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
@@ -79,13 +62,18 @@ def pieces(size: int, edges: Iterable[int], most: int) -> list[tuple[int, int]]:
     return [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
 
 
+def zeros_on(device: Device, size: int) -> torch.Tensor:
+    """`size` zero bytes in the memory of the compute device."""
+    return host_tensor(size) if device.is_host else device.zeros(size)
+
+
 class Arena:
     """All the memory that an engine takes of one tier."""
 
     def __init__(
         self,
         size: int,
-        device: torch.device,
+        device: Device,
         *,
         driver: Driver | None = None,
         edges: Iterable[int] = (),
@@ -95,7 +83,7 @@ class Arena:
         Args:
             size: bytes.
             device: whose memory.
-            driver: of the accelerator that CPU memory is registered with, and lies near to.
+            driver: of the accelerator that CPU memory is registered with and lies near to.
             edges: offsets at which a registration may end; no transfer crosses one.
 
         Raises:
@@ -105,10 +93,10 @@ class Arena:
         self.bytes = size
         self._driver = driver
         self._pinned: list[tuple[int, int]] = []
-        if device.type == "cpu":
-            self.tensor = host_tensor(size, node=None if driver is None else driver.numa_node())
+        if driver is None:
+            self.tensor = zeros_on(device, size)
         else:
-            self.tensor = _device_tensor(size, device)
+            self.tensor = host_tensor(size, node=driver.numa_node())
         if driver is not None and size:
             self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
 
@@ -147,39 +135,21 @@ class Arena:
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
-def _device_tensor(size: int, device: torch.device) -> torch.Tensor:
-    """`size` zero bytes of an accelerator's memory, there for every stream.
-
-    Raises:
-        MemoryError: it has no such piece free.
-    """
-    try:
-        made = torch.zeros(size, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(
-            f"{format_bytes(size)} of {device} were refused ({error}): likely other programs, or "
-            "tensors of this one, hold it; lower --device-memory"
-        ) from error
-    torch.accelerator.synchronize(device)
-    return made
-
-
 class Memory:
     """The arenas of a plan, and every home and slot as a tensor."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: Device):
         """Allocate and touch both arenas.
 
         Raises:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        driver = None if device.type == "cpu" else driver_of(device)
         buffers = [*plan.homes.values(), *plan.slots.values()]
         edges = [b.offset for b in buffers if b.tier == "cpu" and b.offset % _PAGE_BYTES == 0]
         self.arenas: dict[Tier, Arena] = {
             "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), _CPU, driver=driver, edges=edges),
+            "cpu": Arena(plan.arena_bytes("cpu"), CPU, driver=device.driver, edges=edges),
         }
         self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
         self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}

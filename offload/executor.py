@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from offload.arena import Memory, host_tensor
+from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
 from offload.layout import Kind, Plan
@@ -37,7 +38,7 @@ class Executor:
         plan: Plan,
         memory: Memory,
         store: Store | None,
-        device: torch.device,
+        device: Device,
         pace: Callable[[Op], float] | None = None,
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
@@ -129,7 +130,7 @@ class Executor:
 
         def copy() -> None:
             here = self._bytes_of(passage, source)
-            self._bytes_of(passage, target).copy_(here, non_blocking=True)
+            self.device.copy(self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read
@@ -162,19 +163,14 @@ class Executor:
             here = self.memory.at(Use(home, value))
             if here.data_ptr() != content.data_ptr():
                 here.copy_(content)
-            self._drain()
+            self.device.drain()
             return
         assert self.store is not None
-        if content.device.type != "cpu":
+        if self.device.holds(content):
             content = host_tensor(content.numel()).copy_(content)
         unit = self.plan.profile.units[value.unit].name
         part = None if value.chunk == WHOLE else value.chunk
         self.store.write(value.kind, unit, content, self.step, part)
-
-    def _drain(self) -> None:
-        """What this thread has written on the device is there for the lanes' own streams."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     @whole
     def clear(self, value: Value) -> None:

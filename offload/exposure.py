@@ -142,7 +142,7 @@ class Exposures:
         one = self._plan.profile.units[unit].parameters[parameter]
         dtype: torch.dtype = getattr(torch, one.dtype)
         with torch.inference_mode(False):
-            out = torch.empty(one.shape, dtype=dtype, device=self._executor.device)
+            out = self._executor.device.empty(one.shape, dtype)
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
             home = self._executor.peek(Value("weight", unit, piece))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -72,8 +73,6 @@ def touch(memory: npt.NDArray[np.uint8], node: int | None = None) -> None:
 
 def _touch_part(part: npt.NDArray[np.uint8], node: int | None) -> None:
     if node is not None and hasattr(os, "sched_setaffinity"):
-        try:
+        with contextlib.suppress(OSError):  # Else it lies where it can.
             os.sched_setaffinity(0, processors(node))  # Of this thread alone.
-        except OSError:
-            pass  # It lies where it can.
     part[:: mmap.PAGESIZE] = 0

@@ -41,7 +41,7 @@ class States:
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         out = {
-            name: torch.empty(one.elements, dtype=dtype, device=self._executor.device)
+            name: self._executor.device.empty((one.elements,), dtype)
             for name, dtype in plain_dtypes(fmt).items()
         }
         for chunk, here, there in self._spans(unit, parameter):

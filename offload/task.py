@@ -76,6 +76,7 @@ class Task:
         "run",
         "serial",
         "state",
+        "streams",
         "waits",
     )
 
@@ -101,6 +102,9 @@ class Task:
         self.ready_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
+        """What has to be through on the device before it, and once it is done, of its own."""
+        self.streams: list[object] = []
+        """Those that the user's compute has used so far, but for the one on which it ends."""
 
     @property
     def of_user(self) -> bool:

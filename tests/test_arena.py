@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from offload import arena
 from offload.arena import Arena, Memory, host_tensor, pieces, typed
+from offload.device import CPU, Device
 from offload.driver import Driver, PinError
 from offload.layout import Buffer, Placement, Plan, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
 
-CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
 
 
@@ -80,7 +80,7 @@ class FakeDriver(Driver):
     """Registers memory, or refuses it at a certain call."""
 
     def __init__(self, fail_at: int = 0):
-        super().__init__(CPU)
+        super().__init__(CPU.torch_device)
         self.fail_at = fail_at
         self.calls: list[tuple[int, int]] = []
         self.released: list[int] = []
@@ -160,10 +160,9 @@ def test_pieces_end_at_edges_and_are_as_few_as_they_can_be(ends: list[int], most
 def test_homes_and_slots_are_never_cut_by_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arena, "PIN_BYTES_MAX", 3 * 4096)
     driver = FakeDriver()
-    monkeypatch.setattr(arena, "driver_of", lambda device: driver)
-    monkeypatch.setattr(arena, "_device_tensor", lambda size, device: host_tensor(size))
-    plan = small_plan()
-    memory = Memory(plan, torch.device("meta"))
+    plan, device = small_plan(), Device(CPU.torch_device)
+    device.driver = driver
+    memory = Memory(plan, device)
     start = memory.arenas["cpu"].tensor.data_ptr()
     ranges = [(address - start, address - start + size) for address, size in driver.calls]
     assert len(ranges) > 3
