@@ -7,12 +7,13 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from offload.arena import Memory, host_tensor
+from offload.copies import in_pieces
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
@@ -20,7 +21,7 @@ from offload.layout import Kind, Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.scoreboard import Scoreboard
 from offload.store import Store
-from offload.task import Key, Passage, Task
+from offload.task import Key, Passage, Run, Task
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
@@ -106,7 +107,7 @@ class Executor:
         self,
         op: Op,
         pass_number: int,
-        run: Callable[[], None] | None,
+        run: Run | None,
         passage: Passage | None = None,
     ) -> Task:
         reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
@@ -115,7 +116,7 @@ class Executor:
         self._board.note(task, reads, writes)
         return task
 
-    def _mover(self, op: Op, passage: Passage | None) -> Callable[[], None]:
+    def _mover(self, op: Op, passage: Passage | None) -> Run:
         source, target, value = op.reads[0], op.writes[0], op.value
         unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
         part, step = None if chunk == WHOLE else chunk, self.step
@@ -128,9 +129,9 @@ class Executor:
             assert self.store is not None
             self.store.write(value.kind, unit, self._bytes_of(passage, source), step, part)
 
-        def copy() -> None:
+        def copy() -> Iterator[None]:
             here = self._bytes_of(passage, source)
-            self.device.copy(self._bytes_of(passage, target), here)
+            return in_pieces(self.device, self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read

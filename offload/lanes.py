@@ -19,7 +19,7 @@ import torch
 from offload.device import Device
 from offload.program import Lane, Op
 from offload.schedule import Schedule
-from offload.task import Key, Passage, State, Task
+from offload.task import Key, Passage, Run, State, Task
 
 HISTORY_MAX = 4
 """How many tasks back a wait is traced to the lane that caused it."""
@@ -106,7 +106,7 @@ class Lanes:
         op: Op,
         waits: Iterable[Task],
         key: Key,
-        run: Callable[[], None] | None = None,
+        run: Run | None = None,
         passage: Passage | None = None,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
@@ -286,7 +286,10 @@ class Lanes:
         try:
             for fence in task.fences:
                 fence.synchronize()
-            task.run()
+            work = task.run()
+            if isinstance(work, Iterator):
+                for _ in work:
+                    start += self._let_pass(lane, task)
             self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
@@ -302,6 +305,23 @@ class Lanes:
                 self.fail(error)
                 return
             self._finish(task)
+
+    def _let_pass(self, lane: Lane, task: Task) -> float:
+        """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
+        since = time.perf_counter()
+        while (other := self._overtaking(lane, task)) is not None:
+            self._run(lane, other)
+        return time.perf_counter() - since
+
+    def _overtaking(self, lane: Lane, task: Task) -> Task | None:
+        """Begin what may start at once and is more urgent than `task`, if there is any."""
+        with self._lock:
+            other = self._schedule.first(lane)
+            if other is None or other.key >= task.key or self._closing or self._failure is not None:
+                return None
+            if not all(fence.query() for fence in other.fences):
+                return None
+            return self._schedule.take(lane)
 
     # -- under the lock -----------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ life.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -46,6 +46,10 @@ Key = tuple[int, int]
 
 LAST: Key = (1 << 62, 0)
 """Less urgent than anything."""
+
+
+Run = Callable[[], Iterator[None] | None]
+"""What a task does: at once, or in pieces, between which its lane may do what is more urgent."""
 
 
 class Fence(Protocol):
@@ -83,7 +87,7 @@ class Task:
     def __init__(
         self,
         op: Op,
-        run: Callable[[], None] | None,
+        run: Run | None,
         key: Key,
         serial: int,
         passage: Passage | None = None,

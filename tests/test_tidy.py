@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("task", "rules", "variants"),
     ("schedule", "driver", "device"),
     ("verify", "simulate"),
-    ("arena", "store", "lanes"),
+    ("arena", "store", "lanes", "copies"),
     ("executor",),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality"),
