@@ -94,7 +94,8 @@ def test_gradients_are_those_of_plain_torch(tmp_path: Path) -> None:
         ours, theirs = dict(run.model.named_parameters()), dict(model.named_parameters())
         for name, parameter in theirs.items():
             assert parameter.grad is not None
-            assert torch.equal(ours[name].grad, parameter.grad.cpu()), name  # type: ignore[arg-type]
+            found: Any = ours[name].grad
+            assert torch.equal(found, parameter.grad.cpu()), name
 
 
 @pytest.mark.parametrize("name", FORMATS)
