@@ -109,7 +109,9 @@ class Exposures:
         """The values of a parameter after any update, in memory of their own, not counted."""
         self._executor.quiesce("weight", unit, to_write=False)
         with torch.no_grad():
-            return self._read(unit, parameter)
+            values = self._read(unit, parameter)
+        self._executor.device.drain()  # Before an update may write where it reads.
+        return values
 
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""

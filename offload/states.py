@@ -56,6 +56,7 @@ class States:
             count = there.stop - there.start
             for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
                 out[name][there].copy_(part)
+        self._executor.device.drain()  # Before an update may write where it reads.
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
     def write(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
