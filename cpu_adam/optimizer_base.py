@@ -43,7 +43,7 @@ from cpu_adam.parameter_state import (
 
 _REFUSED = {
     "amsgrad": "no state format keeps the largest second moment",
-    "capturable": "CUDA graphs cannot hold work on the CPU",
+    "capturable": "graphs of kernels cannot hold work on the CPU",
     "differentiable": "the update is no sequence of torch operations that autograd could follow",
 }
 """Options of torch's optimizers that are not offered, and why."""

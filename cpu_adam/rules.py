@@ -39,7 +39,8 @@ class Factors:
         rounded = torch.tensor([*factors.values()], dtype=torch.float32)
         self.numbers: dict[str, float] = dict(zip(factors, rounded.tolist()))
         """To decide by."""
-        self._tensors = dict(zip(factors, rounded.to(device).unbind()))
+        # What is copied from pageable memory is taken before the call returns: nobody need wait.
+        self._tensors = dict(zip(factors, rounded.to(device, non_blocking=True).unbind()))
 
     def __getitem__(self, name: str) -> Tensor:
         """0-d, on the device of the data."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from offload.config import Tier, format_bytes
+from offload.device import CPU, Device
+from offload.driver import Driver, PinError
 from offload.layout import Buffer, Plan
+from offload.numa import touch
 from offload.program import WHOLE, Use, Value, weight_in_use
 
 PIN_BYTES_MAX = 64 << 30
@@ -19,27 +23,10 @@ PIN_BYTES_MAX = 64 << 30
 _PAGE_BYTES = mmap.PAGESIZE
 
 
-def compute_device() -> torch.device:
-    """The accelerator that torch finds, else the CPU."""
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None:
-            return torch.device(found.type, torch.accelerator.current_device_index())
-    return torch.device("cpu")
-
-
-def device_free_bytes(device: torch.device) -> int | None:
-    """Free memory of an accelerator in bytes, or None where the compute device is the CPU."""
-    if device.type == "cpu":
-        return None
-    free, _ = getattr(torch, device.type).mem_get_info(device)
-    return int(free)
-
-
-def host_tensor(size: int) -> torch.Tensor:
+def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
     """`size` bytes of page-aligned, zeroed, touched CPU memory that forked children do not get.
 
-    The memory is freed when the last view of it dies.
+    It lies on the NUMA node `node`, where one is given. It is freed when the last view of it dies.
 
     Raises:
         MemoryError: the system does not give it.
@@ -53,77 +40,116 @@ def host_tensor(size: int) -> torch.Tensor:
         ) from error
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
-            area.madvise(getattr(mmap, advice))
-    # One write a page makes the memory ours now, not in the middle of a step.
-    np.frombuffer(area, dtype=np.uint8)[::_PAGE_BYTES] = 0
+            with contextlib.suppress(OSError):  # A kernel without huge pages knows no such advice.
+                area.madvise(getattr(mmap, advice))
+    # Touched, the memory is ours now, and not in the middle of a step.
+    touch(np.frombuffer(area, dtype=np.uint8), node)
     with torch.inference_mode(False):  # What is made in it can never be written outside it.
         return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
-def _cuda_runtime() -> Any:
-    cudart: Any = torch.cuda.cudart
-    return cudart()
+def pieces(size: int, edges: Iterable[int], most: int) -> list[tuple[int, int]]:
+    """Cut `size` bytes at some of `edges`, into (offset, bytes) of at most `most` where that goes.
+
+    A stretch between two neighbouring edges is never cut, so one that is longer than `most` is a
+    piece by itself.
+    """
+    cuts = [0]
+    ends = sorted({edge for edge in edges if 0 < edge < size} | {size})
+    for edge, following in zip(ends, [*ends[1:], size]):
+        if following - cuts[-1] > most or edge == size:
+            cuts.append(edge)
+    return [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
+
+
+def zeros_on(device: Device, size: int) -> torch.Tensor:
+    """`size` zero bytes in the memory of the compute device."""
+    return host_tensor(size) if device.is_host else device.zeros(size)
 
 
 class Arena:
     """All the memory that an engine takes of one tier."""
 
-    def __init__(self, size: int, device: torch.device, *, pin_for: torch.device | None = None):
-        """Take `size` bytes of `device`; CPU memory is registered with the driver of `pin_for`.
+    def __init__(
+        self,
+        size: int,
+        device: Device,
+        *,
+        driver: Driver | None = None,
+        edges: Iterable[int] = (),
+    ):
+        """Take `size` bytes of `device`.
+
+        Args:
+            size: bytes.
+            device: whose memory.
+            driver: of the accelerator that CPU memory is registered with and lies near to.
+            edges: offsets at which a registration may end; no transfer crosses one.
 
         Raises:
             MemoryError: the memory is not there.
         """
         self.notice: str | None = None
         self.bytes = size
-        if device.type == "cpu":
-            self.tensor = host_tensor(size)
+        self._driver = driver
+        self._pinned: list[tuple[int, int]] = []
+        if driver is None:
+            self.tensor = zeros_on(device, size)
         else:
-            self.tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._pinned: list[int] = []
-        if pin_for is not None and pin_for.type == "cuda":
-            self._pin()
+            self.tensor = host_tensor(size, node=driver.numa_node())
+        if driver is not None and size:
+            self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are registered with the driver."""
+        return sum(size for _, size in self._pinned)
 
     def view(self, buffer: Buffer) -> torch.Tensor:
         """The bytes of `buffer`, a flat uint8 tensor."""
         return self.tensor[buffer.offset : buffer.offset + buffer.bytes]
 
-    def _pin(self) -> None:
-        """Register the memory, so that copies run beside compute; on failure go on pageable."""
-        runtime = _cuda_runtime()
-        for start in range(0, self.bytes, PIN_BYTES_MAX):
+    def _pin(self, driver: Driver, parts: Sequence[tuple[int, int]]) -> None:
+        """Register the memory, so that copies run beside compute; what cannot be stays pageable."""
+        for start, size in parts:
             address = self.tensor.data_ptr() + start
-            code = runtime.cudaHostRegister(address, min(PIN_BYTES_MAX, self.bytes - start), 0)
-            if int(code) != 0:
+            try:
+                driver.pin(address, size)
+            except PinError as error:
+                left = self.bytes - self.pinned_bytes
                 self.notice = (
-                    f"CPU memory could not be pinned (cudaHostRegister returned {int(code)}): "
-                    "copies will be slower; raise the memlock limit (ulimit -l)"
+                    f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
+                    f"pinned ({error}): copies of it hold up the lanes and are slower; likely the "
+                    "system pins no more for this process; raise the memlock limit (ulimit -l), "
+                    "or lower --cpu-memory"
                 )
                 return
-            self._pinned.append(address)
+            self._pinned.append((address, size))
 
     def close(self) -> None:
         """Give the registration back; the memory goes when its last view dies."""
-        for address in self._pinned:
-            _cuda_runtime().cudaHostUnregister(address)
-        self._pinned = []
+        pinned, self._pinned = self._pinned, []
+        for address, _ in pinned:
+            assert self._driver is not None
+            self._driver.unpin(address)
         self.tensor = torch.empty(0, dtype=torch.uint8)
 
 
 class Memory:
     """The arenas of a plan, and every home and slot as a tensor."""
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: Device):
         """Allocate and touch both arenas.
 
         Raises:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        pin_for = None if device.type == "cpu" else device
+        buffers = [*plan.homes.values(), *plan.slots.values()]
+        edges = [b.offset for b in buffers if b.tier == "cpu" and b.offset % _PAGE_BYTES == 0]
         self.arenas: dict[Tier, Arena] = {
             "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), torch.device("cpu"), pin_for=pin_for),
+            "cpu": Arena(plan.arena_bytes("cpu"), CPU, driver=device.driver, edges=edges),
         }
         self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
         self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}

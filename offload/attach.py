@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.arena import Memory, compute_device, device_free_bytes, host_tensor, typed
+from offload.arena import Memory, typed, zeros_on
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
 from offload.config import Config
+from offload.device import Device, compute_device
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
@@ -76,7 +77,7 @@ def attach(
     check_model(model, optimizer, groups)
     check_ways(model, trains=optimizer is not None)
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
-    found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
+    found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
         return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
@@ -165,7 +166,7 @@ class _Attaching:
         config: Config,
         groups: list[Group],
         placed: Plan,
-        device: torch.device,
+        device: Device,
     ):
         self.model = model
         self.optimizer = optimizer
@@ -210,8 +211,9 @@ class _Attaching:
     def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
         fresh = self._materialise()
+        on = self.device.torch_device
         stand_in = {
-            name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=self.device)
+            name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=on)
             for name in {p.dtype for unit in self.plan.profile.units for p in unit.parameters}
         }
         self._bound = [
@@ -232,7 +234,7 @@ class _Attaching:
             for module in group.modules:
                 announcers.setdefault(module, []).append(index)
         for buffer in self.model.buffers():
-            buffer.data = buffer.data.to(self.device)
+            buffer.data = buffer.data.to(self.device.torch_device)
         least = max(EXPOSED_BYTES_LEAST, host_free_bytes() // 10)
         exposed = self.config.bytes_of("exposed_memory")
         engine = Engine(
@@ -270,7 +272,7 @@ class _Attaching:
                 if parameter is None or not parameter.is_meta:
                     continue
                 if parameter not in renewed:
-                    empty = torch.zeros(1, dtype=parameter.dtype, device=self.device)
+                    empty = torch.zeros(1, dtype=parameter.dtype, device=self.device.torch_device)
                     shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
                     new = nn.Parameter(shaped, parameter.requires_grad)
                     renewed[parameter], self._replaced[new] = new, parameter
@@ -291,7 +293,7 @@ class _Attaching:
         initialize: Callable[[nn.Module], object],
     ) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it."""
-        buffer = host_tensor(unit.spec.weight_bytes).to(self.device)
+        buffer = zeros_on(self.device, unit.spec.weight_bytes)
         with torch.no_grad():
             values = [parameter.data for parameter in unit.parameters]
             for index, parameter in enumerate(unit.parameters):
@@ -333,7 +335,7 @@ class _Attaching:
         """Give the parameters of a unit that was moved already their values back."""
         buffer = torch.cat(
             [
-                executor.peek(Value("weight", unit.index, piece)).to(self.device)
+                executor.peek(Value("weight", unit.index, piece)).to(self.device.torch_device)
                 for piece in range(len(unit.spec.pieces))
             ]
         )

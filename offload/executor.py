@@ -7,19 +7,21 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from offload.arena import Memory, host_tensor
+from offload.copies import in_pieces
+from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
 from offload.layout import Kind, Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.scoreboard import Scoreboard
 from offload.store import Store
-from offload.task import Key, Passage, Task
+from offload.task import Key, Passage, Run, Task
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
@@ -37,7 +39,7 @@ class Executor:
         plan: Plan,
         memory: Memory,
         store: Store | None,
-        device: torch.device,
+        device: Device,
         pace: Callable[[Op], float] | None = None,
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
@@ -105,7 +107,7 @@ class Executor:
         self,
         op: Op,
         pass_number: int,
-        run: Callable[[], None] | None,
+        run: Run | None,
         passage: Passage | None = None,
     ) -> Task:
         reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
@@ -114,7 +116,7 @@ class Executor:
         self._board.note(task, reads, writes)
         return task
 
-    def _mover(self, op: Op, passage: Passage | None) -> Callable[[], None]:
+    def _mover(self, op: Op, passage: Passage | None) -> Run:
         source, target, value = op.reads[0], op.writes[0], op.value
         unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
         part, step = None if chunk == WHOLE else chunk, self.step
@@ -127,9 +129,9 @@ class Executor:
             assert self.store is not None
             self.store.write(value.kind, unit, self._bytes_of(passage, source), step, part)
 
-        def copy() -> None:
+        def copy() -> Iterator[None]:
             here = self._bytes_of(passage, source)
-            self._bytes_of(passage, target).copy_(here, non_blocking=True)
+            return in_pieces(self.device, self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read
@@ -162,19 +164,14 @@ class Executor:
             here = self.memory.at(Use(home, value))
             if here.data_ptr() != content.data_ptr():
                 here.copy_(content)
-            self._drain()
+            self.device.drain()
             return
         assert self.store is not None
-        if content.device.type != "cpu":
+        if self.device.holds(content):
             content = host_tensor(content.numel()).copy_(content)
         unit = self.plan.profile.units[value.unit].name
         part = None if value.chunk == WHOLE else value.chunk
         self.store.write(value.kind, unit, content, self.step, part)
-
-    def _drain(self) -> None:
-        """What this thread has written on the device is there for the lanes' own streams."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
     @whole
     def clear(self, value: Value) -> None:

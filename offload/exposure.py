@@ -109,7 +109,9 @@ class Exposures:
         """The values of a parameter after any update, in memory of their own, not counted."""
         self._executor.quiesce("weight", unit, to_write=False)
         with torch.no_grad():
-            return self._read(unit, parameter)
+            values = self._read(unit, parameter)
+        self._executor.device.drain()  # Before an update may write where it reads.
+        return values
 
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""
@@ -142,7 +144,7 @@ class Exposures:
         one = self._plan.profile.units[unit].parameters[parameter]
         dtype: torch.dtype = getattr(torch, one.dtype)
         with torch.inference_mode(False):
-            out = torch.empty(one.shape, dtype=dtype, device=self._executor.device)
+            out = self._executor.device.empty(one.shape, dtype)
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
             home = self._executor.peek(Value("weight", unit, piece))

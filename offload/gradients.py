@@ -204,7 +204,7 @@ class Gradients:
         """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
         now, value = self._units[unit], Value("gradient", unit)
         home = self._plan.home("gradient", unit)
-        if home.tier == "cpu" or (home.tier == "device" and self._executor.device.type == "cpu"):
+        if home.tier == "cpu" or (home.tier == "device" and self._executor.device.is_host):
             return self._executor.peek(value)
         if now.copied is None:
             size = self._plan.bytes_of("gradient", unit)

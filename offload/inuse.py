@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from offload.arena import Memory, host_tensor
+from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.passes import Entry, Passes
@@ -23,6 +23,7 @@ class InUse:
         self._memory = memory
         self._passes = passes
         self._units: list[BoundUnit] = []
+        self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
         return iter(list(self._units))
@@ -50,7 +51,7 @@ class InUse:
         self._passes.give_up(entry)
         self._executor.quiesce("weight", bound.index, to_write=False)
         with torch.inference_mode(False):
-            buffer = host_tensor(bound.spec.weight_bytes).to(self._executor.device)
+            buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
         for piece, (offset, size) in enumerate(bound.spec.pieces):
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
@@ -75,7 +76,7 @@ class InUse:
 
     def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
         """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
-        if tensor.layout is not torch.strided or tensor.device.type != self._executor.device.type:
+        if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
             return None
         address = tensor.data_ptr()
         for bound in self._units:

@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from offload.device import Device
 from offload.program import Lane, Op
 from offload.schedule import Schedule
-from offload.task import Fence, Key, Passage, State, Task
+from offload.task import Key, Passage, Run, State, Task
 
 HISTORY_MAX = 4
 """How many tasks back a wait is traced to the lane that caused it."""
@@ -50,7 +51,7 @@ class Lanes:
         self,
         lanes: Sequence[Lane],
         *,
-        device: torch.device,
+        device: Device,
         pace: Callable[[Op], float] | None = None,
     ):
         """Start a thread for each of `lanes`.
@@ -105,7 +106,7 @@ class Lanes:
         op: Op,
         waits: Iterable[Task],
         key: Key,
-        run: Callable[[], None] | None = None,
+        run: Run | None = None,
         passage: Passage | None = None,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
@@ -156,15 +157,24 @@ class Lanes:
         self._block(task, lambda: task.state is not State.WAITING)
         for fence in task.fences:
             fence.wait()
+        task.streams = [self._device.stream()]
         with self._lock:
             task.go(State.RUNNING)
 
+    def join(self, task: Task) -> None:
+        """The user's compute `task`, which has begun, goes on on the current stream as well."""
+        stream = self._device.stream()
+        if stream not in task.streams:
+            for fence in task.fences:
+                fence.wait()
+            task.streams.append(stream)
+
     def finish(self, task: Task) -> None:
         """The user's compute `task` is over (on the host; the device may have work left)."""
-        fence = self._fence()
+        self.join(task)
+        fences = [self._device.fence(stream) for stream in task.streams]
         with self._books():
-            if fence is not None:
-                task.fences = [fence]
+            task.fences = [fence for fence in fences if fence is not None]
             self._finish(task)
 
     def wait(self, tasks: Iterable[Task]) -> None:
@@ -241,28 +251,23 @@ class Lanes:
     def _work(self, lane: Lane) -> None:
         """The life of a lane. Whatever ends it early is told to all who wait, and never lost."""
         try:
-            stream = self._prepare()
+            self._prepare()
             self._started.wait()
             with torch.no_grad():
                 while (task := self._next(lane)) is not None:
-                    self._run(lane, task, stream)
+                    self._run(lane, task)
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
             self.fail(error)
             self._started.abort()
 
-    def _prepare(self) -> torch.Stream | None:
-        """Set this thread up for its lane; the stream that is its own on a device."""
+    def _prepare(self) -> None:
+        """Set this thread up for its lane."""
         torch.get_num_threads()  # A thread's first call takes over the number of the process.
         torch.set_num_threads(1)
         torch.set_flush_denormal(False)
-        if self._device.type == "cpu":
-            return None
-        torch.accelerator.set_device_index(self._device.index or 0)
-        stream = torch.Stream(self._device)
-        torch.accelerator.set_stream(stream)
-        return stream
+        self._device.enter()
 
     def _next(self, lane: Lane) -> Task | None:
         """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
@@ -274,16 +279,18 @@ class Lanes:
                 self._wake[lane].wait()
             return None
 
-    def _run(self, lane: Lane, task: Task, stream: torch.Stream | None) -> None:
+    def _run(self, lane: Lane, task: Task) -> None:
         start = time.perf_counter()
         error: BaseException | None = None
         assert task.run is not None
         try:
             for fence in task.fences:
                 fence.synchronize()
-            task.run()
-            if stream is not None:
-                self._drain(stream)
+            work = task.run()
+            if isinstance(work, Iterator):
+                for _ in work:
+                    start += self._let_pass(lane, task)
+            self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
         except BaseException as caught:
@@ -299,19 +306,22 @@ class Lanes:
                 return
             self._finish(task)
 
-    def _drain(self, stream: torch.Stream) -> None:
-        """Wait for the lane's stream without spinning a core."""
-        event = torch.Event(self._device, blocking=True)
-        event.record(stream)
-        event.synchronize()
+    def _let_pass(self, lane: Lane, task: Task) -> float:
+        """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
+        since = time.perf_counter()
+        while (other := self._overtaking(lane, task)) is not None:
+            self._run(lane, other)
+        return time.perf_counter() - since
 
-    def _fence(self) -> Fence | None:
-        """What the compute stream has still to do."""
-        if self._device.type == "cpu":
-            return None
-        event = torch.Event(self._device, blocking=True)
-        event.record(torch.accelerator.current_stream(self._device))
-        return event
+    def _overtaking(self, lane: Lane, task: Task) -> Task | None:
+        """Begin what may start at once and is more urgent than `task`, if there is any."""
+        with self._lock:
+            other = self._schedule.first(lane)
+            if other is None or other.key >= task.key or self._closing or self._failure is not None:
+                return None
+            if not all(fence.query() for fence in other.fences):
+                return None
+            return self._schedule.take(lane)
 
     # -- under the lock -----------------------------------------------------------------------
 

@@ -265,7 +265,10 @@ class Optimizer(torch.optim.Optimizer):
         An optimizer of torch cannot step with all of it, see `_let_go_at_step`; `CPUAdam` can.
         """
         for parameter in list(self.state):
-            self._original.state[parameter] = self.state_of(parameter)
+            self._original.state[parameter] = {
+                name: value if name == "step" else value.to(parameter.device)
+                for name, value in self.state_of(parameter).items()
+            }
         if not isinstance(self._original, CPUOptimizer):
             _let_go_at_step(self._original)
         give_back(self._original)

@@ -9,6 +9,7 @@ import torch
 from cpu_adam.formats import StateFormat
 from cpu_adam.plain import from_plain, plain_dtypes, to_plain
 from cpu_adam.reference import cut, views
+from offload.device import CPU
 from offload.executor import Executor
 from offload.program import Value
 
@@ -36,13 +37,18 @@ class States:
                     yield index, span.chunk_start, slice(there, there + span.elements)
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
-        """A parameter's state as torch has it, in the parameter's shape and memory of its own."""
+        """A parameter's state as torch has it, in the parameter's shape and memory of its own.
+
+        It is on the device where its home is, else in CPU memory: all states together need not
+        fit the device.
+        """
         self._executor.quiesce("state", unit)
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
+        there_too = self._plan.home("state", unit).tier == "device"
+        device = self._executor.device if there_too else CPU
         out = {
-            name: torch.empty(one.elements, dtype=dtype, device=self._executor.device)
-            for name, dtype in plain_dtypes(fmt).items()
+            name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
         for chunk, here, there in self._spans(unit, parameter):
             record = self._executor.peek(Value("state", unit, chunk))
@@ -50,6 +56,7 @@ class States:
             count = there.stop - there.start
             for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
                 out[name][there].copy_(part)
+        self._executor.device.drain()  # Before an update may write where it reads.
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
     def write(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ life.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Protocol
 
@@ -48,6 +48,10 @@ LAST: Key = (1 << 62, 0)
 """Less urgent than anything."""
 
 
+Run = Callable[[], Iterator[None] | None]
+"""What a task does: at once, or in pieces, between which its lane may do what is more urgent."""
+
+
 class Fence(Protocol):
     """Work that the device has still to finish (an event)."""
 
@@ -76,13 +80,14 @@ class Task:
         "run",
         "serial",
         "state",
+        "streams",
         "waits",
     )
 
     def __init__(
         self,
         op: Op,
-        run: Callable[[], None] | None,
+        run: Run | None,
         key: Key,
         serial: int,
         passage: Passage | None = None,
@@ -101,6 +106,9 @@ class Task:
         self.ready_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
+        """What has to be through on the device before it, and once it is done, of its own."""
+        self.streams: list[object] = []
+        """Those that the user's compute has used so far, but for the one on which it ends."""
 
     @property
     def of_user(self) -> bool:

@@ -105,7 +105,8 @@ class ParameterHome:
             return  # What model.to() does when there is nothing to convert.
         one = bound.spec.parameters[self.index]
         found = (tuple(data.shape), data.dtype, data.device.type)
-        wanted = (one.shape, getattr(torch, one.dtype), self.engine.executor.device.type)
+        place = self.engine.executor.device.torch_device.type
+        wanted = (one.shape, getattr(torch, one.dtype), place)
         if found != wanted:
             raise ValueError(
                 f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "

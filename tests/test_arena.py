@@ -5,21 +5,21 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload import arena
-from offload.arena import Arena, Memory, host_tensor, typed
-from offload.layout import Buffer, Placement, lay_out
+from offload.arena import Arena, Memory, host_tensor, pieces, typed
+from offload.device import CPU, Device
+from offload.driver import Driver, PinError
+from offload.layout import Buffer, Placement, Plan, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda", 0)
 PAGE = mmap.PAGESIZE
 
 
@@ -76,71 +76,100 @@ def test_memory_that_is_not_there_is_one_clear_error() -> None:
         host_tensor(1 << 60)
 
 
-@dataclass
-class FakeRuntime:
-    """A CUDA runtime that registers host memory, or fails at a certain call."""
+class FakeDriver(Driver):
+    """Registers memory, or refuses it at a certain call."""
 
-    fail_at: int = 0
-    calls: list[tuple[int, int]] = field(default_factory=list)
-    released: list[int] = field(default_factory=list)
+    def __init__(self, fail_at: int = 0):
+        super().__init__(CPU.torch_device)
+        self.fail_at = fail_at
+        self.calls: list[tuple[int, int]] = []
+        self.released: list[int] = []
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert flags == 0
+    def pin(self, address: int, size: int) -> None:
         self.calls.append((address, size))
-        return 2 if len(self.calls) == self.fail_at else 0
+        if len(self.calls) == self.fail_at:
+            raise PinError("the driver said no")
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def unpin(self, address: int) -> None:
         self.released.append(address)
-        return 0
 
 
 @pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRuntime]:
-    def make(**options: Any) -> FakeRuntime:
-        fake = FakeRuntime(**options)
-        monkeypatch.setattr(arena, "_cuda_runtime", lambda: fake)
-        monkeypatch.setattr(arena, "PIN_BYTES_MAX", 1 << 20)
-        return fake
-
-    return make
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "PIN_BYTES_MAX", 1 << 20)
 
 
-def test_pinning_in_pieces_and_giving_all_of_them_back(
-    runtime: Callable[..., FakeRuntime],
-) -> None:
-    fake, size = runtime(), (5 << 19) + 4096
-    made = Arena(size, CPU, pin_for=CUDA)
+EDGES = range(0, 3 << 20, 1 << 18)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_pinning_in_pieces_and_giving_all_of_them_back() -> None:
+    driver, size = FakeDriver(), (5 << 19) + 4096
+    made = Arena(size, CPU, driver=driver, edges=EDGES)
     start = made.tensor.data_ptr()
-    assert sum(count for _, count in fake.calls) == size
-    assert [address - start for address, _ in fake.calls] == [0, 1 << 20, 2 << 20]
-    assert max(count for _, count in fake.calls) <= 1 << 20
+    assert made.pinned_bytes == sum(count for _, count in driver.calls) == size
+    assert [address - start for address, _ in driver.calls] == [0, 1 << 20, 2 << 20]
     assert made.notice is None
     made.close()
-    assert fake.released == [address for address, _ in fake.calls]
+    assert driver.released == [address for address, _ in driver.calls]
     made.close()
-    assert len(fake.released) == 3
+    assert len(driver.released) == 3
 
 
+@pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("fail_at", [1, 2, 3])
-def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(
-    fail_at: int, runtime: Callable[..., FakeRuntime]
-) -> None:
-    fake = runtime(fail_at=fail_at)
-    made = Arena(3 << 20, CPU, pin_for=CUDA)
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: int) -> None:
+    driver = FakeDriver(fail_at=fail_at)
+    made = Arena(3 << 20, CPU, driver=driver, edges=EDGES)
     assert made.notice is not None
-    assert "cudaHostRegister returned 2" in made.notice
+    assert f"{4 - fail_at}.00 MiB of 3.00 MiB" in made.notice
+    assert "the driver said no" in made.notice
     assert "ulimit -l" in made.notice
+    assert len(driver.calls) == fail_at
+    assert made.pinned_bytes == (fail_at - 1) << 20
     made.tensor.fill_(1)
     made.close()
-    assert fake.released == [address for address, _ in fake.calls[: fail_at - 1]]
+    assert driver.released == [address for address, _ in driver.calls[: fail_at - 1]]
 
 
-def test_nothing_is_pinned_for_a_cpu_or_of_no_size(runtime: Callable[..., FakeRuntime]) -> None:
-    fake = runtime()
+def test_nothing_is_pinned_for_a_cpu_or_of_no_size() -> None:
+    driver = FakeDriver()
     Arena(1 << 20, CPU).close()
-    Arena(1 << 20, CPU, pin_for=CPU).close()
-    Arena(0, CPU, pin_for=CUDA).close()
-    assert fake.calls == []
+    Arena(0, CPU, driver=driver).close()
+    assert driver.calls == []
+
+
+@given(
+    st.lists(st.integers(1, 50), max_size=40).map(lambda sizes: [*itertools.accumulate(sizes)]),
+    st.integers(1, 100),
+)
+def test_pieces_end_at_edges_and_are_as_few_as_they_can_be(ends: list[int], most: int) -> None:
+    size = ends[-1] if ends else 0
+    cut = pieces(size, ends, most)
+    assert [start for start, _ in cut] == [0, *itertools.accumulate(n for _, n in cut)][:-1]
+    assert sum(count for _, count in cut) == size
+    assert {start + count for start, count in cut} <= set(ends)
+    widths = {end: end - start for start, end in itertools.pairwise([0, *ends])}
+    for start, count in cut:
+        assert count <= most or widths[start + count] == count
+    for (_, one), (start, _) in itertools.pairwise(cut):
+        first = next(end - start for end in ends if end > start)
+        assert one + first > most
+
+
+def test_homes_and_slots_are_never_cut_by_a_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena, "PIN_BYTES_MAX", 3 * 4096)
+    driver = FakeDriver()
+    plan, device = small_plan(), Device(CPU.torch_device)
+    device.driver = driver
+    memory = Memory(plan, device)
+    start = memory.arenas["cpu"].tensor.data_ptr()
+    ranges = [(address - start, address - start + size) for address, size in driver.calls]
+    assert len(ranges) > 3
+    for buffer in [*plan.homes.values(), *plan.slots.values()]:
+        if buffer.tier == "cpu":
+            within = [a <= buffer.offset and buffer.offset + buffer.bytes <= b for a, b in ranges]
+            assert sum(within) == 1
 
 
 def test_typed_views_share_memory() -> None:
@@ -155,7 +184,7 @@ def test_typed_views_share_memory() -> None:
     assert flat[512:516].view(torch.float32).item() == 2
 
 
-def test_every_home_and_slot_is_its_own_stretch_of_aligned_memory() -> None:
+def small_plan() -> Plan:
     units = [
         lay_out_unit(
             f"u{i}",
@@ -169,9 +198,14 @@ def test_every_home_and_slot_is_its_own_stretch_of_aligned_memory() -> None:
         Placement("nvme", "nvme", "device"),
     ]
     budgets: Any = {"device": 1 << 30, "cpu": 1 << 30, "nvme": 1 << 30}
-    plan = lay_out(
+    return lay_out(
         profile_of(units), placements, budgets=budgets, clips=False, states=StateChoice()
     )
+
+
+def test_every_home_and_slot_is_its_own_stretch_of_aligned_memory() -> None:
+    plan = small_plan()
+    units = plan.profile.units
     memory = Memory(plan, CPU)
     buffers: list[Buffer] = [*plan.homes.values(), *plan.slots.values()]
     spans = []

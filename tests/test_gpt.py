@@ -39,7 +39,8 @@ def test_a_preset_has_the_parameters_of_its_name(size):
     with torch.device("meta"):
         model = gpt.GPT(gpt.SIZES[size])
     count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == pytest.approx(float(size.removesuffix("m")) * 1e6, rel=0.1)
+    named = float(size[:-1]) * {"m": 1e6, "b": 1e9}[size[-1]]
+    assert count == pytest.approx(named, rel=0.1)
     assert gpt.SIZES[size].width % gpt.HEAD_WIDTH == 0
 
 

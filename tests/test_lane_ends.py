@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offload
+from offload.device import CPU
 from offload.executor import ENGINE_LANES, Executor
 from offload.lanes import EngineError, Lanes
 from offload.program import Lane, Op, Value, Verb
@@ -56,7 +57,7 @@ def test_a_lane_that_cannot_prepare_itself_is_told(
 
     monkeypatch.setattr(Lanes, "_prepare", prepare)
     with nothing_leaks():
-        error = in_time(lambda: Lanes(ENGINE_LANES, device=torch.device("cpu")))
+        error = in_time(lambda: Lanes(ENGINE_LANES, device=CPU))
     assert isinstance(error, EngineError)
     assert isinstance(error.__cause__, Broken)
     assert "no stream" in str(error)
@@ -94,7 +95,7 @@ def test_threads_of_torch_are_as_many_after_a_failed_start(monkeypatch: pytest.M
     torch.set_num_threads(2)
     try:
         with pytest.raises(EngineError):
-            Lanes([Lane.CPU], device=torch.device("cpu"))
+            Lanes([Lane.CPU], device=CPU)
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(1)
@@ -185,7 +186,7 @@ def test_books_that_the_user_left_half_written_end_all_waits(
 def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> None:
     gone = threading.Event()
     memory: Any = SimpleNamespace(close=gone.set)
-    executor = Executor(plan_of(blocks(1)), memory, None, torch.device("cpu"))
+    executor = Executor(plan_of(blocks(1)), memory, None, CPU)
     copying = threading.Event()
     closed = threading.Event()
 
@@ -209,7 +210,7 @@ def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> N
 def test_memory_goes_before_close_returns_elsewhere() -> None:
     gone = threading.Event()
     memory: Any = SimpleNamespace(close=gone.set)
-    executor = Executor(plan_of(blocks(1)), memory, None, torch.device("cpu"))
+    executor = Executor(plan_of(blocks(1)), memory, None, CPU)
     executor.close()
     assert gone.is_set()
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.device import CPU, Device
 from offload.lanes import EngineError, Lanes
 from offload.program import Lane, Op, Value, Verb
 from offload.scoreboard import Scoreboard
@@ -34,7 +35,7 @@ def op(lane: Lane = Lane.CPU, size: int = 0) -> Op:
 
 @contextmanager
 def lanes(*which: Lane, **options: Any) -> Iterator[Lanes]:
-    made = Lanes(which or (Lane.CPU,), device=torch.device("cpu"), **options)
+    made = Lanes(which or (Lane.CPU,), device=CPU, **options)
     with nothing_leaks_but(made):
         try:
             yield made
@@ -240,12 +241,23 @@ class FakeFence:
         return self.done
 
 
+class Fenced(Device):
+    """A device that has left to do what a fence says, and one stream."""
+
+    def __init__(self, fence: FakeFence):
+        super().__init__(torch.device("cpu"))
+        self._fence = fence
+
+    def fence(self, stream: object) -> FakeFence:
+        return self._fence
+
+
 @contextmanager
 def fenced(log: list[str]) -> Iterator[tuple[Lanes, Task, FakeFence]]:
     """Lanes, and a compute of the user under way whose device has work left when it ends."""
     with lanes() as made:
         fence = FakeFence(log)
-        made._fence = lambda: fence  # type: ignore[method-assign]
+        made._device = Fenced(fence)
         mine = made.submit(op(Lane.COMPUTE), [], (0, 0))
         made.begin(mine)
         yield made, mine, fence
@@ -299,7 +311,7 @@ def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
         last = made.submit(op(), [between], (0, 2), lambda: log.append("lane runs"))
         made.cancel([between])
         assert log == []
-        made._fence = lambda: None  # type: ignore[method-assign]
+        made._device = CPU
         made.begin(gate)
         made.finish(gate)
         made.wait([last])
@@ -413,7 +425,7 @@ def test_who_waits_for_a_cancelled_task_waits_for_what_it_waited_for() -> None:
     order: list[str] = []
     gate = threading.Event()
     op = Op(Lane.H2D, Verb.MOVE, Value("weight", 0), (), (), 0, 0)
-    lanes = Lanes([Lane.H2D, Lane.DISK], device=torch.device("cpu"))
+    lanes = Lanes([Lane.H2D, Lane.DISK], device=CPU)
 
     def first() -> None:
         gate.wait()

@@ -27,15 +27,15 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("interrupt", "outputs", "config", "profile", "records", "scoreboard"),
+    ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("layout",),
     ("plan",),
     ("program",),
     ("task", "rules", "variants"),
-    ("schedule",),
+    ("schedule", "driver", "device"),
     ("verify", "simulate"),
-    ("arena", "store", "lanes"),
+    ("arena", "store", "lanes", "copies"),
     ("executor",),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality"),

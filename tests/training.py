@@ -126,6 +126,7 @@ def batch(generator: torch.Generator) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens).float()
     return F.cross_entropy(logits.view(-1, VOCABULARY), tokens.roll(1, 1).view(-1))
 
@@ -281,5 +282,5 @@ def assert_same(one: Result, other: Result) -> None:
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    flat, flat_other = (x.contiguous().view(-1).view(torch.uint8) for x in (one, other))
+    flat, flat_other = (x.cpu().contiguous().view(-1).view(torch.uint8) for x in (one, other))
     return torch.equal(flat, flat_other)

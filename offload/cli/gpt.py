@@ -43,6 +43,9 @@ SIZES: dict[str, Shape] = {
     "100m": Shape(width=768, depth=14),
     "200m": Shape(width=1024, depth=16),
     "500m": Shape(width=1280, depth=26),
+    "1b": Shape(width=2048, depth=20),
+    "3b": Shape(width=3072, depth=26),
+    "7b": Shape(width=4096, depth=34),
 }
 """Shapes by the parameters they come to, within a tenth."""
 

@@ -58,7 +58,7 @@ class Train:
         ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
-    size: Literal["10m", "30m", "100m", "200m", "500m"] = "10m"
+    size: Literal["10m", "30m", "100m", "200m", "500m", "1b", "3b", "7b"] = "10m"
     """Parameters of the model, about."""
 
     data: Annotated[str | None, NoText] = None

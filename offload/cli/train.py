@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-from offload.arena import compute_device, device_free_bytes
 from offload.cli import Signals, Stopped, bad_input, data, display, gpt
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
+from offload.device import compute_device
 from offload.machine import host_free_bytes
 
 LR_FLOOR = 0.05
@@ -96,7 +96,7 @@ def _introduce(
 ) -> None:
     """What is trained on what, and what lives where."""
     console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
-    device_is_cpu, rows = compute_device().type == "cpu", list(engine.plan.rows())
+    device_is_cpu, rows = compute_device().is_host, list(engine.plan.rows())
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
     if all(row.tier == "device" for row in rows):
         console.print(display.HINT, highlight=False, soft_wrap=True)
@@ -108,7 +108,7 @@ def _conclude(console: display.Output, settings: Train, reached: Reached, report
         _emit(_summary(reached, report))
     console.print(display.lanes(report.lanes))
     console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
-    console.print(display.peaks(report.tiers, device_is_cpu=compute_device().type == "cpu"))
+    console.print(display.peaks(report.tiers, device_is_cpu=compute_device().is_host))
     console.print(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
         "activations and Python included",
@@ -134,7 +134,7 @@ def check_memory(settings: Train) -> None:
     shape, value_bytes = gpt.SIZES[settings.size], getattr(torch, settings.dtype).itemsize
     needed = gpt.activation_bytes_least(shape, value_bytes, settings.recompute)
     needed *= settings.batch * settings.seq_len
-    free = device_free_bytes(compute_device())
+    free = compute_device().free_bytes()
     free = host_free_bytes() if free is None else free
     if needed > free:
         raise ValueError(

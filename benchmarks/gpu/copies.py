@@ -1,0 +1,156 @@
+"""Copies between CPU memory and a GPU: each way and both ways at once, by kind of CPU memory.
+
+    PYTHONPATH=. python benchmarks/gpu/copies.py [--dry]
+
+Registered memory (as the engine's arena is), with and without huge pages, beside memory of
+cudaHostAlloc and pageable memory, whole and in the engine's pieces; and what it costs to touch and
+to register it. A line is the median of `ROUNDS` rounds, in which all kinds take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.results import accelerator, save, synchronize, table
+from offload import copies
+from offload.copies import in_pieces
+from offload.device import Device, compute_device
+from offload.driver import PinError
+from offload.numa import touch
+
+ROUNDS = 5
+COLUMNS = ("memory", "pieces", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "touch_s", "register_s", "note")
+
+
+@dataclass
+class Memory:
+    """Two buffers of one kind, to copy from and to copy to."""
+
+    kind: str
+    source: torch.Tensor
+    target: torch.Tensor
+    costs: dict[str, Any] = field(default_factory=dict)
+    unpin: Callable[[], None] = lambda: None
+
+
+def mapped(size: int, huge: bool, node: int | None) -> tuple[torch.Tensor, float]:
+    """Memory with or without huge pages, and the seconds that touching it took."""
+    area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+    since = time.perf_counter()
+    touch(np.frombuffer(area, dtype=np.uint8), node)
+    return torch.frombuffer(area, dtype=torch.uint8), time.perf_counter() - since
+
+
+def registered(device: Device, size: int, huge: bool) -> Memory:
+    driver = device.driver
+    node = driver.numa_node() if driver is not None else None
+    (source, first), (target, second) = (mapped(size, huge, node) for _ in range(2))
+    kind = f"registered, {'huge' if huge else '4 KiB'} pages"
+    made = Memory(kind, source, target, {"touch_s": first + second})
+    if driver is None:
+        return made
+    since = time.perf_counter()
+    try:
+        for tensor in (source, target):
+            driver.pin(tensor.data_ptr(), size)
+    except PinError as error:
+        made.costs["note"] = str(error)
+    made.costs["register_s"] = time.perf_counter() - since
+    made.unpin = lambda: [driver.unpin(t.data_ptr()) for t in (source, target)] and None
+    return made
+
+
+def of_the_runtime(size: int) -> Memory:
+    """Memory of torch's pinned allocator, which asks cudaHostAlloc for it."""
+    pin = accelerator().type != "cpu"
+    since = time.perf_counter()
+    source, target = (torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(2))
+    return Memory("cudaHostAlloc", source, target, {"register_s": time.perf_counter() - since})
+
+
+def seconds(work: Callable[[], object]) -> float:
+    synchronize()
+    since = time.perf_counter()
+    work()
+    return time.perf_counter() - since
+
+
+def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, Any]]:
+    up, down = device.zeros(size), device.zeros(size)
+    whole, part = 1 << 62, copies.PIECE_BYTES_MAX
+    cases = [(memory, most) for memory in memories for most in (whole, part)]
+    times: dict[int, dict[str, list[float]]] = {
+        i: {"h2d": [], "d2h": [], "both": []} for i in range(len(cases))
+    }
+
+    def one(into: torch.Tensor, source: torch.Tensor, most: int) -> None:
+        copies.PIECE_BYTES_MAX = most
+        for _ in in_pieces(device, into, source):
+            pass
+        device.drain()
+
+    with ThreadPoolExecutor(2) as pool:
+        # Each direction on a thread and a stream of its own, as the lanes are.
+        list(pool.map(lambda _: (device.enter(), time.sleep(0.05)), range(2)))
+        for turn in range(ROUNDS + 1):
+            for index, (memory, most) in enumerate(cases):
+
+                def there(memory: Memory = memory, most: int = most) -> None:
+                    pool.submit(one, up, memory.source, most).result()
+
+                def back(memory: Memory = memory, most: int = most) -> None:
+                    pool.submit(one, memory.target, down, most).result()
+
+                def both(memory: Memory = memory, most: int = most) -> None:
+                    first = pool.submit(one, up, memory.source, most)
+                    second = pool.submit(one, memory.target, down, most)
+                    first.result()
+                    second.result()
+
+                for name, work in (("h2d", there), ("d2h", back), ("both", both)):
+                    took = seconds(work)
+                    if turn:
+                        times[index][name].append(took)
+    rows = []
+    for index, (memory, most) in enumerate(cases):
+        row: dict[str, Any] = {"memory": memory.kind, "pieces": "whole" if most == whole else "64"}
+        for name, found in times[index].items():
+            moved = size * (2 if name == "both" else 1)
+            row[f"{name}_gb_s"] = moved / statistics.median(found) / 1e9
+        rows.append({**row, **memory.costs})
+    copies.PIECE_BYTES_MAX = part
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="with a few bytes, for a try")
+    size = (16 << 20) if parser.parse_args().dry else (4 << 30)
+    device = compute_device()
+    memories = [
+        registered(device, size, huge=True),
+        registered(device, size, huge=False),
+        of_the_runtime(size),
+        Memory("pageable", *(mapped(size, False, None)[0] for _ in range(2))),
+    ]
+    rows = rounds(device, memories, size)
+    for memory in memories:
+        memory.unpin()
+    node = device.driver.numa_node() if device.driver is not None else None
+    print(table(rows, COLUMNS))
+    print(f"kept in {save('copies', rows, bytes=size, numa_node=node)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The update on this machine, in elements a second: on the CPU by threads, and on the device.
+
+    PYTHONPATH=. python benchmarks/gpu/update.py [--dry]
+
+Memory moved is what the update cannot do without: gradient, weight and record in, weight and record
+out. Beside it, what a copy of as many bytes by as many of torch's threads reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import cpu_adam
+from benchmarks.gpu.results import accelerator, save, synchronize, table
+from cpu_adam import FORMATS, AdamHyper, Part, update_parts, views
+from offload.arena import host_tensor
+from offload.profile import CHUNK_ELEMENTS
+
+ROUNDS = 5
+COLUMNS = ("where", "format", "threads", "m_elements_s", "gb_s", "of_copy")
+HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Median of rounds, the first of which does not count."""
+    times = []
+    for _ in range(ROUNDS + 1):
+        synchronize()
+        since = time.perf_counter()
+        work()
+        synchronize()
+        times.append(time.perf_counter() - since)
+    return statistics.median(times[1:])
+
+
+def updates(name: str, elements: int, device: torch.device) -> tuple[Callable[[], None], int]:
+    """A step of all chunks of a model, and the bytes that it moves."""
+    fmt = FORMATS[name]
+    dtype: torch.dtype = getattr(torch, fmt.weight_dtype)
+    chunk = min(elements, CHUNK_ELEMENTS)
+    weight = host_tensor(elements * dtype.itemsize).to(device).view(dtype)
+    gradient = torch.ones_like(weight)
+    size = fmt.record_bytes(chunk)
+    records = host_tensor(size * (elements // chunk)).to(device)
+
+    def run() -> None:
+        for index in range(elements // chunk):
+            here = slice(index * chunk, (index + 1) * chunk)
+            record = views(records[index * size : (index + 1) * size], fmt, chunk)
+            part = Part(0, chunk, 0, 0, is_last=True)
+            update_parts(weight[here], gradient[here], record, [part], [(HYPER, 3)], format=fmt)
+
+    return run, gradient.nbytes + 2 * (weight.nbytes + records.nbytes)
+
+
+def copied(size: int, device: torch.device, count: int) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source, target = (host_tensor(size // 2).to(device) for _ in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    took = seconds(lambda: target.copy_(source))
+    torch.set_num_threads(before)
+    return size / took
+
+
+def row(where: str, name: str, count: int | None, elements: int) -> dict[str, Any]:
+    device = torch.device("cpu") if where == "cpu" else accelerator()
+    run, moved = updates(name, elements, device)
+    took = seconds(run)
+    speed = moved / took
+    return {
+        "where": where,
+        "format": name,
+        "threads": count,
+        "m_elements_s": elements / took / 1e6,
+        "gb_s": speed / 1e9,
+        "of_copy": speed / copied(moved, device, count or 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dry", action="store_true", help="with a few elements, for a try")
+    dry = parser.parse_args().dry
+    elements = CHUNK_ELEMENTS * (1 if dry else 128)
+    most, rows = cpu_adam.threads(), []
+    counts = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+    for name in ("exact", "compact"):
+        for count in counts[:1] if dry else counts:
+            cpu_adam.set_threads(count)
+            rows.append(row("cpu", name, count, elements))
+        cpu_adam.set_threads(None)
+        if accelerator().type != "cpu":
+            rows.append(row("device", name, None, elements))
+    print(table(rows, COLUMNS))
+    print(f"kept in {save('update', rows, elements=elements)}")
+
+
+if __name__ == "__main__":
+    main()

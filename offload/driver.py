@@ -1,0 +1,159 @@
+"""What `torch.accelerator` has no word for: pinned memory, events that block, NUMA nodes.
+
+The only file that calls CUDA by name; ROCm answers to the same names in torch. Any other kind of
+accelerator gets `Driver`, which does without.
+
+[Note: Pending errors]
+A call of the CUDA runtime that fails returns its error and also leaves it pending in the thread,
+where the next launch of a kernel finds it and blames an op that has done nothing wrong. So every
+error is taken out where it is made: by `cudaGetLastError` of the very library that torch has
+loaded, as each copy of it has errors of its own; where it is linked into torch and has no file,
+by a kernel that finds the error and is then thrown away.
+
+[Note: Blocking events]
+`torch.Event` takes `blocking=True` and drops it (torch/csrc/Event.cpp), so who waits for one on the
+host spins a core that the update needs. `torch.cuda.Event` keeps it. Its methods take streams of
+`torch.cuda` alone and look at no type, and without a stream they take that of the thread's current
+device, which need not be ours: so a stream is always given, and always of that class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.config import format_bytes
+from offload.task import Fence
+
+
+class PinError(OSError):
+    """Memory was not registered; the message says what refused it and how."""
+
+
+class Driver:
+    """An accelerator of which no more is known than `torch.accelerator` tells."""
+
+    def __init__(self, device: torch.device):
+        """For one device, with its index."""
+        self.device = device
+
+    def stream(self) -> Any:
+        """The calling thread's current stream on the device; equal to itself only."""
+        return torch.accelerator.current_stream(self.device)
+
+    def fence(self, stream: Any) -> Fence:
+        """What is queued now on a stream that `stream` gave."""
+        event = torch.Event(self.device, enable_timing=False)
+        event.record(stream)
+        return event
+
+    def pin(self, address: int, size: int) -> None:
+        """Register CPU memory, so that copies of it run beside the host and beside compute.
+
+        Raises:
+            PinError: it is not registered.
+        """
+        raise PinError(f"torch has no call that registers memory for {self.device.type}")
+
+    def unpin(self, address: int) -> None:
+        """Take back what `pin` did at this address."""
+
+    def numa_node(self) -> int | None:
+        """The NUMA node of the host's memory that is nearest; None where there is but one."""
+        return None
+
+
+def driver_of(device: torch.device) -> Driver:
+    """The driver of an accelerator."""
+    return _Cuda(device) if device.type == "cuda" else Driver(device)
+
+
+class _Cuda(Driver):
+    """CUDA, or ROCm under its names."""
+
+    def stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def fence(self, stream: Any) -> Fence:
+        return _CudaFence(self.device, stream)
+
+    def pin(self, address: int, size: int) -> None:
+        runtime: Any = _runtime()
+        code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
+        if int(code) != 0:
+            self._drain()
+            text = runtime.cudaGetErrorString(code)
+            raise PinError(f"cudaHostRegister of {format_bytes(size)} returned {int(code)}, {text}")
+
+    def unpin(self, address: int) -> None:
+        if int(_runtime().cudaHostUnregister(address)) != 0:
+            self._drain()
+
+    def numa_node(self) -> int | None:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        try:
+            name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            node = int((_PCI_DEVICES / name / "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
+    def _drain(self) -> None:
+        """Take the error of the last call out of this thread, see [Note: Pending errors]."""
+        last_error = _last_error()
+        if last_error is not None:
+            last_error()
+            return
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device).add_(1)
+
+
+class _CudaFence:
+    """An event on a stream; who waits for it on the host sleeps, see [Note: Blocking events]."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device, stream: Any):
+        make: Any = torch.cuda.Event
+        self._device = device
+        self._event = make(blocking=True)
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_MAPS = Path("/proc/self/maps")
+
+
+def _runtime() -> Any:
+    cudart: Any = torch.cuda.cudart
+    return cudart()
+
+
+def _last_error() -> Callable[[], int] | None:
+    """`cudaGetLastError` of the runtime that this process has loaded; None where it has no file."""
+    try:
+        mapped = _MAPS.read_text()
+    except OSError:
+        return None
+    found = re.search(r"/\S*/lib(?:cudart|amdhip64)[^/\s]*\.so\S*", mapped)
+    if found is None:
+        return None
+    library = ctypes.CDLL(found[0])
+    name = "hipGetLastError" if "amdhip64" in found[0] else "cudaGetLastError"
+    call: Callable[[], int] | None = getattr(library, name, None)
+    return call

@@ -1,0 +1,410 @@
+"""What only an accelerator can show: run with `pytest -m cuda` on a machine that has one."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offload
+from cpu_adam import FORMATS, native
+from cpu_adam.rules import square_root
+from offload import driver
+from offload.arena import host_tensor
+from offload.copies import in_pieces
+from offload.device import Accelerator, compute_device
+from offload.driver import PinError
+from offload.engine import Engine
+from tests.faults import in_child
+from tests.test_adam_native import VARIANTS, State, hyper_of
+from tests.test_adam_native import assert_same as assert_same_numbers
+from tests.training import (
+    ALL_PLACEMENTS,
+    RESIDENT,
+    Net,
+    Result,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    loss_of,
+    plain,
+    result_of,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+CPU_TIER = ("cpu", "cpu", "cpu")
+MIXED = ("nvme", "cpu", "nvme")
+SLACK_BYTES = 8 << 20
+"""Of the device, for what is no value: stand-ins, factors of a step, the allocator's blocks."""
+
+
+def device() -> Accelerator:
+    found = compute_device()
+    assert isinstance(found, Accelerator)
+    return found
+
+
+def tied() -> Net:
+    return Net(tied=True)
+
+
+def accumulating(run: Run, number: int) -> None:
+    """Two micro-batches, without a look at the loss."""
+    for _ in range(2):
+        loss_of(run.model, batch(run.generator)).backward()
+    run.step()
+
+
+# -- bits -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def resident(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(RESIDENT, tmp_path_factory.mktemp("resident"), accumulating, build=tied)
+
+
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
+def test_tied_weights_and_accumulation_in_every_placement(
+    placement: tuple[str, str, str], resident: Result, tmp_path: Path
+) -> None:
+    assert_same(train(placement, tmp_path, accumulating, build=tied), resident)
+
+
+def test_gradients_are_those_of_plain_torch(tmp_path: Path) -> None:
+    with attached(CPU_TIER, tmp_path, build=tied) as run:
+        torch.manual_seed(1)
+        model = tied().to(torch.bfloat16).to(device().torch_device)
+        tokens = batch(torch.Generator().manual_seed(3))
+        for one in (run.model, model):
+            loss_of(one, tokens).backward()
+        ours, theirs = dict(run.model.named_parameters()), dict(model.named_parameters())
+        for name, parameter in theirs.items():
+            assert parameter.grad is not None
+            found: Any = ours[name].grad
+            assert torch.equal(found, parameter.grad.cpu()), name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_update_on_the_device_is_that_on_the_cpu(name: str, dtype: torch.dtype) -> None:
+    elements = (1 << 20) + 128 * 3 + 5
+    for variant, changes in enumerate(VARIANTS[FORMATS[name].rule]):
+        here = State(name, elements, dtype, seed=variant)
+        there = here.clone()
+        on = device().torch_device
+        there.weight, there.gradient = there.weight.to(on), there.gradient.to(on)
+        there.slots = {slot: x.to(on) for slot, x in there.slots.items()}
+        by = hyper_of(name, **changes)
+        for step in (1, 7):
+            here.update(native, by, step=step, gradient_scale=0.37)
+            there.update(native, by, step=step, gradient_scale=0.37)
+        assert_same_numbers(there.weight.cpu(), here.weight)
+        for slot, x in here.slots.items():
+            assert_same_numbers(there.slots[slot].cpu(), x)
+
+
+def test_sums_on_the_device_are_those_on_the_cpu() -> None:
+    on = device().torch_device
+    for dtype in (torch.bfloat16, torch.float32):
+        x, y = (
+            (torch.randn(3, 70_001) * 10.0 ** torch.randint(-9, 3, (3, 1))).to(dtype).split(1)[:2]
+        )
+        assert native.sum_of_squares(x.to(on)) == native.sum_of_squares(x)
+        into = y.to(on)
+        native.accumulate(into, x.to(on))
+        native.accumulate(y, x)
+        assert torch.equal(into.cpu(), y)
+
+
+def test_the_root_on_the_device_is_correctly_rounded() -> None:
+    bits = torch.randint(0, 0x7F800000, (1 << 22,), dtype=torch.int32)
+    x = torch.cat([bits.view(torch.float32), torch.tensor([0.0, 1e-45, 1.0, float("inf")])])
+    there = x.to(device().torch_device)
+    wide = torch.empty_like(there, dtype=torch.float64)
+    found = square_root(there, wide, torch.empty_like(there)).cpu()
+    assert torch.equal(found, torch.from_numpy(np.sqrt(x.numpy())))
+
+
+# -- waiting ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Torch raises where it lets the host wait for the device; events are no such places."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("placement", [CPU_TIER, RESIDENT, ("cpu", "device", "cpu"), MIXED])
+def test_hooks_and_lanes_let_nobody_wait_in_hiding(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    on = device().torch_device
+    tokens = batch(torch.Generator().manual_seed(3)).to(on)
+    with attached(placement, tmp_path) as run:
+        model = Net().to(torch.bfloat16).to(on)
+        for _ in range(2):
+            with no_synchronisation():  # First of a model that we have nothing to do with.
+                loss_of(model, tokens).backward()
+            with no_synchronisation():
+                loss_of(run.model, tokens).backward()
+                run.step()
+        run.engine.settle()
+
+
+def test_waiting_for_the_device_spins_no_core() -> None:
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    since, spent = time.perf_counter(), time.thread_time()
+    device().drain()
+    took = time.perf_counter() - since
+    assert took > 0.2
+    assert time.thread_time() - spent < 0.3 * took
+
+
+def test_hooks_run_on_autograds_thread_and_the_streams_of_the_forward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[threading.Thread, Any]] = []
+    collect = Engine.collect
+
+    def spy(*args: Any) -> None:
+        seen.append((threading.current_thread(), torch.cuda.current_stream()))
+        collect(*args)
+
+    monkeypatch.setattr(Engine, "collect", spy)
+    side = torch.cuda.Stream()
+
+    def on_the_side(run: Run, number: int) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            accumulating(run, number)
+
+    expected = train(CPU_TIER, tmp_path, accumulating)
+    assert seen
+    assert all(thread is not threading.main_thread() for thread, _ in seen)
+    assert {stream for _, stream in seen} == {torch.cuda.current_stream()}
+    seen.clear()
+    assert_same(train(CPU_TIER, tmp_path, on_the_side), expected)
+    assert {stream for _, stream in seen} == {side}
+
+
+def test_lanes_have_streams_of_their_own(tmp_path: Path) -> None:
+    found: list[tuple[str, int, Any]] = []
+    with attached(CPU_TIER, tmp_path) as run:
+        copy = run.engine.executor.device.copy
+
+        def spy(*args: Any) -> None:
+            name, stream = threading.current_thread().name, torch.cuda.current_stream()
+            found.append((name, torch.cuda.current_device(), stream))
+            copy(*args)
+
+        run.engine.executor.device.copy = spy  # type: ignore[method-assign]
+        plain(run, 0)
+        run.engine.settle()
+    streams = {name: {stream for lane, _, stream in found if lane == name} for name, _, _ in found}
+    assert {"offload-h2d", "offload-d2h"} <= streams.keys()
+    assert all(len(of_lane) == 1 for of_lane in streams.values())
+    assert streams["offload-h2d"] != streams["offload-d2h"]
+    assert torch.cuda.default_stream() not in set().union(*streams.values())
+    assert {index for _, index, _ in found} == {device().torch_device.index}
+
+
+# -- memory -----------------------------------------------------------------------------------
+
+
+def test_exactly_the_arena_is_pinned_until_the_end(tmp_path: Path) -> None:
+    with attached(CPU_TIER, tmp_path) as run:
+        memory = run.engine.executor.memory
+        arena = memory.arenas["cpu"]
+        assert arena.notice is None
+        assert arena.pinned_bytes == arena.bytes == run.engine.plan.arena_bytes("cpu")
+        tensor = arena.tensor
+        assert tensor.is_pinned()
+        assert tensor[-4096:].is_pinned()
+        plain(run, 0)
+    assert not tensor.is_pinned()
+
+
+@pytest.mark.parametrize("piece", [1 << 16, 1 << 18])
+def test_registration_in_many_pieces(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(CPU_TIER, tmp_path)
+    monkeypatch.setattr("offload.arena.PIN_BYTES_MAX", piece)
+    assert_same(train(CPU_TIER, tmp_path), expected)
+
+
+def test_a_real_refusal_is_told_and_leaves_nothing_pending() -> None:
+    on = device()
+    memory = host_tensor(1 << 20)
+    on.driver.pin(memory.data_ptr(), memory.nbytes)
+    with pytest.raises(PinError, match="cudaHostRegister"):
+        on.driver.pin(memory.data_ptr(), memory.nbytes)
+    torch.ones(8, device=on.torch_device).add_(1)  # Would find an error left behind.
+    torch.cuda.synchronize()
+    on.driver.unpin(memory.data_ptr())
+    on.driver.unpin(memory.data_ptr())
+    torch.ones(8, device=on.torch_device).add_(1)
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_pageable_memory_trains_to_the_same_bits(
+    fail_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = train(MIXED, tmp_path)
+    monkeypatch.setattr("offload.arena.PIN_BYTES_MAX", 1 << 16)
+    calls = []
+    pin = driver._Cuda.pin
+
+    def failing(self: Any, address: int, size: int) -> None:
+        calls.append(address)
+        if len(calls) == fail_at:
+            raise PinError("injected")
+        pin(self, address, size)
+
+    monkeypatch.setattr(driver._Cuda, "pin", failing)
+    with attached(MIXED, tmp_path) as run:
+        assert any("injected" in notice for notice in run.engine.notices)
+        torch.manual_seed(2)
+        for number in range(3):
+            plain(run, number)
+        assert_same(result_of(run), expected)
+
+
+def test_a_fork_beside_a_registered_arena(tmp_path: Path) -> None:
+    expected = train(MIXED, tmp_path)
+    with attached(MIXED, tmp_path) as run:
+        torch.manual_seed(2)
+        for number in range(3):
+            assert in_child(lambda: None) == 0
+            plain(run, number)
+        assert run.engine.executor.memory.arenas["cpu"].tensor.is_pinned()
+        assert_same(result_of(run), expected)
+
+
+@pytest.mark.parametrize("states", ["auto", "cpu", "nvme"])
+def test_device_memory_is_a_hard_cap(states: Any, tmp_path: Path) -> None:
+    """Half a gigabyte of weights and two and a half of states in 400 MB of the device."""
+    cap, width = 400 << 20, 2048
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(64))).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked = offload.Config(
+        params="cpu",
+        gradients="cpu",
+        optimizer=states,
+        nvme_path=(str(tmp_path),),
+        device_memory=cap,
+        cpu_memory="6GiB",
+        nvme_space="8GiB",
+    )
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    _, attached_optimizer = offload.attach(model, optimizer, asked)
+    try:
+        x = torch.randn(8, width, device=device().torch_device, dtype=torch.bfloat16)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(2):
+            model(x).float().square().mean().backward()
+            attached_optimizer.step()
+            attached_optimizer.zero_grad()
+        attached_optimizer.engine.settle()
+        # Of the user's own: inputs and their gradients, one weight's gradient and its workspace.
+        compute = 64 * 4 * x.nbytes + 3 * 2 * width * width + (32 << 20)
+        taken = torch.cuda.max_memory_allocated() - before
+        assert taken <= cap + compute + SLACK_BYTES
+        if states == "auto":
+            assert torch.cuda.memory_allocated() - before > cap // 2  # It uses what it may.
+    finally:
+        attached_optimizer.engine.close()
+
+
+def test_many_pieces_arrive_in_both_directions() -> None:
+    on, size = device(), (192 << 20) + 4096
+    source, back = host_tensor(size), host_tensor(size)
+    source.random_(0, 256)
+    for memory in (source, back):
+        on.driver.pin(memory.data_ptr(), size)
+    there = on.zeros(size)
+    for into, from_ in ((there, source), (back, there)):
+        assert len(list(in_pieces(on, into, from_))) == 3
+        on.drain()
+    for memory in (source, back):
+        on.driver.unpin(memory.data_ptr())
+    assert torch.equal(source, back)
+
+
+# -- company ----------------------------------------------------------------------------------
+
+
+def test_two_engines_on_one_device(tmp_path: Path) -> None:
+    expected = train(CPU_TIER, tmp_path), train(MIXED, tmp_path)
+    with attached(CPU_TIER, tmp_path) as one, attached(MIXED, tmp_path) as other:
+        for number in range(3):
+            for run in (one, other):
+                plain(run, number)
+        for run, alone in zip((one, other), expected):
+            assert_same(result_of(run), alone)
+
+
+def out_of_memory(*_: Any) -> None:
+    torch.empty(1 << 50, dtype=torch.uint8, device=device().torch_device)
+
+
+def in_forward(block: nn.Module) -> Any:
+    return block.register_forward_hook(out_of_memory)
+
+
+def in_backward(block: nn.Module) -> Any:
+    return block.register_full_backward_hook(out_of_memory)
+
+
+@pytest.mark.parametrize("where", [in_forward, in_backward])
+@pytest.mark.parametrize("placement", [CPU_TIER, MIXED])
+def test_running_out_of_memory_leaves_the_engine_usable(
+    where: Callable[[nn.Module], Any], placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    expected = train(placement, tmp_path)
+    with attached(placement, tmp_path) as run:
+        torch.manual_seed(2)
+        for number in range(3):
+            state = run.generator.get_state()
+            handle = where(run.model.blocks[2])  # type: ignore[index,arg-type]
+            with pytest.raises(torch.OutOfMemoryError):
+                loss_of(run.model, batch(run.generator)).backward()
+            handle.remove()
+            run.optimizer.zero_grad()
+            run.generator.set_state(state)
+            plain(run, number)
+        assert_same(result_of(run), expected)
+
+
+def test_the_model_and_its_states_come_back_to_the_device(tmp_path: Path) -> None:
+    with attached(CPU_TIER, tmp_path) as run:
+        plain(run, 0)
+        _, original = offload.detach(run.model)
+        assert original is not None
+        for parameter in run.model.parameters():
+            assert parameter.device == device().torch_device
+            state = original.state[parameter]
+            assert {x.device for name, x in state.items() if name != "step"} == {parameter.device}
+        original.step()

@@ -1,0 +1,252 @@
+"""The engine on a paced accelerator: right bits and no race, whatever comes late.
+
+Each example trains a small model by a script of what users do, on a device whose copies and
+operations are done in an order and at times that the seed decides, and compares every value seen
+with the same script where everything is resident on the CPU and done at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.paced import Paced, backward, paced
+from tests.training import (
+    ALL_PLACEMENTS,
+    RESIDENT,
+    Net,
+    Run,
+    attached,
+    batch,
+    loss_of,
+    result_of,
+    same_bits,
+    smallest_budgets,
+)
+
+
+@dataclass
+class Loop:
+    """A script under way, and all that it has seen."""
+
+    run: Run
+    device: Paced | None
+    seen: list[torch.Tensor] = field(default_factory=list)
+    held: list[torch.Tensor] = field(default_factory=list)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        self.seen.append(tensor.detach().clone())
+
+    def backward(self) -> None:
+        loss = loss_of(self.run.model, batch(self.run.generator))
+        self.see(loss)
+        if self.device is None:
+            loss.backward()
+        else:
+            backward(self.device, loss)
+
+    def some_parameters(self) -> list[torch.nn.Parameter]:
+        model = self.run.model
+        return [model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight]
+
+
+def backward_only(loop: Loop) -> None:
+    loop.backward()
+
+
+def step_only(loop: Loop) -> None:
+    loop.run.step()
+
+
+def train(loop: Loop) -> None:
+    loop.backward()
+    loop.run.step()
+
+
+def evaluate(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.see(loop.run.model(batch(loop.run.generator)))
+
+
+def use_a_block_alone(loop: Loop) -> None:
+    with torch.no_grad():
+        loop.see(loop.run.model.blocks[1](torch.ones(2, 8, dtype=torch.bfloat16)))
+
+
+def look(loop: Loop) -> None:
+    for parameter in loop.some_parameters():
+        loop.see(parameter)
+
+
+def hold(loop: Loop) -> None:
+    loop.held = [parameter.detach() for parameter in loop.some_parameters()]
+
+
+def look_at_held(loop: Loop) -> None:
+    for tensor in loop.held:
+        loop.see(tensor)
+
+
+def edit(loop: Loop) -> None:
+    with torch.no_grad():
+        for parameter in loop.some_parameters():
+            parameter.mul_(0.5)
+
+
+def look_at_gradients(loop: Loop) -> None:
+    for parameter in loop.some_parameters():
+        if parameter.grad is not None:
+            loop.see(parameter.grad)
+
+
+def edit_gradients(loop: Loop) -> None:
+    for parameter in loop.some_parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def set_gradients(loop: Loop) -> None:
+    for parameter in loop.some_parameters():
+        parameter.grad = torch.full(tuple(parameter.shape), 0.25, dtype=torch.bfloat16)
+
+
+def zero_gradients(loop: Loop) -> None:
+    loop.run.optimizer.zero_grad(set_to_none=False)
+
+
+def step_and_keep_gradients(loop: Loop) -> None:
+    loop.run.optimizer.step()
+
+
+def stream_weights(loop: Loop) -> None:
+    loop.seen += [values for _, values in loop.run.engine.stream_weights()]
+
+
+def look_at_states(loop: Loop) -> None:
+    for state in loop.run.optimizer.state_dict()["state"].values():
+        loop.see(state["exp_avg"])
+
+
+def load_states(loop: Loop) -> None:
+    loop.run.optimizer.load_state_dict(loop.run.optimizer.state_dict())
+
+
+Actions = list[Callable[[Loop], None]]
+AT_REST: Actions = [evaluate, use_a_block_alone, look, hold, look_at_held, edit]
+AT_REST += [look_at_states, load_states, stream_weights]
+WITH_GRADIENTS: Actions = [*AT_REST, backward_only, look_at_gradients, edit_gradients]
+WITH_GRADIENTS += [set_gradients, zero_gradients, step_and_keep_gradients]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What is trained, and what is done with it."""
+
+    before: tuple[Callable[[Loop], None], ...]
+    between: tuple[Callable[[Loop], None], ...]
+    """A backward and the step that follows it."""
+    after: tuple[Callable[[Loop], None], ...]
+    tied: bool
+    checkpointed: bool
+    max_grad_norm: float | None
+    micro_batches: int | None
+
+    def build(self) -> Net:
+        return Net(width=8, layers=2, tied=self.tied, checkpointed=self.checkpointed)
+
+    def go(
+        self, placement: tuple[str, str, str], directory: Any, device: Paced | None, **budgets: str
+    ):
+        with attached(
+            placement,
+            directory,
+            build=self.build,
+            max_grad_norm=self.max_grad_norm,
+            micro_batches=self.micro_batches,
+            **budgets,
+        ) as run:
+            loop = Loop(run, device)
+            for action in (
+                *self.before,
+                backward_only,
+                *self.between,
+                step_only,
+                *self.after,
+                train,
+                evaluate,
+            ):
+                action(loop)
+            result = result_of(run)
+            states = [slot for state in result.states.values() for slot in state.values()]
+            return [*loop.seen, *result.weights.values(), *states]
+
+    @functools.cache  # noqa: B019
+    def expected(self, directory: Any) -> list[torch.Tensor]:
+        return self.go(RESIDENT, directory, None)
+
+
+@functools.cache
+def least(placement: tuple[str, str, str], tied: bool, directory: Any) -> dict[str, int]:
+    return smallest_budgets(placement, directory, build=lambda: Net(width=8, layers=2, tied=tied))
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Script:
+    micro_batches = draw(st.sampled_from([None, 1]))
+    some = functools.partial(st.lists, max_size=2)
+    at_rest = some(st.sampled_from([*AT_REST, train]))
+    return Script(
+        tuple(draw(at_rest)),
+        () if micro_batches else tuple(draw(some(st.sampled_from(WITH_GRADIENTS)))),
+        tuple(draw(at_rest)),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.sampled_from([None, 0.1])),
+        micro_batches,
+    )
+
+
+def check(
+    script: Script,
+    placement: tuple[str, str, str],
+    directory: Any,
+    *,
+    tight: bool,
+    seed: int,
+    **options: float,
+) -> None:
+    expected = script.expected(directory)
+    budgets = least(placement, script.tied, directory) if tight else {}
+    with paced(seed, **options) as device:
+        found = script.go(placement, directory, device, **budgets)
+        device.timeline.finish()
+    assert not device.timeline.races, "\n".join(sorted(set(device.timeline.races)))
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected)):
+        assert same_bits(one, other), number
+
+
+EXAMPLES = {
+    "script": scripts(),
+    "placement": st.sampled_from(ALL_PLACEMENTS),
+    "tight": st.booleans(),
+    "seed": st.integers(0, 1 << 32),
+    "host_pace": st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
+    "host_pauses_s": st.sampled_from([0.0, 3e-4]),
+}
+PHASES = (Phase.explicit, Phase.generate)  # What threads decide does not shrink.
+
+
+@settings(max_examples=25, deadline=None, phases=PHASES, derandomize=True)
+@given(**EXAMPLES)
+def test_every_schedule_gives_the_bits_of_the_resident_run(
+    tmp_path_factory: pytest.TempPathFactory, **example: Any
+) -> None:
+    check(directory=tmp_path_factory.getbasetemp(), **example)

@@ -1,0 +1,340 @@
+"""Take the waits out of the engine one by one and see whether the tests on a paced device notice.
+
+    python -m tests.waits [NAME ...]        all of them, or those whose name contains one of these
+
+Each is a change of one place in a source file; the tests run in a process of their own, in which
+that file is another. A line says what the first test to fail found.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS_MAX = 300
+TESTS = ("tests/test_paced.py",)
+
+
+class Wait(NamedTuple):
+    """A wait, and the source without it."""
+
+    name: str
+    file: str
+    present: str
+    absent: str
+
+
+WAITS = (
+    Wait(
+        "user: for the tasks before its compute",
+        "lanes",
+        "        self._block(task, lambda: task.state is not State.WAITING)\n",
+        "        with self._lock:\n            task.state = State.READY\n",
+    ),
+    Wait(
+        "user: its stream for computes on other streams",
+        "lanes",
+        "        for fence in task.fences:\n            fence.wait()\n        task.streams",
+        "        task.streams",
+    ),
+    Wait(
+        "user: another stream of its compute, for the same",
+        "lanes",
+        "            for fence in task.fences:\n                fence.wait()\n"
+        "            task.streams.append",
+        "            task.streams.append",
+    ),
+    Wait(
+        "user: fences on all streams of its compute",
+        "lanes",
+        "for stream in task.streams]",
+        "for stream in task.streams[-1:]]",
+    ),
+    Wait(
+        "user: any fence of its compute",
+        "lanes",
+        "[fence for fence in fences if fence is not None]",
+        "[]",
+    ),
+    Wait(
+        "user: until tasks are over",
+        "lanes",
+        "            self._block(task, lambda task=task: task.over)  # type: ignore[misc]\n",
+        "",
+    ),
+    Wait(
+        "user: until tasks are over on the device",
+        "lanes",
+        "                fence.synchronize()\n        self.check()",
+        "                pass\n        self.check()",
+    ),
+    Wait(
+        "lane: for fences before its op",
+        "lanes",
+        "            for fence in task.fences:\n                fence.synchronize()\n"
+        "            task.run()",
+        "            task.run()",
+    ),
+    Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
+    Wait(
+        "schedule: fences of tasks that were over",
+        "schedule",
+        "                task.fences += other.fences\n",
+        "                pass\n",
+    ),
+    Wait(
+        "schedule: fences of tasks that end",
+        "schedule",
+        "            follower.fences += task.fences\n",
+        "",
+    ),
+    Wait("schedule: a task for others", "schedule", "task.missing or task.state", "task.state"),
+    Wait(
+        "schedule: what a cancelled task waited for",
+        "schedule",
+        "                if other not in follower.waits:\n",
+        "                if False:\n",
+    ),
+    Wait(
+        "schedule: a chunk for its slot",
+        "schedule",
+        "            elif self._free:\n                heapq.heappop(self._waiting)\n"
+        "                passage.slot = self._free.pop()\n",
+        "            elif True:\n                heapq.heappop(self._waiting)\n"
+        "                passage.slot = self._free.pop() if self._free else 0\n",
+    ),
+    Wait(
+        "schedule: a chunk for what is outside it",
+        "schedule",
+        "            task.passage.missing += 1\n",
+        "            task.passage.missing += 0 * task.serial\n",
+    ),
+    Wait("order: a read for the last write", "scoreboard", "if wrote or writing:", "if writing:"),
+    Wait(
+        "order: a write for the reads",
+        "scoreboard",
+        "if wrote or writing:",
+        "if wrote:",
+    ),
+    Wait(
+        "order: a write for the last write",
+        "scoreboard",
+        "if wrote or writing:",
+        "if not (wrote and writing):",
+    ),
+    Wait(
+        "order: past a write that was taken back",
+        "scoreboard",
+        "                if self._taken_back(task):\n                    continue\n",
+        "",
+    ),
+    Wait(
+        "order: past a write that may be taken back",
+        "scoreboard",
+        "if wrote and self._fixed(other) and not self._taken_back(other):",
+        "if wrote:",
+    ),
+    Wait(
+        "order: tasks over on the host only",
+        "task",
+        "return self.over and all(fence.query() for fence in self.fences)",
+        "return self.over",
+    ),
+    Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
+    Wait(
+        "home: until nobody writes or reads it",
+        "executor",
+        "        self.lanes.wait(self._board.waits(reads, writes))\n",
+        "        self._board.waits(reads, writes)\n",
+    ),
+    Wait(
+        "home: until nobody reads it",
+        "executor",
+        "((), touched) if to_write",
+        "(touched, ()) if to_write",
+    ),
+    Wait(
+        "weights: of a unit beside the slot",
+        "inuse",
+        '        self._executor.quiesce("weight", bound.index, to_write=False)\n',
+        "",
+    ),
+    Wait(
+        "weights: before a private copy",
+        "exposure",
+        '            self._executor.quiesce("weight", unit, to_write=False)\n            copied',
+        "            copied",
+    ),
+    Wait(
+        "weights: before edits are looked for",
+        "exposure",
+        '        self._executor.quiesce("weight", unit)\n        for',
+        "        for",
+    ),
+    Wait(
+        "weights: before they are read",
+        "exposure",
+        '        self._executor.quiesce("weight", unit, to_write=False)\n        with',
+        "        with",
+    ),
+    Wait(
+        "weights: after they are read",
+        "exposure",
+        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "",
+    ),
+    Wait(
+        "weights: before copies are renewed",
+        "exposure",
+        '            self._executor.quiesce("weight", unit, to_write=False)\n            for',
+        "            for",
+    ),
+    Wait(
+        "states: before residues are zeroed",
+        "exposure",
+        '        self._executor.quiesce("state", unit)\n',
+        "",
+    ),
+    Wait(
+        "states: before they are read",
+        "states",
+        '        self._executor.quiesce("state", unit)\n'
+        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
+        "        one = spec.parameters[parameter]\n        out",
+        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
+        "        one = spec.parameters[parameter]\n        out",
+    ),
+    Wait(
+        "states: after they are read",
+        "states",
+        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "",
+    ),
+    Wait(
+        "states: before they are written",
+        "states",
+        '        self._executor.quiesce("state", unit)\n'
+        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
+        "        one = spec.parameters[parameter]\n        for",
+        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
+        "        one = spec.parameters[parameter]\n        for",
+    ),
+    Wait(
+        "gradients: before they are shown",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        if parameter not in now.shown',
+        "        if parameter not in now.shown",
+    ),
+    Wait(
+        "gradients: before they are read",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        self.settle_shown()',
+        "        self.settle_shown()",
+    ),
+    Wait(
+        "gradients: before one is replaced",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        shown',
+        "        shown",
+    ),
+    Wait(
+        "gradients: before a copy of them is put home",
+        "gradients",
+        '                self._executor.quiesce("gradient", unit)\n'
+        "                self._executor.poke",
+        "                self._executor.poke",
+    ),
+    Wait(
+        "gradients: before one that is apart is put home",
+        "gradients",
+        '                self._executor.quiesce("gradient", unit)\n                here',
+        "                here",
+    ),
+    Wait(
+        "gradients: before those held are renewed",
+        "gradients",
+        '            self._executor.quiesce("gradient", unit)\n            if now.copied',
+        "            if now.copied",
+    ),
+    Wait(
+        "gradients: for the place where they are collected",
+        "gradients",
+        "            self._executor.lanes.begin(task)\n        except",
+        "            self._executor.lanes.begin(self._executor.reserve(replace(op, writes=()), "
+        "self._passes.number))\n        except",
+    ),
+    Wait(
+        "device: after zeros were written",
+        "device",
+        "        self.drain()\n        return made",
+        "        return made",
+    ),
+)
+
+_RUN = """
+import sys, pytest
+from importlib import import_module
+module, path = sys.argv[1:3]
+for finder in sys.meta_path:
+    known = getattr(finder, "known_source_files", {})
+    if module in known:
+        known[module] = path
+        break
+else:
+    sys.exit(f"{module} is not installed editable")
+sys.exit(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *sys.argv[3:]]))
+"""
+
+
+def verdict(wait: Wait) -> str:
+    """What the tests say of the engine without `wait`."""
+    source = (ROOT / "offload" / f"{wait.file}.py").read_text(encoding="utf-8")
+    if source.count(wait.present) != 1:
+        return f"STALE: its text is there {source.count(wait.present)} times"
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"{wait.file}.py"
+        path.write_text(source.replace(wait.present, wait.absent), encoding="utf-8")
+        asked = [sys.executable, "-c", _RUN, f"offload.{wait.file}", str(path), *TESTS]
+        try:
+            ran = subprocess.run(
+                asked,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS_MAX,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+        except subprocess.TimeoutExpired:
+            return f"hangs for {SECONDS_MAX} s"
+    if ran.returncode == 0:
+        return "SURVIVES"
+    if ran.returncode != pytest.ExitCode.TESTS_FAILED:
+        return f"DOES NOT RUN: {(ran.stdout + ran.stderr).strip().splitlines()[-1]}"
+    told = [line for line in ran.stdout.splitlines() if line.startswith(("E ", "/", "FAILED"))]
+    return (told or ["fails"])[0].strip()
+
+
+def main(names: list[str]) -> int:
+    """One line for each wait; 1 where a wait can go unnoticed."""
+    chosen = [one for one in WAITS if not names or any(name in one.name for name in names)]
+    left = 0
+    for wait in chosen:
+        since = time.perf_counter()
+        found = verdict(wait)
+        left += found.startswith(("SURVIVES", "STALE", "DOES NOT"))
+        seconds = time.perf_counter() - since
+        print(f"{wait.file}.py | {wait.name} | {found} | {seconds:.0f} s", flush=True)
+    print(f"{len(chosen)} waits, {left} of them not missed")
+    return int(left > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
