@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from offload.cli import EXIT_BAD_INPUT, data, display, gpt, settings, train
+from offload.cli import EXIT_BAD_INPUT, console, data, display, gpt, settings, train
 from offload.config import FIELDS
 from tests.command import SHORT, run
 
@@ -271,7 +271,7 @@ def test_json_is_one_object_per_step_and_nothing_else(capsys):
 def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
     """`offload train --json > file`, started from a terminal."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    terminal = display.Output(file=io.StringIO(), force_terminal=True)
+    terminal = console.Output(file=io.StringIO(), force_terminal=True)
     with display.Progress(terminal, 3):
         sys.stdout.write("a record\n")
     assert sys.stdout.getvalue() == "a record\n"

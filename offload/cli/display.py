@@ -41,14 +41,6 @@ HINT = (
 )
 
 
-class Output(Console):
-    """A console that leaves it to the caller what a reader that has gone means."""
-
-    def on_broken_pipe(self) -> None:
-        """Called while the error is handled: it goes on."""
-        raise
-
-
 def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:
     """What lives where in bytes, kinds down and tiers across, with the budget of each tier."""
     table = Table(title="What lives where", title_justify="left")

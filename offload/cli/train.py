@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import offload
 from offload.arena import compute_device, device_free_bytes
 from offload.cli import Signals, Stopped, bad_input, data, display, gpt
+from offload.cli.console import Output
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
 from offload.machine import host_free_bytes
@@ -41,7 +42,7 @@ def command(arguments: Sequence[str]) -> None:
         check_memory(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
-    console, remarks = display.Output(stderr=settings.json), display.Output(stderr=True)
+    console, remarks = Output(stderr=settings.json), Output(stderr=True)
     _note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
@@ -86,13 +87,13 @@ class Reached:
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
 
 
-def _note(remarks: display.Output, notices: Sequence[str]) -> None:
+def _note(remarks: Output, notices: Sequence[str]) -> None:
     for notice in notices:
         remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
 
 
 def _introduce(
-    console: display.Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
+    console: Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
 ) -> None:
     """What is trained on what, and what lives where."""
     console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
@@ -102,7 +103,7 @@ def _introduce(
         console.print(display.HINT, highlight=False, soft_wrap=True)
 
 
-def _conclude(console: display.Output, settings: Train, reached: Reached, report: Any) -> None:
+def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -> None:
     """What a run has come to, whether to its end or not."""
     if settings.json:
         _emit(_summary(reached, report))
