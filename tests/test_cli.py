@@ -18,8 +18,10 @@ from tests.command import SHORT, run
 # fmt: off
 FLAGS = [
     "--size", "--data", "--steps", "--batch", "--seq-len", "--lr", "--warmup",
-    "--weight-decay", "--dtype", "--recompute", "--no-recompute", "--seed", "--eval-windows",
-    "--config", "--json", "--no-json", "--params", "--gradients", "--optimizer", "--nvme-path",
+    "--weight-decay", "--beta1", "--beta2", "--eps", "--dtype", "--recompute", "--no-recompute",
+    "--seed", "--eval-windows",
+    "--config", "--deepspeed", "--json", "--no-json",
+    "--params", "--gradients", "--optimizer", "--nvme-path",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
 ]
@@ -39,7 +41,7 @@ def config_file(tmp_path, **content):
 
 def test_the_surface_grows_on_purpose_only(capsys):
     assert run("train", "--help") == 0
-    shown = re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)
+    shown = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", capsys.readouterr().out)
     assert [flag for flag in dict.fromkeys(shown) if flag != "--help"] == FLAGS
 
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offload
 from offload.arena import compute_device, device_free_bytes
-from offload.cli import Signals, Stopped, bad_input, data, display, gpt
+from offload.cli import Signals, Stopped, bad_input, data, display, from_deepspeed, gpt
 from offload.cli.console import Output
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
@@ -26,8 +26,6 @@ from offload.machine import host_free_bytes
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
-
-BETAS = (0.9, 0.95)
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -43,6 +41,8 @@ def command(arguments: Sequence[str]) -> None:
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
+    if settings.deepspeed is not None:
+        _note(remarks, from_deepspeed.Adopted.of(settings.deepspeed).report())
     _note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
@@ -162,7 +162,8 @@ def build(settings: Train) -> tuple[nn.Module, Any]:
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS)
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps)
     torch.manual_seed(settings.seed)
     return offload.attach(model, optimizer, settings.placing, initialize=gpt.init)
 
