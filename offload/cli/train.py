@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import offload
 from offload.arena import compute_device, device_free_bytes
-from offload.cli import Signals, Stopped, bad_input, data, display, from_deepspeed, gpt
+from offload.cli import (
+    Signals,
+    Stopped,
+    bad_input,
+    data,
+    display,
+    from_deepspeed,
+    gpt,
+    live,
+    measuring,
+    sample,
+)
 from offload.cli.console import Output
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
@@ -37,6 +48,7 @@ def command(arguments: Sequence[str]) -> None:
     """
     settings = parse(arguments)
     with bad_input():
+        draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
         check_memory(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
@@ -56,23 +68,29 @@ def command(arguments: Sequence[str]) -> None:
                     contextlib.closing(
                         steps(settings, model, optimizer, corpus, signals)
                     ) as records,
-                    display.Progress(remarks, settings.steps) as progress,
+                    live.Progress(remarks, settings.steps, engine.report) as progress,
                 ):
                     for record in records:
                         progress.update(record["step"], record["loss"], record["tokens_per_s"])
                         if settings.json:
                             _emit(record)
                         reached.steps = record["step"]
+                        reached.losses.append(record["loss"])
                 with _out_of_memory("after the last step, on held-out text"):
                     loss, count = evaluate(settings, model, corpus)
                 _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
                 engine.settle()
                 reached.held_out_loss, reached.held_out_bytes = loss, count
+                report = engine.report()  # Before the sample, which is no part of training.
+                reached.sample = _sampled(settings, model, corpus)
             except Stopped as stop:
                 reached.stopped_by = stop.by
                 _conclude(console, settings, reached, engine.report())
                 raise
-            _conclude(console, settings, reached, engine.report())
+            finally:
+                if draw and reached.losses:
+                    draw(*_drawn(settings, reached))
+            _conclude(console, settings, reached, report)
 
 
 @dataclass(slots=True)
@@ -83,6 +101,10 @@ class Reached:
     held_out_loss: float | None = None
     """In nats per byte; None for a run that was stopped before it was known."""
     held_out_bytes: int = 0
+    sample: str | None = None
+    """Text that the model has written; None for none."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step."""
     stopped_by: str | None = None
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
 
@@ -107,6 +129,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
     """What a run has come to, whether to its end or not."""
     if settings.json:
         _emit(_summary(reached, report))
+    if console.is_terminal and len(reached.losses) > 1:
+        console.print("Loss, smoothed", style="italic")
+        console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
     console.print(display.lanes(report.lanes))
     console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
     console.print(display.peaks(report.tiers, device_is_cpu=compute_device().type == "cpu"))
@@ -124,6 +149,28 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
             highlight=False,
             soft_wrap=True,
         )
+    if reached.sample:
+        console.print("\nwhat it writes after some held-out text:", highlight=False)
+        for line in reached.sample.splitlines():
+            console.print(f"  {line}", highlight=False, markup=False, style="italic")
+
+
+def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | None:
+    """Text that the model goes on with, where that was asked for."""
+    if not settings.sample:
+        return None
+    window = settings.seq_len
+    prompt = bytes(corpus.held_out[:window])
+    with _out_of_memory("for the sample"):
+        return sample.readable(
+            sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
+        )
+
+
+def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
+    """What a drawing of the run shows."""
+    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
+    return reached.losses, live.smoothed(reached.losses), reached.held_out_loss, title
 
 
 def check_memory(settings: Train) -> None:
@@ -292,7 +339,7 @@ def _summary(reached: Reached, report: Any) -> dict[str, Any]:
     }
     return {
         "kind": "summary",
-        **asdict(reached),
+        **{name: value for name, value in asdict(reached).items() if name != "losses"},
         "misses": report.misses,
         "compute_s": report.compute_s,
         "wall_s": report.wall_s,
