@@ -16,7 +16,6 @@ from offload.cli.curve import buckets, curve
 from offload.cli.live import Load, Shown
 from tests.command import SHORT, run
 
-
 FLOATS = st.floats(-1e99, 1e99) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 

@@ -107,11 +107,12 @@ class Adam:
                 )
 
 
-_FLAGS = Flags(
+FLAGS = Flags(
     kind=Adam,
     command="offload bench adam",
     known=tuple(field.name for field in dataclasses.fields(Adam)),
 )
+"""The flags of `offload bench adam`."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -121,7 +122,7 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, or there is too little memory; nothing has been measured.
         Stopped: by Ctrl-C or SIGTERM.
     """
-    asked = _FLAGS.parse(arguments)
+    asked = FLAGS.parse(arguments)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:

@@ -136,11 +136,12 @@ def _amount(text: str) -> float:
     return float(found[1]) * 10.0 ** powers[found[2].upper()]
 
 
-_FLAGS = Flags(
+FLAGS = Flags(
     kind=Nvme,
     command="offload bench nvme",
     known=tuple(field.name for field in dataclasses.fields(Nvme) if field.name != "paths"),
 )
+"""The flags of `offload bench nvme`."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -150,7 +151,7 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, or a path cannot be used or has no room.
         Stopped: by Ctrl-C or SIGTERM; nothing is left on disk.
     """
-    asked = _FLAGS.parse(arguments)
+    asked = FLAGS.parse(arguments)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:

@@ -46,11 +46,12 @@ class Doctor:
     """One JSON object on standard output, nothing else there."""
 
 
-_FLAGS = Flags(
+FLAGS = Flags(
     kind=Doctor,
     command="offload doctor",
     known=tuple(field.name for field in dataclasses.fields(Doctor) if field.name != "paths"),
 )
+"""The flags of `offload doctor`."""
 
 _STYLES = {"ok": "green", "note": "yellow", "stop": "bold red"}
 
@@ -61,7 +62,7 @@ def command(arguments: Sequence[str]) -> int:
     Raises:
         BadInput: the arguments.
     """
-    asked = _FLAGS.parse(arguments)
+    asked = FLAGS.parse(arguments)
     console = Output(stderr=asked.json)
     seen: list[Finding] = []
     for finding in _findings(asked.paths):

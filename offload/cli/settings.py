@@ -164,10 +164,10 @@ def parse(arguments: Sequence[str]) -> Train:
     adopted = theirs.flags() if theirs else []
     given = [*adopted, *itertools.chain(*found.values()), *arguments]
     try:
-        settings = _FLAGS.parse(given)
+        settings = FLAGS.parse(given)
     except BadInput:
         for key, flags in found.items():
-            if told := _FLAGS.complaint(flags):
+            if told := FLAGS.complaint(flags):
                 raise BadInput(f"--config {named.config}: key {key!r}: {told}") from None
         raise
     if theirs:
@@ -235,7 +235,7 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
     """What one key of a file is on the command line; null is as good as absent."""
     if value is None:
         return []
-    switch = key in _FLAGS.switches
+    switch = key in FLAGS.switches
     if switch and isinstance(value, bool):
         return [flag(key) if value else flag(f"no_{key}")]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool) and not switch:
@@ -295,4 +295,5 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     return registry
 
 
-_FLAGS = Flags(kind=Train, command="offload train", known=(*keys(), *_FILES), registry=_registry())
+FLAGS = Flags(kind=Train, command="offload train", known=(*keys(), *_FILES), registry=_registry())
+"""The flags of `offload train`."""
