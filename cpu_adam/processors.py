@@ -55,8 +55,8 @@ def _affinity() -> tuple[int, ...]:
 
 def _default_threads(allowed: tuple[int, ...], root: Path) -> int:
     cores = len({_core(root, processor) for processor in allowed})
-    quota = _quota(root)
-    return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+    limit = processor_quota(root)
+    return max(1, cores if limit is None else min(cores, math.ceil(limit)))
 
 
 def _core(root: Path, processor: int) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def _nodes(root: Path, allowed: Iterable[int]) -> list[tuple[int, ...]]:
     return [tuple(sorted(set(node) & set(allowed))) for node in lists]
 
 
-def _quota(root: Path) -> float | None:
+def processor_quota(root: Path) -> float | None:
     """Processors' worth of time that the cgroups of this process allow, or None without a limit."""
     found = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -57,6 +57,11 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             "model.parameters()) or Adam, or None for a model that is not trained"
         )
     check_optimizer(optimizer)
+    if told := config.conflicts(optimizer):
+        raise ValueError(
+            f"the optimizer is not the one that the file of DeepSpeed asks for: {'; '.join(told)}: "
+            "change one of the two, or remove the key from the file"
+        )
 
 
 def _check_parameters(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import reprlib
+import warnings
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -43,13 +44,13 @@ def parse_bytes(text: str | int | float) -> int:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", str(text).lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(
-                f"{_shown(text)} is not a size in bytes: expected a number with an optional unit "
+                f"{shown(text)} is not a size in bytes: expected a number with an optional unit "
                 "(kB, MB, GB, TB, KiB, MiB, GiB, TiB), for example 8GiB"
             )
         number, unit = float(match[1]), match[2]
     if not 0 <= number < BYTES_MAX or number * _UNITS[unit] >= BYTES_MAX:
         raise ValueError(
-            f"{_shown(text)} is not a size in bytes: it must be from 0 to below 4 EiB (2**62)"
+            f"{shown(text)} is not a size in bytes: it must be from 0 to below 4 EiB (2**62)"
         )
     if unit == "" and number % 1:
         raise ValueError(f"{text!r} is not a size in bytes: it is no whole number; add a unit")
@@ -147,6 +148,28 @@ class Config:
                 "give a directory on a local drive, nvme_path=('/mnt/nvme',)"
             )
 
+    @classmethod
+    def from_deepspeed(cls, file: str | os.PathLike[str]) -> Config:
+        """The Config that a JSON file of DeepSpeed asks for; a warning says what each key became.
+
+        `attach` then refuses an optimizer that contradicts the file. `offload.deepspeed.read` is
+        the same without the warning; docs/deepspeed.md has every key.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no JSON, or a key is misspelt or holds what it cannot mean.
+        """
+        from offload import deepspeed
+
+        found = deepspeed.read(file)
+        lines = [f"what {os.fspath(file)} became:", *found.report()]
+        warnings.warn("\n    ".join(lines), stacklevel=2)
+        return found.config
+
+    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
+        """Where `optimizer` is not what this Config was made for, each in a sentence."""
+        return ()
+
     def bytes_of(self, name: str) -> int | None:
         """The byte count in field `name`, or None where the default is to be measured."""
         value = getattr(self, name)
@@ -163,7 +186,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value as a message shows it: short, and with its type where the text hides that."""
     text, kind = reprlib.repr(value), type(value).__name__
     plain = isinstance(value, (str, int, float, type(None))) or text.startswith(kind)
@@ -171,7 +194,7 @@ def _shown(value: object) -> str:
 
 
 def _refused(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"Config.{name}={_shown(value)}: expected {expected}")
+    return ValueError(f"Config.{name}={shown(value)}: expected {expected}")
 
 
 def _paths(given: object) -> tuple[str, ...]:

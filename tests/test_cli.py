@@ -11,15 +11,17 @@ import sys
 import pytest
 import torch
 
-from offload.cli import EXIT_BAD_INPUT, data, display, gpt, settings, train
+from offload.cli import EXIT_BAD_INPUT, console, data, gpt, live, settings, train
 from offload.config import FIELDS
 from tests.command import SHORT, run
 
 # fmt: off
 FLAGS = [
     "--size", "--data", "--steps", "--batch", "--seq-len", "--lr", "--warmup",
-    "--weight-decay", "--dtype", "--recompute", "--no-recompute", "--seed", "--eval-windows",
-    "--config", "--json", "--no-json", "--params", "--gradients", "--optimizer", "--nvme-path",
+    "--weight-decay", "--beta1", "--beta2", "--eps", "--dtype", "--recompute", "--no-recompute",
+    "--seed", "--eval-windows", "--sample", "--plot",
+    "--config", "--deepspeed", "--json", "--no-json",
+    "--params", "--gradients", "--optimizer", "--nvme-path",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
 ]
@@ -39,7 +41,7 @@ def config_file(tmp_path, **content):
 
 def test_the_surface_grows_on_purpose_only(capsys):
     assert run("train", "--help") == 0
-    shown = re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)
+    shown = re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", capsys.readouterr().out)
     assert [flag for flag in dict.fromkeys(shown) if flag != "--help"] == FLAGS
 
 
@@ -92,8 +94,10 @@ REFUSED_FLAGS = {
     "trian": "did you mean train?",
     "train --step 3": "--steps",
     "train --nvme-pth /tmp": "--nvme-path",
-    "train --params disk": "Expected one of",
-    "train --size 11m": "Expected one of",
+    "train --params disk": "--params disk: it cannot be that; it takes auto, device, cpu, nvme",
+    "train --size 11m": "--size 11m: it cannot be that (did you mean 10m?); it takes 10m,",
+    "train --sample=-1": "--sample -1: expected 0 or more",
+    "train --plot x.txt": "--plot x.txt; found no",
     "train --steps many": "--steps",
     "train --steps 0": "--steps 0: expected 1 or more",
     "train --seq-len=-4": "--seq-len -4: expected 1 or more",
@@ -151,7 +155,7 @@ REFUSED_FILES = {
     '{"placing": {}}': "unknown key 'placing'",
     '{"steps": "many"}': "run.json: key 'steps': ",
     '{"steps": 2.5}': "run.json: key 'steps': ",
-    '{"batch": 2, "params": "disk"}': "run.json: key 'params': invalid choice 'disk'",
+    '{"batch": 2, "params": "disk"}': "run.json: key 'params': --params disk: it cannot be",
     '{"nvme_path": ["/a", "/a"]}': "run.json: key 'nvme_path': --nvme-path ['/a', '/a']: a",
     '{"nvme_path": []}': "run.json: key 'nvme_path': ",
     '{"lr": 0}': "run.json: key 'lr': --lr 0.0: expected a positive number",
@@ -271,8 +275,8 @@ def test_json_is_one_object_per_step_and_nothing_else(capsys):
 def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
     """`offload train --json > file`, started from a terminal."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    terminal = display.Output(file=io.StringIO(), force_terminal=True)
-    with display.Progress(terminal, 3):
+    terminal = console.Output(file=io.StringIO(), force_terminal=True)
+    with live.Progress(terminal, 3):
         sys.stdout.write("a record\n")
     assert sys.stdout.getvalue() == "a record\n"
 

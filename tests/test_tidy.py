@@ -20,14 +20,16 @@ FILE_LINES_MAX = 400
 TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
-PURE += ("task", "schedule", "rules", "variants", "verify", "simulate")
+PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
+PURE += ("deepspeed_keys",)
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
+    ("deepspeed_keys",),
+    ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("layout",),
     ("plan",),

@@ -16,6 +16,8 @@ from typing import Any, TextIO
 COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
     "bench": "measure what this machine gives: adam, nvme",
+    "doctor": "what this machine has and what is missing, one fix per line",
+    "completion": "what bash and zsh need to complete what is typed",
 }
 """What each command does, for the help; the module of the same name holds it."""
 
@@ -116,12 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with contextlib.redirect_stdout(_Output(sys.stdout)):  # type: ignore[type-var]
             try:
-                _run(arguments)
+                status = _run(arguments)
             except SystemExit:  # Help was shown.
                 sys.stdout.flush()
                 raise
             sys.stdout.flush()
-        return 0
+        return status
     except (Stopped, KeyboardInterrupt) as raised:
         stop = raised if isinstance(raised, Stopped) else Stopped(signal.SIGINT)
         _say(f"offload: stopped by {stop.by} {stop.where}".rstrip())
@@ -177,13 +179,13 @@ def _drop_unwritten() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _run(arguments: Sequence[str]) -> None:
+def _run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["--version"]:
         from importlib import metadata
 
         print(f"offload {metadata.version('offload-engine')}")
-    else:
-        MENU.run(arguments)
+        return 0
+    return MENU.run(arguments)
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,10 @@ class Menu:
     more: str = ""
     """A last word of the help."""
 
-    def run(self, arguments: Sequence[str]) -> None:
+    def run(self, arguments: Sequence[str]) -> int:
         """Runs the command that the first argument names on the others, or shows the help.
+
+        Returns the exit status: 0, or what a command that came to its end says instead.
 
         Raises:
             BadInput: there is none of that name.
@@ -213,13 +217,14 @@ class Menu:
         if name in ("-h", "--help"):
             print(self._help())
         elif name in self.commands:
-            importlib.import_module(self.modules + name).command(arguments[1:])
+            return importlib.import_module(self.modules + name).command(arguments[1:]) or 0
         else:
             known = tuple(self.commands)
             raise BadInput(
                 f"there is no {self.kind} {name!r}{nearest(name, known)}. "
                 f"{self.kind.capitalize()}s: {', '.join(known)}"
             )
+        return 0
 
     def _help(self) -> str:
         name = self.kind.upper()

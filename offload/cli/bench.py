@@ -21,11 +21,11 @@ MENU = Menu(
 )
 
 
-def command(arguments: Sequence[str]) -> None:
-    """Runs the benchmark that the first argument names.
+def command(arguments: Sequence[str]) -> int:
+    """Runs the benchmark that the first argument names; returns the exit status.
 
     Raises:
         BadInput: there is none of that name, or its arguments are wrong.
         Stopped: by Ctrl-C or SIGTERM.
     """
-    MENU.run(arguments)
+    return MENU.run(arguments)

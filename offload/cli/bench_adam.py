@@ -22,7 +22,8 @@ import tyro
 import cpu_adam
 from cpu_adam import FORMATS, bench, choice, peers
 from cpu_adam.figures import Group
-from offload.cli import Signals, bad_input, bench_adam_report, display, measuring, nearest
+from offload.cli import Signals, bad_input, bench_adam_report, measuring, nearest
+from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
 from offload.machine import host_free_bytes
@@ -106,11 +107,12 @@ class Adam:
                 )
 
 
-_FLAGS = Flags(
+FLAGS = Flags(
     kind=Adam,
     command="offload bench adam",
     known=tuple(field.name for field in dataclasses.fields(Adam)),
 )
+"""The flags of `offload bench adam`."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -120,9 +122,9 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, or there is too little memory; nothing has been measured.
         Stopped: by Ctrl-C or SIGTERM.
     """
-    asked = _FLAGS.parse(arguments)
+    asked = FLAGS.parse(arguments)
     # Results go to standard output, progress and remarks to standard error.
-    console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
+    console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:
         signals.where, busy = "before the first figure", measuring.busy()
         if asked.peers and importlib.util.find_spec("deepspeed") is not None:

@@ -19,8 +19,9 @@ import tyro
 
 from aio import backends, bench, fio
 from aio.figures import Found
-from offload.cli import Signals, bad_input, bench_nvme_report, display, measuring, nearest
+from offload.cli import Signals, bad_input, bench_nvme_report, measuring, nearest
 from offload.cli.bench_nvme_verdict import GPUS, Verdict
+from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
 from offload.machine import DriveSpeed, host_free_bytes, nvme_free_bytes, save_speed
@@ -135,11 +136,12 @@ def _amount(text: str) -> float:
     return float(found[1]) * 10.0 ** powers[found[2].upper()]
 
 
-_FLAGS = Flags(
+FLAGS = Flags(
     kind=Nvme,
     command="offload bench nvme",
     known=tuple(field.name for field in dataclasses.fields(Nvme) if field.name != "paths"),
 )
+"""The flags of `offload bench nvme`."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -149,9 +151,9 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, or a path cannot be used or has no room.
         Stopped: by Ctrl-C or SIGTERM; nothing is left on disk.
     """
-    asked = _FLAGS.parse(arguments)
+    asked = FLAGS.parse(arguments)
     # Results go to standard output, progress and remarks to standard error.
-    console, remarks = display.Output(stderr=asked.json), display.Output(stderr=True)
+    console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:
         signals.where, busy = "before the first figure", measuring.busy()
         with bad_input():
@@ -278,7 +280,7 @@ def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
     )
 
 
-def _remark(one: object, remarks: display.Output) -> None:
+def _remark(one: object, remarks: Output) -> None:
     if isinstance(one, Found):
         told = [one.notice] if one.notice else []
         told += [f"no figure for {mode}: {why} (--writes-max)" for mode, why in one.left_out]
@@ -286,7 +288,7 @@ def _remark(one: object, remarks: display.Output) -> None:
             _note(remarks, f"note: {notice}")
 
 
-def _note(remarks: display.Output, text: str) -> None:
+def _note(remarks: Output, text: str) -> None:
     """A line that may hold names of files, whose brackets are no markup."""
     remarks.print(text, highlight=False, soft_wrap=True, markup=False)
 

@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import (
-    Progress as Bar,
-)
 from rich.table import Table
 
 from offload.config import TIERS, Tier, format_bytes
 from offload.lanes import LaneUse
 from offload.layout import Row, TierUse
 
-SMOOTHING = 0.9
-"""Share that the smoothed loss keeps of its old value at each step."""
-
-PLAIN_INTERVAL_S = 10.0
-"""Least time between two lines of progress where there is no terminal."""
-
+NARROW_COLUMNS = 72
+"""Below it, lines leave out what is not needed."""
 
 LANES_CAPTION = (
     "busy: working; exposed: training had to wait for it\n"
@@ -39,14 +24,6 @@ HINT = (
     "everything fits on the device; to see it move, try\n"
     "--params cpu --gradients cpu --optimizer nvme"
 )
-
-
-class Output(Console):
-    """A console that leaves it to the caller what a reader that has gone means."""
-
-    def on_broken_pipe(self) -> None:
-        """Called while the error is handled: it goes on."""
-        raise
 
 
 def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:
@@ -123,52 +100,3 @@ def _title(tier: Tier, device_is_cpu: bool) -> str:
 
 def _amount(count: int) -> str:
     return format_bytes(count) if count else "-"
-
-
-class Progress:
-    """Loss, speed and time left: a bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._smoothed = 0.0
-        self._weight = 0.0
-        self._started = self._spoken = time.monotonic()
-        self._bar = Bar(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("loss {task.fields[loss]}  {task.fields[speed]:,.0f} tokens/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-            redirect_stdout=sys.stdout.isatty(),
-            expand=True,
-            transient=True,
-        )
-        self._task = self._bar.add_task("", total=steps, loss="-", speed=0.0)
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._bar.stop()
-
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows that `step` (from 1) is done."""
-        self._smoothed = SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
-        self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
-        smooth = self._smoothed / self._weight
-        self._bar.update(self._task, completed=step, loss=f"{smooth:.3f}", speed=tokens_per_s)
-        now = time.monotonic()
-        due = step in (1, self._steps) or now - self._spoken >= PLAIN_INTERVAL_S
-        if due and not self._console.is_terminal:
-            self._spoken = now
-            left = (now - self._started) / step * (self._steps - step)
-            self._console.print(
-                f"step {step}/{self._steps}  loss {smooth:.3f}  {tokens_per_s:,.0f} tokens/s  "
-                f"{left:.0f} s left",
-                highlight=False,
-                soft_wrap=True,
-            )

@@ -94,6 +94,10 @@ class Flags(Generic[Settings]):
         line = re.sub(r"^Error parsing (\w+: )?", "", " ".join(first))
         if unknown := re.match(r"Unrecognized options: ([^\s,]+)", line):
             return self._unknown(unknown[1])
+        if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'\..*?\((.*)\)", line):
+            asked, name, choices = wrong[1], wrong[2], re.findall(r"'([^']*)'", wrong[3])
+            close = nearest(asked, choices)
+            return f"{name} {asked}: it cannot be that{close}; it takes {', '.join(choices)}"
         for found, clearer in _CLEARER.items():
             line = re.sub(found, clearer, line)
         return line or text

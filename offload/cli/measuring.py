@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from offload.cli import display
+from offload.cli.console import Output
 
 BUSY_PERCENT = 15
 """Of all processors' time: others may take as much before it is remarked on."""
 
 
 @contextlib.contextmanager
-def bar(console: display.Output) -> Iterator[Callable[[float, str], None]]:
+def bar(console: Output) -> Iterator[Callable[[float, str], None]]:
     """Progress as a bar on a terminal, elsewhere as a line for each thing that is measured."""
     shown_as = Progress(
         TextColumn("{task.description}", markup=False),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from offload import config
-from offload.cli import BadInput, nearest
+from offload.cli import BadInput, from_deepspeed, nearest
 from offload.cli.flags import Flags, flag
 from offload.config import Config
 
@@ -82,6 +82,15 @@ class Train:
     weight_decay: float = 0.1
     """Weight decay of the matrices."""
 
+    beta1: float = 0.9
+    """Share that AdamW keeps of the first moment at each step."""
+
+    beta2: float = 0.95
+    """Share that it keeps of the second moment."""
+
+    eps: float = 1e-8
+    """What AdamW adds to the root of the second moment."""
+
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of the weights in use."""
 
@@ -94,8 +103,18 @@ class Train:
     eval_windows: int = 256
     """Most windows of held-out text that the loss at the end is measured on."""
 
+    sample: int = 200
+    """Bytes of text to generate at the end, in ten seconds at most; 0 for none."""
+
+    plot: Annotated[str | None, NoText] = None
+    """Also draw the loss to this file (.png, .svg, .pdf); needs matplotlib."""
+
     config: Annotated[str | None, NoText] = None
     """JSON file of settings, keys named like the flags (seq_len). Flags win over the file."""
+
+    deepspeed: Annotated[str | None, NoText] = None
+    """JSON file of DeepSpeed's, whose settings become flags. Flags win over it, but one that
+    contradicts its optimizer or scheduler is refused."""
 
     json: bool = False
     """One JSON object per step and one summary on standard output, nothing else there."""
@@ -112,9 +131,14 @@ class Train:
             self._check(name, 1 <= getattr(self, name) <= COUNT_MAX, f"1 or more{_SOME}")
         self._check("data", self.data is None or self.data != "", "the path of a file or folder")
         self._check("warmup", 0 <= self.warmup <= COUNT_MAX, f"0 or more{_SOME}")
+        self._check("sample", 0 <= self.sample <= COUNT_MAX, f"0 or more{_SOME}")
+        self._check("plot", self.plot != "", "the path of a file")
         self._check("seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
         self._check("lr", 0 < self.lr <= FACTOR_MAX, "a positive number, at most 1e30")
         self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")
+        for name in ("beta1", "beta2"):
+            self._check(name, 0 <= getattr(self, name) < 1, "0 or more, below 1")
+        self._check("eps", 0 <= self.eps <= FACTOR_MAX, "0 to 1e30")
 
     def _check(self, name: str, right: bool, expected: str) -> None:
         if not right:
@@ -130,24 +154,35 @@ def parse(arguments: Sequence[str]) -> Train:
         SystemExit: help was asked for, and shown.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?")
-    path = finder.parse_known_args(list(arguments))[0].config
-    # The file's settings come first as flags of their own: of two equal flags the last one counts.
-    found = _flags_in(path) if path is not None else {}
-    given = [*itertools.chain(*found.values()), *arguments]
+    for name in _FILES:
+        finder.add_argument(flag(name), nargs="?")
+    named = finder.parse_known_args(list(arguments))[0]
+    # The files' settings come first as flags of their own: of two equal flags the last one counts.
+    path = named.deepspeed
+    theirs = None if path is None else from_deepspeed.Adopted.of(path)
+    found = _flags_in(named.config) if named.config is not None else {}
+    adopted = theirs.flags() if theirs else []
+    given = [*adopted, *itertools.chain(*found.values()), *arguments]
     try:
-        return _FLAGS.parse(given)
+        settings = FLAGS.parse(given)
     except BadInput:
         for key, flags in found.items():
-            if told := _FLAGS.complaint(flags):
-                raise BadInput(f"--config {path}: key {key!r}: {told}") from None
+            if told := FLAGS.complaint(flags):
+                raise BadInput(f"--config {named.config}: key {key!r}: {told}") from None
         raise
+    if theirs:
+        theirs.refuse_conflicts(settings)
+    return settings
+
+
+_FILES = ("config", "deepspeed")
+"""Flags that name files of settings, which no such file may hold."""
 
 
 def keys() -> tuple[str, ...]:
-    """Names of all settings that a file may hold: the flags, but for `config`."""
+    """Names of all settings that a file may hold: the flags, but for those that name files."""
     own = [field.name for field in dataclasses.fields(Train)]
-    return tuple(name for name in own if name not in ("config", "placing")) + config.FIELDS
+    return tuple(name for name in own if name not in (*_FILES, "placing")) + config.FIELDS
 
 
 def _flags_in(path: str) -> dict[str, list[str]]:
@@ -200,7 +235,7 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
     """What one key of a file is on the command line; null is as good as absent."""
     if value is None:
         return []
-    switch = key in _FLAGS.switches
+    switch = key in FLAGS.switches
     if switch and isinstance(value, bool):
         return [flag(key) if value else flag(f"no_{key}")]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool) and not switch:
@@ -260,4 +295,5 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     return registry
 
 
-_FLAGS = Flags(kind=Train, command="offload train", known=(*keys(), "config"), registry=_registry())
+FLAGS = Flags(kind=Train, command="offload train", known=(*keys(), *_FILES), registry=_registry())
+"""The flags of `offload train`."""

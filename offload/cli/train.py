@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,19 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-from offload.cli import Signals, Stopped, bad_input, data, display, gpt
+from offload.cli import (
+    Signals,
+    Stopped,
+    bad_input,
+    data,
+    display,
+    from_deepspeed,
+    gpt,
+    live,
+    measuring,
+    sample,
+)
+from offload.cli.console import Output
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
 from offload.device import compute_device
@@ -25,8 +37,6 @@ from offload.machine import host_free_bytes
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
-
-BETAS = (0.9, 0.95)
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -38,10 +48,13 @@ def command(arguments: Sequence[str]) -> None:
     """
     settings = parse(arguments)
     with bad_input():
+        draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
         check_memory(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
-    console, remarks = display.Output(stderr=settings.json), display.Output(stderr=True)
+    console, remarks = Output(stderr=settings.json), Output(stderr=True)
+    if settings.deepspeed is not None:
+        _note(remarks, from_deepspeed.Adopted.of(settings.deepspeed).report())
     _note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
@@ -55,23 +68,29 @@ def command(arguments: Sequence[str]) -> None:
                     contextlib.closing(
                         steps(settings, model, optimizer, corpus, signals)
                     ) as records,
-                    display.Progress(remarks, settings.steps) as progress,
+                    live.Progress(remarks, settings.steps, engine.report) as progress,
                 ):
                     for record in records:
                         progress.update(record["step"], record["loss"], record["tokens_per_s"])
                         if settings.json:
                             _emit(record)
                         reached.steps = record["step"]
+                        reached.losses.append(record["loss"])
                 with _out_of_memory("after the last step, on held-out text"):
                     loss, count = evaluate(settings, model, corpus)
                 _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
                 engine.settle()
                 reached.held_out_loss, reached.held_out_bytes = loss, count
+                report = engine.report()  # Before the sample, which is no part of training.
+                reached.sample = _sampled(settings, model, corpus)
             except Stopped as stop:
                 reached.stopped_by = stop.by
                 _conclude(console, settings, reached, engine.report())
                 raise
-            _conclude(console, settings, reached, engine.report())
+            finally:
+                if draw and reached.losses:
+                    draw(*_drawn(settings, reached))
+            _conclude(console, settings, reached, report)
 
 
 @dataclass(slots=True)
@@ -82,17 +101,21 @@ class Reached:
     held_out_loss: float | None = None
     """In nats per byte; None for a run that was stopped before it was known."""
     held_out_bytes: int = 0
+    sample: str | None = None
+    """Text that the model has written; None for none."""
+    losses: list[float] = field(default_factory=list)
+    """Of each step."""
     stopped_by: str | None = None
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
 
 
-def _note(remarks: display.Output, notices: Sequence[str]) -> None:
+def _note(remarks: Output, notices: Sequence[str]) -> None:
     for notice in notices:
         remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
 
 
 def _introduce(
-    console: display.Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
+    console: Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
 ) -> None:
     """What is trained on what, and what lives where."""
     console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
@@ -102,10 +125,13 @@ def _introduce(
         console.print(display.HINT, highlight=False, soft_wrap=True)
 
 
-def _conclude(console: display.Output, settings: Train, reached: Reached, report: Any) -> None:
+def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -> None:
     """What a run has come to, whether to its end or not."""
     if settings.json:
         _emit(_summary(reached, report))
+    if console.is_terminal and len(reached.losses) > 1:
+        console.print("Loss, smoothed", style="italic")
+        console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
     console.print(display.lanes(report.lanes))
     console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
     console.print(display.peaks(report.tiers, device_is_cpu=compute_device().is_host))
@@ -123,6 +149,28 @@ def _conclude(console: display.Output, settings: Train, reached: Reached, report
             highlight=False,
             soft_wrap=True,
         )
+    if reached.sample:
+        console.print("\nwhat it writes after some held-out text:", highlight=False)
+        for line in reached.sample.splitlines():
+            console.print(f"  {line}", highlight=False, markup=False, style="italic")
+
+
+def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | None:
+    """Text that the model goes on with, where that was asked for."""
+    if not settings.sample:
+        return None
+    window = settings.seq_len
+    prompt = bytes(corpus.held_out[:window])
+    with _out_of_memory("for the sample"):
+        return sample.readable(
+            sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
+        )
+
+
+def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
+    """What a drawing of the run shows."""
+    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
+    return reached.losses, live.smoothed(reached.losses), reached.held_out_loss, title
 
 
 def check_memory(settings: Train) -> None:
@@ -161,7 +209,8 @@ def build(settings: Train) -> tuple[nn.Module, Any]:
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS)
+    betas = (settings.beta1, settings.beta2)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps)
     torch.manual_seed(settings.seed)
     return offload.attach(model, optimizer, settings.placing, initialize=gpt.init)
 
@@ -290,7 +339,7 @@ def _summary(reached: Reached, report: Any) -> dict[str, Any]:
     }
     return {
         "kind": "summary",
-        **asdict(reached),
+        **{name: value for name, value in asdict(reached).items() if name != "losses"},
         "misses": report.misses,
         "compute_s": report.compute_s,
         "wall_s": report.wall_s,

@@ -1,0 +1,351 @@
+"""A file of DeepSpeed's becomes a Config, with a report of what each key became and why.
+
+[Note: What a file asks for]
+Placement becomes fields of Config. Optimizer, scheduler, precision and batch size are in the user's
+own program, which counts; what the file says of the optimizer is kept in the Config, and `attach`
+refuses an optimizer that differs. Buffers, buckets and thresholds are found by the planner. What a
+key asks for and nothing here does is in the report, never dropped in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from offload.config import Config, shown
+from offload.deepspeed_keys import (
+    ALIASES,
+    BY_NAME,
+    FREE_SECTIONS,
+    OPEN_SECTIONS,
+    Key,
+    known_in,
+)
+
+_ZERO = "zero_optimization"
+_PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
+_GRADIENT_DTYPES = {"fp32": "fp32", "bf16": "param", "fp16": "param"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig(Config):
+    """A Config that knows which optimizer the file asked for."""
+
+    expects: tuple[tuple[str, Any], ...] = ()
+    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
+
+    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
+        """See Config.conflicts."""
+        return tuple(_conflicts(dict(self.expects), optimizer))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Translation:
+    """What a file became."""
+
+    config: DeepSpeedConfig
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
+    unknown: tuple[str, ...] = ()
+    """Keys that neither DeepSpeed nor this table knows, where DeepSpeed ignores them."""
+
+    def report(self, became: Mapping[str, str] | None = None) -> list[str]:
+        """What each key became, a line each; those without a meaning together, by reason.
+
+        `became` says by key what a program made of what is its own.
+        """
+        lines = []
+        reasons: dict[str, list[str]] = {}
+        for name, value in self.values.items():
+            key = _key_of(name)
+            if key.fate == "nothing":
+                reasons.setdefault(key.says, []).append(name)
+            elif key.becomes:
+                now = f"{key.becomes}={getattr(self.config, key.becomes)!r}"
+                lines.append(f"{name} = {_text(value)}: {now}")
+            else:
+                mine = (became or {}).get(name, f"yours: {key.says}")
+                lines.append(f"{name} = {_text(value)}: {mine}")
+        if "gradient_clipping" not in self.values:
+            norm = self.config.max_grad_norm
+            lines.append(f"gradient_clipping is missing: max_grad_norm={norm}, DeepSpeed's default")
+        lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]
+        if self.unknown:
+            lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(self.unknown)}")
+        return lines
+
+
+def read(path: str | os.PathLike[str]) -> Translation:
+    """Translates the JSON file at `path`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, a key is misspelt, holds what it cannot, or contradicts another;
+            the message names file and key.
+    """
+    with open(path, encoding="utf-8-sig") as file:
+        text = file.read()
+    try:
+        return translate(_parsed(text))
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)}: nested too deeply for a configuration") from None
+
+
+def translate(content: Any) -> Translation:
+    """Translates what is in a file, with the same errors."""
+    if not isinstance(content, dict):
+        raise ValueError(f"expected one JSON object, found {_text(content)}")
+    unknown: list[str] = []
+    values = dict(_flat(content, "", unknown))
+    fields = _fields(values)
+    expects = tuple(
+        (name, _hashable(value))
+        for name, value in values.items()
+        if name.startswith(("optimizer.", "scheduler."))
+    )
+    config = DeepSpeedConfig(**fields, expects=expects)
+    return Translation(config=config, values=values, unknown=tuple(unknown))
+
+
+def _parsed(text: str) -> Any:
+    """JSON with comments (`//`, `#`, `/* */`) and commas before closing brackets."""
+    string = r'("(?:[^"\\]|\\.)*")'
+    text = re.sub(string + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", _keep_string, text, flags=re.DOTALL)
+    text = re.sub(string + r"|,(?=\s*[}\]])", _keep_string, text, flags=re.DOTALL)
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON, even with comments allowed: {error}") from None
+
+
+def _keep_string(found: re.Match[str]) -> str:
+    # Comments leave their line breaks, so that errors name the right line.
+    return found[1] or "\n" * found[0].count("\n")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"key {name!r} is there twice")
+    return dict(pairs)
+
+
+def _flat(found: Mapping[str, Any], section: str, unknown: list[str]) -> Iterator[tuple[str, Any]]:
+    """Proper names and values of all keys that hold something."""
+    seen: dict[str, str] = {}
+    for given, value in found.items():
+        full = f"{section}.{given}".lstrip(".")
+        name = ALIASES.get(full, full)
+        if name in seen and value != found[seen[name]]:
+            raise ValueError(f"{full} and {seen[name]} are one key, and hold different values")
+        if name in seen:
+            continue
+        seen[name] = given
+        if section in FREE_SECTIONS:
+            if not _is_default(value):
+                yield full, value
+        elif name not in BY_NAME:
+            _refuse_misspelt(given, section)
+            unknown.append(full)
+        elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
+            value = _as_section(name, value)
+            yield from _flat(value, name, unknown)
+        elif not _is_default(value):
+            yield name, _read(BY_NAME[name], value)
+
+
+def _refuse_misspelt(given: str, section: str) -> None:
+    where = f" in {section}" if section else ""
+    close = difflib.get_close_matches(given, known_in(section), n=1)
+    if close:
+        raise ValueError(f"there is no key {given!r}{where}: did you mean {close[0]!r}?")
+    if section not in OPEN_SECTIONS:
+        raise ValueError(
+            f"there is no key {given!r}{where}, and DeepSpeed would refuse it too: remove it"
+        )
+
+
+def _as_section(name: str, value: Any) -> Mapping[str, Any]:
+    if value is None or value == "auto" or value is False:
+        return {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} holds {_text(value)}: expected an object, {{...}}")
+    return value
+
+
+def _is_default(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "auto")
+
+
+def _read(key: Key, value: Any) -> Any:
+    """The value as the key's kind."""
+    if key.choices:
+        if isinstance(value, str) and value.lower() in key.choices:
+            return value.lower()
+        raise _wrong(key, value, f"one of {', '.join(key.choices)}")
+    if key.kind == "bool":
+        text = str(value).lower()
+        if isinstance(value, (bool, str)) and text in ("true", "false"):
+            return text == "true"
+        # An old file may have a whole section in place of true.
+        if isinstance(value, dict) and "cpu_offload" in key.name:
+            return True
+        raise _wrong(key, value, "true or false")
+    if key.kind in ("int", "float"):
+        return _number(key, value)
+    if key.kind == "text" and not (isinstance(value, str) and value):
+        raise _wrong(key, value, "a text")
+    return value
+
+
+def _number(key: Key, value: Any) -> int | float:
+    whole = key.kind == "int"
+    try:
+        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+            raise TypeError
+        number = float(value)
+        if not abs(number) <= 2**63 or (whole and number != int(number)):
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        expected = "a whole number, such as 500000000 or 5e8" if whole else "a number"
+        raise _wrong(key, value, expected) from None
+    return int(number) if whole else number
+
+
+def _wrong(key: Key, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{key.name} holds {_text(value)}: expected {expected}, or auto")
+
+
+def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of Config that a file asks for."""
+    places = {"params": _place(values, _PARAM), "optimizer": _place(values, _OPTIMIZER)}
+    if places["optimizer"] == "cpu" and values.get(f"{_OPTIMIZER}.ratio", 1.0) < 1:
+        places["optimizer"] = "auto"
+    on_host = values.get(f"{_OPTIMIZER}.device", "cpu" if values.get(_OLD[_OPTIMIZER]) else "none")
+    fields: dict[str, Any] = dict(places)
+    fields["gradients"] = "cpu" if on_host != "none" else "auto"
+    paths = [
+        values.get(f"{section}.nvme_path")
+        for section, field_name in ((_PARAM, "params"), (_OPTIMIZER, "optimizer"))
+        if places[field_name] == "nvme"
+    ]
+    if None in paths and not any(paths):
+        raise ValueError(
+            "a device is nvme and nvme_path is missing: give the directory of a local drive as "
+            "nvme_path beside it"
+        )
+    fields["nvme_path"] = tuple(dict.fromkeys(path for path in paths if path))
+    fields["max_grad_norm"] = values.get("gradient_clipping", 1.0) or None
+    fields["micro_batches"] = _micro_batches(values)
+    dtype = values.get("data_types.grad_accum_dtype", "bf16")
+    fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
+    return fields
+
+
+_OLD = {_PARAM: f"{_ZERO}.cpu_offload_param", _OPTIMIZER: f"{_ZERO}.cpu_offload"}
+
+
+def _place(values: Mapping[str, Any], section: str) -> str:
+    """The tier that a section, or the switch that it once was, asks for."""
+    old, now = values.get(_OLD[section]), values.get(f"{section}.device")
+    if old and now not in (None, "cpu"):
+        raise ValueError(f"{_OLD[section]} is true, and {section}.device is {now}: remove the old")
+    if now is None:
+        return "cpu" if old else "auto"
+    return "device" if now == "none" else str(now)
+
+
+def _micro_batches(values: Mapping[str, Any]) -> int | None:
+    """Backward calls in a step, as DeepSpeed finds the one of three numbers that is missing."""
+    whole = values.get("train_batch_size")
+    micro = values.get("train_micro_batch_size_per_gpu")
+    count = values.get("gradient_accumulation_steps")
+    for name in _COUNTS:
+        if values.get(name, 1) < 1:
+            raise ValueError(f"{name} holds {values[name]}: expected a whole number from 1")
+    if whole is None or (micro is None and count is None):
+        return count  # type: ignore[no-any-return]
+    ranks = world_size()
+    found, rest = divmod(whole, (micro or 1) * (count or 1) * ranks)
+    if rest or not found or (micro and count and found != 1):
+        others = (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", count))
+        told = " and ".join(f"{name} {value}" for name, value in others if value)
+        raise ValueError(
+            f"train_batch_size {whole} with {told} on {ranks} ranks (WORLD_SIZE) do not agree: the "
+            "first is the product of the others"
+        )
+    return count or int(found)
+
+
+_COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def world_size() -> int:
+    """Ranks of the whole job, as launchers tell; 1 without one."""
+    given = os.environ.get("WORLD_SIZE", "")
+    return int(given) if given.isascii() and given.isdigit() and int(given) else 1
+
+
+def _conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
+    """Where an optimizer is not what a file asks for."""
+    groups = optimizer.param_groups
+    if "scheduler.type" in expects and any("initial_lr" in group for group in groups):
+        kind = expects["scheduler.type"]
+        yield f"scheduler.type is {kind}, and a scheduler has been made for the optimizer already"
+    if "optimizer.type" not in expects:
+        return
+    asked, mine = str(expects["optimizer.type"]), type(optimizer).__name__
+    params = {
+        name.rpartition(".")[2]: value
+        for name, value in expects.items()
+        if name.startswith("optimizer.params.")
+    }
+    if mine.lower().removeprefix("cpu") not in _SAME.get(asked.lower(), (asked.lower(),)):
+        yield f"optimizer.type is {asked}, and yours is {mine}"
+        return
+    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
+        there = [_hashable(_plain(_value_in(group, name))) for group in groups if name in group]
+        if name in params and there and params[name] not in there:
+            yield f"optimizer.params.{name} is {_text(params[name])}, and yours is {there[0]}"
+    decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
+    for group in groups if asked.lower() in ("adam", "adamw") else ():
+        if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:
+            way = "decoupled (AdamW)" if decoupled else "within the gradient (Adam)"
+            yield f"optimizer {asked} has its weight decay {way}, and yours has not"
+            return
+
+
+_SAME = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
+"""Kinds of one family: how they decay weights is looked at by itself."""
+
+
+def _value_in(group: Mapping[str, Any], name: str) -> Any:
+    # A scheduler may have moved the learning rate already.
+    return group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_hashable(one) for one in value)
+    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
+
+
+def _key_of(name: str) -> Key:
+    """The row of the table for a key, which may be an argument in a free section."""
+    return BY_NAME[name] if name in BY_NAME else BY_NAME[name.rpartition(".")[0]]
+
+
+def _text(value: Any) -> str:
+    return shown(list(value) if isinstance(value, tuple) else value)

@@ -1,0 +1,360 @@
+"""Files of DeepSpeed: what each key becomes, what is refused, and the page that tells."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offload
+from cpu_adam import CPULion
+from offload import deepspeed
+from offload.cli import settings
+from offload.config import Config
+from offload.deepspeed_keys import ALIASES, BY_NAME, KEYS, page
+from tests.command import SHORT, run
+
+HUGGING_FACE = """{
+    // as the integration's guide has it
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                              "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": "auto",
+                  "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": true},
+        "offload_param": {"device": "cpu", "pin_memory": true},
+        "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": true,
+    },
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+    "steps_per_print": 2000, "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false
+}"""
+
+NVME = """{
+  "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8, /* a
+  comment // over "lines" */
+  "gradient_clipping": 0.5,  # and one of a shell
+  "zero_optimization": {
+    "stage": 3, "sub_group_size": 2e7,
+    "offload_param": {"device": "nvme", "nvme_path": "/mnt/a//b", "buffer_count": 5,
+                      "buffer_size": 1e8, "max_in_cpu": 1e9},
+    "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/c#d", "pipeline_read": true,
+                          "pipeline_write": true, "fast_init": false}
+  },
+  "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1, "single_submit": "false",
+          "overlap_events": "true", "of_my_own": 3},
+  "optimizer": {"type": "Adam", "params": {"lr": 3e-4, "betas": [0.9, 0.99], "weight_decay": 0.1}}
+}"""
+
+
+def read(text, tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    return deepspeed.read(path)
+
+
+def test_a_file_with_auto_everywhere(tmp_path):
+    found = read(HUGGING_FACE, tmp_path)
+    config = found.config
+    assert (config.params, config.gradients, config.optimizer) == ("cpu", "cpu", "cpu")
+    assert (config.max_grad_norm, config.micro_batches, config.nvme_path) == (1.0, None, ())
+    assert not found.unknown
+    assert config.expects == (("optimizer.type", "AdamW"), ("scheduler.type", "WarmupLR"))
+
+
+def test_a_file_for_nvme_with_comments(tmp_path):
+    found = read(NVME, tmp_path)
+    config = found.config
+    assert (config.params, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
+    assert config.nvme_path == ("/mnt/a//b", "/mnt/c#d")
+    assert (config.max_grad_norm, config.micro_batches) == (0.5, 8)
+    assert found.values["zero_optimization.sub_group_size"] == 20_000_000
+    assert found.values["aio.intra_op_parallelism"] == 1
+    assert found.values["aio.single_submit"] is False
+    assert found.unknown == ("aio.of_my_own",)
+    report = found.report()
+    told = "\n".join(report)
+    assert "zero_optimization.offload_param.device = 'nvme': params='nvme'" in report
+    assert "gradient_accumulation_steps = 8: micro_batches=8" in report
+    assert "aio.of_my_own" in report[-1]
+    for name in found.values:
+        assert name in told
+
+
+def test_what_is_missing_is_the_default():
+    found = deepspeed.translate({})
+    config = found.config
+    assert (config.params, config.gradients, config.optimizer) == ("auto", "auto", "auto")
+    assert (config.max_grad_norm, config.gradient_dtype) == (1.0, "param")
+    assert found.report() == [
+        "gradient_clipping is missing: max_grad_norm=1.0, DeepSpeed's default"
+    ]
+    assert deepspeed.translate({"gradient_clipping": 0}).config.max_grad_norm is None
+
+
+def zero(**section):
+    return deepspeed.translate({"zero_optimization": section}).config
+
+
+def test_devices():
+    for device, tier in (("none", "device"), ("cpu", "cpu"), ("NVMe", "nvme")):
+        path = "/x" if tier == "nvme" else None
+        config = zero(offload_param={"device": device, "nvme_path": path})
+        assert (config.params, config.optimizer, config.gradients) == (tier, "auto", "auto")
+        config = zero(offload_optimizer={"device": device, "nvme_path": path})
+        grads = "auto" if tier == "device" else "cpu"
+        assert (config.params, config.optimizer, config.gradients) == ("auto", tier, grads)
+    both = {"device": "nvme", "nvme_path": "/x"}
+    assert zero(offload_param=both, offload_optimizer=both).nvme_path == ("/x",)
+    one = zero(offload_param={"device": "cpu", "nvme_path": "/y"}, offload_optimizer=both)
+    assert one.nvme_path == ("/x",)
+    assert zero(offload_param=None, offload_optimizer={}).params == "auto"
+
+
+def test_old_switches_and_a_share_on_the_device():
+    config = zero(cpu_offload=True, cpu_offload_param="true")
+    assert (config.params, config.gradients, config.optimizer) == ("cpu", "cpu", "cpu")
+    assert zero(cpu_offload=False).optimizer == "auto"
+    assert zero(cpu_offload={"device": "cpu"}).optimizer == "cpu"
+    config = zero(offload_optimizer={"device": "cpu", "ratio": 0.3})
+    assert (config.optimizer, config.gradients) == ("auto", "cpu")
+    assert deepspeed.translate({"data_types": {"grad_accum_dtype": "fp32"}}).config.gradient_dtype
+
+
+@pytest.mark.parametrize(
+    ("whole", "micro", "count", "ranks", "found"),
+    [
+        (None, 4, 8, 1, 8),
+        (32, 4, None, 1, 8),
+        (32, 4, 8, 1, 8),
+        (64, 4, 8, 2, 8),
+        (32, None, 8, 1, 8),
+        (None, None, None, 1, None),
+        (32, None, None, 1, None),
+        (None, 4, None, 1, None),
+    ],
+)
+def test_micro_batches(whole, micro, count, ranks, found, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    content = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro}
+    content["gradient_accumulation_steps"] = count
+    assert deepspeed.translate(content).config.micro_batches == found
+
+
+WRONG = {
+    '{"zero_optimization": {"offload_parm": {}}}': "did you mean 'offload_param'?",
+    '{"zero_optimisation": {}}': "did you mean 'zero_optimization'?",
+    '{"zero_optimization": {"xyzzy": 1}}': "DeepSpeed would refuse it too",
+    '{"aio": {"queue_dept": 8}}': "in aio: did you mean 'queue_depth'?",
+    '{"zero_optimization": {"offload_param": {"device": "disk"}}}': "expected one of none, cpu",
+    '{"zero_optimization": {"offload_param": {"device": "nvme"}}}': "nvme_path is missing",
+    '{"zero_optimization": {"sub_group_size": 1.5}}': "expected a whole number",
+    '{"zero_optimization": {"sub_group_size": "big"}}': "expected a whole number",
+    '{"zero_optimization": {"sub_group_size": true}}': "expected a whole number",
+    '{"zero_optimization": {"overlap_comm": 1}}': "expected true or false",
+    '{"zero_optimization": 3}': "expected an object",
+    '{"gradient_clipping": "x"}': "gradient_clipping holds 'x': expected a number",
+    '{"gradient_clipping": -1}': "max_grad_norm=-1.0: expected a positive number",
+    '{"gradient_accumulation_steps": 0}': "expected a whole number from 1",
+    '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}': "do not agree",
+    '{"train_batch_size": 10, "gradient_accumulation_steps": 4}': "do not agree",
+    '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4,'
+    ' "gradient_accumulation_steps": 4}': "do not agree",
+    '{"aio": {"thread_count": 1, "num_threads": 2}}': "are one key",
+    '{"aio": {}, "aio": {}}': "key 'aio' is there twice",
+    '{"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "nvme",'
+    ' "nvme_path": "/x"}}}': "remove the old",
+    '{"optimizer": {"type": 3}}': "optimizer.type holds 3: expected a text",
+    "[1]": "expected one JSON object",
+    "{": "not JSON, even with comments allowed",
+    '{"a": 1\n // x\n "b": 2}': "line 3",
+    "[" * 100_000: "",
+}
+
+
+@pytest.mark.parametrize(("text", "told"), WRONG.items(), ids=range(len(WRONG)))
+def test_what_is_wrong_is_named(text, told, tmp_path):
+    with pytest.raises(ValueError) as caught:
+        read(text, tmp_path)
+    assert told in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path}/ds.json: ")
+
+
+def test_every_key_is_accepted_under_every_name():
+    for name, key in [(key.name, key) for key in KEYS] + [
+        (a, BY_NAME[n]) for a, n in ALIASES.items()
+    ]:
+        if key.kind == "section":
+            continue
+        value = key.choices[0] if key.choices else key.default
+        *sections, last = name.split(".")
+        content = {last: value}
+        for section in reversed(sections):
+            content = {section: content}
+        found = deepspeed.translate(content)
+        assert not found.unknown
+        assert (key.name in found.values) == (value is not None)
+
+
+@given(st.sampled_from([key for key in KEYS if key.kind != "section"]), st.data())
+def test_a_value_of_any_kind_is_taken_or_refused_by_name(key, data):
+    value = data.draw(
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text()
+        | st.lists(st.integers())
+    )
+    *sections, last = key.name.split(".")
+    content = {last: value}
+    for section in reversed(sections):
+        content = {section: content}
+    try:
+        found = deepspeed.translate(content)
+    except ValueError as error:
+        told = str(error)
+    else:
+        assert set(found.values) <= {key.name}
+        told = "\n".join(found.report())
+        told = told if found.values else last
+    assert any(name in told for name in (last, "max_grad_norm", "nvme_path", "WORLD_SIZE"))
+
+
+def test_config_says_once_what_became_of_a_file(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text(HUGGING_FACE)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            config = Config.from_deepspeed(path)
+    (told,) = caught
+    assert told.filename == __file__
+    assert "offload_param.device = 'cpu': params='cpu'" in str(told.message)
+    assert isinstance(config, Config)
+    assert config == deepspeed.read(path).config
+    assert hash(config)
+
+
+def optimizer_of(kind=torch.optim.AdamW, **arguments):
+    return kind([torch.nn.Parameter(torch.zeros(2))], **arguments)
+
+
+def conflicts(section, optimizer):
+    return deepspeed.translate({"optimizer": section}).config.conflicts(optimizer)
+
+
+def test_an_optimizer_that_is_the_file_s():
+    params = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
+    for kind in ("AdamW", "adam", "Adam"):
+        assert not conflicts({"type": kind, "params": params}, optimizer_of())
+    assert not conflicts({"type": "AdamW", "params": {"lr": "auto"}}, optimizer_of(lr=5))
+    plain = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
+    assert not conflicts(plain, optimizer_of(torch.optim.Adam, weight_decay=0.1))
+    assert not conflicts({}, optimizer_of(torch.optim.SGD))
+    assert not conflicts({"type": "Lion", "params": {"lr": 0.1}}, optimizer_of(CPULion, lr=0.1))
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": d} for d in (0, 0.1)]
+    two = torch.optim.AdamW(groups, lr=torch.tensor(0.25))
+    assert not conflicts({"type": "AdamW", "params": {"weight_decay": 0.1, "lr": 0.25}}, two)
+
+
+@pytest.mark.parametrize(
+    ("section", "kind", "arguments", "told"),
+    [
+        ({"type": "AdamW"}, torch.optim.SGD, {}, "optimizer.type is AdamW, and yours is SGD"),
+        ({"type": "OneBitAdam"}, torch.optim.Adam, {}, "yours is Adam"),
+        ({"type": "AdamW", "params": {"lr": 3e-4}}, torch.optim.AdamW, {}, "lr is 0.0003"),
+        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, torch.optim.AdamW, {}, "betas is"),
+        ({"type": "AdamW", "params": {"eps": 1e-6}}, torch.optim.AdamW, {}, "eps is 1e-06"),
+        ({"type": "Adam"}, torch.optim.Adam, {"weight_decay": 0.1}, "decoupled (AdamW)"),
+        ({"type": "AdamW", "params": {"weight_decay": 0}}, torch.optim.AdamW, {}, "decay is 0"),
+        (
+            {"type": "Adam", "params": {"adam_w_mode": False}},
+            torch.optim.AdamW,
+            {},
+            "within the gradient",
+        ),
+    ],
+)
+def test_an_optimizer_that_is_not(section, kind, arguments, told):
+    (found,) = conflicts(section, optimizer_of(kind, **arguments))
+    assert told in found
+
+
+def test_attach_refuses_what_contradicts_the_file():
+    content = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    content["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
+    config = deepspeed.translate(content).config
+    model = torch.nn.Linear(2, 2)
+    wrong = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    with pytest.raises(ValueError, match=r"optimizer\.params\.lr is 0\.001, and yours is 0\.002"):
+        offload.attach(model, wrong, config)
+    scheduled = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.optim.lr_scheduler.StepLR(scheduled, 3)
+    with pytest.raises(ValueError, match=r"scheduler\.type is WarmupLR, and a scheduler has been"):
+        offload.attach(model, scheduled, config)
+    right = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _, optimizer = offload.attach(model, right, config)
+    optimizer.engine.close()
+
+
+def test_train_takes_a_file(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    content = json.loads(NVME.split("/*")[0].rstrip(", \n") + "}") | {
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.99]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}},
+        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+        "bf16": {"enabled": True},
+    }
+    path.write_text(json.dumps(content))
+    found = settings.parse(["--deepspeed", str(path)])
+    assert (found.batch, found.micro_batches, found.placing.optimizer) == (4, 8, "cpu")
+    assert (found.lr, found.beta1, found.beta2, found.warmup) == (3e-4, 0.9, 0.99, 2)
+    found = settings.parse(["--deepspeed", str(path), "--batch=2", "--optimizer", "device"])
+    assert (found.batch, found.placing.optimizer) == (2, "device")
+    assert run("train", "--deepspeed", str(path), "--lr=1") == 2
+    assert "--lr 1.0 contradicts" in capsys.readouterr().err
+    assert run(*SHORT, "--deepspeed", str(path), "--micro-batches=1") == 0
+    shown = capsys.readouterr().err
+    assert f"note: {path}: optimizer.params.lr = 0.0003: --lr 0.0003\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type is Lamb"),
+        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW alone"),
+        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is OneCycle"),
+        ({"fp16": {"enabled": True}}, "give bf16 instead"),
+        ({"aoi": {}}, "did you mean 'aio'?"),
+        ({"optimizer": {"params": {"betas": 3}}}, "expected two numbers"),
+        ({"optimizer": {"params": {"lr": "fast"}}}, "'fast'"),
+        (
+            {"optimizer": {"params": {"lr": 1}}, "scheduler": {"params": {"warmup_max_lr": 2}}},
+            "make them equal",
+        ),
+    ],
+)
+def test_train_refuses_what_it_has_not(content, told, tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    assert run("train", "--deepspeed", str(path)) == 2
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert shown.count("\n") == 1
+    assert run("train", "--deepspeed", str(tmp_path / "gone")) == 2
+    assert "gone cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_the_page_is_in_step_with_the_table():
+    text = (Path(__file__).parent.parent / "docs/deepspeed.md").read_text()
+    mark = "<!-- made by: python -m offload.deepspeed_keys -->\n"
+    assert text.partition(mark)[2] == page()
