@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from offload.config import Tier, format_bytes
-from offload.layout import Buffer, Plan
+from offload.layout import Buffer, Kind, Place, Plan
 from offload.program import WHOLE, Use, Value, weight_in_use
 
 PIN_BYTES_MAX = 64 << 30
@@ -120,13 +120,39 @@ class Memory:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        pin_for = None if device.type == "cpu" else device
-        self.arenas: dict[Tier, Arena] = {
-            "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), torch.device("cpu"), pin_for=pin_for),
-        }
-        self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
-        self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}
+        self._devices: dict[Tier, torch.device] = {"device": device, "cpu": torch.device("cpu")}
+        self.arenas: dict[Tier, Arena] = {}
+        self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._slots: dict[Place, torch.Tensor] = {}
+        for tier in self._devices:
+            self.take(tier)
+
+    def take(self, tier: Tier) -> None:
+        """Allocate and touch the arena of a tier that has none.
+
+        Raises:
+            MemoryError: the memory is not there.
+        """
+        device = self._devices["device"]
+        pin_for = device if tier == "cpu" and device.type != "cpu" else None
+        arena = Arena(self._plan.arena_bytes(tier), self._devices[tier], pin_for=pin_for)
+        self.arenas[tier] = arena
+        for key, home in self._plan.homes.items():
+            if home.tier == tier:
+                self._homes[key] = arena.view(home)
+        for place, slot in self._plan.slots.items():
+            if slot.tier == tier:
+                self._slots[place] = arena.view(slot)
+
+    def give_back(self, tier: Tier) -> None:
+        """Let go of the arena of a tier; what lies there is gone."""
+        for key in [key for key, home in self._plan.homes.items() if home.tier == tier]:
+            del self._homes[key]
+        for place in [place for place in self._slots if place.tier == tier]:
+            del self._slots[place]
+        self.arenas.pop(tier).close()
+        if self._devices[tier].type != "cpu":
+            torch.accelerator.empty_cache()  # Else torch keeps it for itself.
 
     @property
     def notices(self) -> tuple[str, ...]:
