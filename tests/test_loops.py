@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -371,15 +372,32 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def sampled() -> list[Any]:
-    return [
-        pytest.param(case, SAMPLED[1 + index % 8], id=f"{case}-{'-'.join(SAMPLED[1 + index % 8])}")
-        for index, case in enumerate(CASES)
-    ]
+FAST = {
+    "groups added later",
+    "zeroed anywhere",
+    "hooked gradients",
+    "failed backward kept",
+    "averaged",
+    "rewound",
+    "saved on cpu",
+    "autocast, tied",
+    "fp16 and scaler",
+    "OneCycleLR",
+}
+"""Loops of the fast tier."""
+
+
+def placed() -> list[Any]:
+    """Every loop in one of the nine that is not resident."""
+    found = []
+    for case, placement in zip(CASES, itertools.cycle(SAMPLED[1:])):
+        marks = () if case in FAST else pytest.mark.slow
+        found.append(pytest.param(case, placement, marks=marks, id=f"{case}-{'-'.join(placement)}"))
+    return found
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
-@pytest.mark.parametrize(("case", "placement"), sampled())
+@pytest.mark.parametrize(("case", "placement"), placed())
 def test_the_bits_without_an_engine(
     case: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
