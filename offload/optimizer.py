@@ -327,7 +327,8 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, state in found:
             self._check_state(parameter, state)
         for parameter, state in found:
-            if parameter in self._places:
+            fresh = self._places.get(parameter) not in self._states.steps
+            if parameter in self._places and (state or not fresh):  # Else it is zeros already.
                 self.import_state(parameter, state)
         for group, old in zip(groups, saved):
             group.update({name: value for name, value in old.items() if name != "params"})
