@@ -13,10 +13,11 @@ import torch
 from offload.config import Tier, format_bytes
 from offload.device import CPU, Device
 from offload.driver import Driver, PinError
-from offload.layout import Buffer, Plan
+from offload.layout import Buffer, Kind, Place, Plan
 from offload.numa import touch
 from offload.program import WHOLE, Use, Value, weight_in_use
 
+_TIERS: tuple[Tier, ...] = ("device", "cpu")
 PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
@@ -145,14 +146,41 @@ class Memory:
             MemoryError: the memory is not there.
         """
         self._plan = plan
-        buffers = [*plan.homes.values(), *plan.slots.values()]
-        edges = [b.offset for b in buffers if b.tier == "cpu" and b.offset % _PAGE_BYTES == 0]
-        self.arenas: dict[Tier, Arena] = {
-            "device": Arena(plan.arena_bytes("device"), device),
-            "cpu": Arena(plan.arena_bytes("cpu"), CPU, driver=device.driver, edges=edges),
-        }
-        self._homes = {key: self.arenas[b.tier].view(b) for key, b in plan.homes.items()}
-        self._slots = {place: self.arenas[b.tier].view(b) for place, b in plan.slots.items()}
+        self._device = device
+        self.arenas: dict[Tier, Arena] = {}
+        self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._slots: dict[Place, torch.Tensor] = {}
+        for tier in _TIERS:
+            self.take(tier)
+
+    def take(self, tier: Tier) -> None:
+        """Allocate and touch the arena of a tier that has none.
+
+        Raises:
+            MemoryError: the memory is not there.
+        """
+        homes = {key: b for key, b in self._plan.homes.items() if b.tier == tier}
+        slots = {place: b for place, b in self._plan.slots.items() if b.tier == tier}
+        if tier == "cpu":
+            edges = [b.offset for b in (*homes.values(), *slots.values())]
+            edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
+            driver = self._device.driver
+            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
+        else:
+            arena = Arena(self._plan.arena_bytes(tier), self._device)
+        self.arenas[tier] = arena
+        self._homes |= {key: arena.view(home) for key, home in homes.items()}
+        self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
+
+    def give_back(self, tier: Tier) -> None:
+        """Let go of the arena of a tier; what lies there is gone."""
+        for key in [key for key, home in self._plan.homes.items() if home.tier == tier]:
+            del self._homes[key]
+        for place in [place for place in self._slots if place.tier == tier]:
+            del self._slots[place]
+        self.arenas.pop(tier).close()
+        if tier == "device":
+            self._device.trim()
 
     @property
     def notices(self) -> tuple[str, ...]:

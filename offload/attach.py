@@ -251,7 +251,8 @@ class _Attaching:
         hooks = Hooks(engine, self.model, announcers, trains=self.optimizer is not None)
         optimizer = None
         if self.optimizer is not None:
-            optimizer = Optimizer(self.optimizer, engine, States(executor), places)
+            states = States(executor)
+            optimizer = Optimizer(self.optimizer, engine, states, places, hooks.structure)
         _attached[self.model] = (hooks, engine, optimizer)
         if self.optimizer is not None and optimizer is not None:
             for stateful in places:

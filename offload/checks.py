@@ -17,6 +17,7 @@ from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer, check_optimizer
 from offload.resting import NO_WHOLE_GRADIENT, RestingParameter
+from offload.structure import check_wrapped
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -204,6 +205,7 @@ def check_model(
                 "compute it in forward, or build it on the real device"
             )
     for name, module in model.named_modules():
+        check_wrapped(module, name)
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "

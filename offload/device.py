@@ -52,6 +52,9 @@ class Device:
         self.drain()
         return made
 
+    def trim(self) -> None:
+        """Give back to the system what torch keeps of memory that was let go."""
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in its memory, and not in the CPU's."""
         return False
@@ -105,6 +108,10 @@ class Accelerator(Device):
                 f"{format_bytes(size)} of {self.torch_device} were refused ({error}): likely "
                 "other programs, or tensors of this one, hold it; lower --device-memory"
             ) from error
+
+    def trim(self) -> None:
+        """Give back to the system what torch keeps of memory that was let go."""
+        torch.accelerator.empty_cache()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in its memory."""

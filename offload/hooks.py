@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from offload.gradients import take_gradient
 from offload.interrupt import whole
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
+from offload.structure import Structure
 
 
 class Hooks:
@@ -34,7 +35,10 @@ class Hooks:
         self._trains = trains
         self._guards: list[tuple[nn.Module, SavingGuard]] = []
         self._in_forward = False
+        self._looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        """By module, the forwards after which it was looked for stashed views."""
         self._handles: list[Any] = []
+        self.structure = Structure(model)
         keep = self._handles.append
         keep(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
@@ -63,6 +67,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.structure.release()
         self._leave_guards()
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
@@ -97,6 +102,10 @@ class Hooks:
             return None  # Its pre-hook was not reached: another hook raised before.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
+        looks = self._looks.get(module, 0)
+        if looks < _LOOKS_MAX:
+            self._looks[module] = looks + 1
+            _check_stashed(module, self._engine)
         self._guards.pop()[1].close()
         if torch.is_grad_enabled():
             leaves: list[Any] = [*tensors_in(output)]
@@ -116,14 +125,38 @@ class Hooks:
         self._engine.hold(unit)
 
 
+_LOOKS_MAX = 2
+"""Forwards of a module that are followed by a look for stashed views: what a module stashes, it
+stashes in its first ones. Looking takes as long as a pass may cost in all."""
+
+
+def _check_stashed(module: nn.Module, engine: Engine) -> None:
+    """Refuse views of weights in use that `module` has put away for later.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    for path, inner in module.named_modules():
+        for name, value in vars(inner).items():
+            held = value.values() if type(value) is dict else value
+            for one in held if isinstance(held, (list, tuple, ValuesView)) else (value,):
+                if type(one) is torch.Tensor and engine.handle_of(one) is not None:
+                    where = f"{type(module).__name__}.{path}.{name}".replace("..", ".")
+                    raise RuntimeError(
+                        f"{where} was set, in the module's own forward, to a view of an offloaded "
+                        "weight, which would show the values of another one later: keep it in a "
+                        "local variable, take it from the parameter where it is used, or clone() it"
+                    )
+
+
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
     def __init__(self, function: Callable[..., Any]):
         """Call `function` wherever the hook is called."""
-        disable: Any = torch._dynamo.disable
-        self._function = disable(whole(function))
+        self._function = whole(function)
 
+    @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         return self._function(*args)

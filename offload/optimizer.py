@@ -15,6 +15,7 @@ from cpu_adam.optimizer_base import CPUOptimizer
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.states import States
+from offload.structure import Structure
 from offload.updates import Turn
 
 HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
@@ -29,6 +30,16 @@ HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]
 
 _REFUSED = ("amsgrad", "capturable", "differentiable")
 """Options that change the mathematics or the graph in ways that are not offered."""
+
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+"""Where torch keeps the hooks of an optimizer."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -125,6 +136,9 @@ class _StateView(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
+    def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        self._optimizer.replace_state(parameter, state)
+
     def items(self) -> ItemsView[nn.Parameter, dict[str, torch.Tensor]]:
         return ItemsView(self)
 
@@ -142,15 +156,19 @@ class Optimizer(torch.optim.Optimizer):
         engine: Engine,
         states: States,
         places: Mapping[nn.Parameter, tuple[int, int]],
+        structure: Structure,
     ):
         """Take over `original`; `places` gives each parameter's unit and index."""
         self.engine = engine
         self._states = states
         self._places = dict(places)
         self._original = original
+        self._structure = structure
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         engine.finality.freeze = lambda unit: self._freeze(unit).get(unit, {})
+        for name in _HOOKS:  # One dictionary for both: a handle removes from either.
+            setattr(self, name, getattr(original, name))
         self._hyper_of = HYPER_OF[type(original)]
         vars(original)["_offload_step"] = vars(original).get("step")
         vars(original)["step"] = _refuse_original
@@ -236,6 +254,7 @@ class Optimizer(torch.optim.Optimizer):
     @whole
     def _take_step(self) -> None:
         self.engine.end_abandoned_backward()
+        self._structure.check()
         frozen = self._freeze()
         self.engine.step(frozen)
         for unit, turns in frozen.items():
@@ -280,7 +299,6 @@ class Optimizer(torch.optim.Optimizer):
         return self.engine.updates.grad_norm()
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    @whole
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states and groups in torch's format, from this optimizer or from torch's own.
 
@@ -289,6 +307,15 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups or shapes are of another model; nothing is changed.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed: Any = before(self, state_dict)  # type: ignore[arg-type]
+            state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @whole
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         groups, saved = self.param_groups, state_dict["param_groups"]
         if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
             raise ValueError(
@@ -303,7 +330,8 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, state in found:
             self._check_state(parameter, state)
         for parameter, state in found:
-            if parameter in self._places:
+            fresh = self._places.get(parameter) not in self._states.steps
+            if parameter in self._places and (state or not fresh):  # Else it is zeros already.
                 self.import_state(parameter, state)
         for group, old in zip(groups, saved):
             group.update({name: value for name, value in old.items() if name != "params"})
@@ -327,6 +355,17 @@ class Optimizer(torch.optim.Optimizer):
                 )
             if name == "residue" and not value.is_floating_point():
                 check_residue(value)
+
+    @whole
+    def replace_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        """Take over another state of a parameter, as trainers set it to move it to a device.
+
+        Raises:
+            ValueError: it is of another model.
+        """
+        self.engine.settle()
+        self._check_state(parameter, state)
+        self.import_state(parameter, state)
 
     def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over one parameter's state, or make it fresh where `state` is empty."""

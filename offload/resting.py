@@ -122,6 +122,30 @@ def _refuse_hook(parameter: RestingParameter, hook: object) -> None:
     raise RuntimeError(f"register_post_accumulate_grad_hook: torch calls it {NO_WHOLE_GRADIENT}")
 
 
+def _refuse_sharing(parameter: RestingParameter) -> None:
+    raise RuntimeError(
+        "share_memory_() on an offloaded parameter: its values lie in memory of this process and "
+        "move; share a copy (p.detach().clone()), or detach() first"
+    )
+
+
+def _compatible(parameter: RestingParameter, other: torch.Tensor) -> bool:
+    """Whether a conversion can be set as `.data`; where not, torch would put another parameter.
+
+    Raises:
+        RuntimeError: it cannot.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch._has_compatible_shallow_copy_type(parameter, other):
+            return True
+        found = f"{other.dtype} on {other.device}"
+        kept = f"{parameter.dtype} on {parameter.device}"
+    raise RuntimeError(
+        f"the model was asked for parameters of {found}, but it is offloaded with {kept}: leave "
+        "out that .to(), or detach() before it"
+    )
+
+
 def _requires_grad_(parameter: RestingParameter, requires_grad: bool = True) -> Any:
     parameter._offload_home.set_requires_grad(parameter, requires_grad)
     return parameter
@@ -160,6 +184,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _T.requires_grad.__set__: lambda p, wanted: p._offload_home.set_requires_grad(p, wanted),
     _T.requires_grad_: _requires_grad_,
     _T.register_post_accumulate_grad_hook: _refuse_hook,
+    _T.share_memory_: _refuse_sharing,
+    torch._has_compatible_shallow_copy_type: _compatible,
     **{
         question: _as_contiguous(question)
         for question in (_T.stride, _T.is_contiguous, _T.storage_offset, _T.dim_order)
@@ -237,7 +263,6 @@ _FUNCTIONS = (
     "is_nonzero_static",
     "get_device",
     "is_storage",
-    "_has_compatible_shallow_copy_type",
 )
 
 

@@ -113,6 +113,18 @@ class ParameterHome:
                 f"as {wanted}: only its values can be replaced; detach() before converting a model"
             )
 
+        if (
+            not data.is_contiguous()
+            and data.dim() > 3
+            and data.is_contiguous(
+                memory_format=torch.channels_last if data.dim() == 4 else torch.channels_last_3d
+            )
+        ):
+            raise ValueError(
+                f"{one.name}.data was set to values in the order of channels_last, but offloaded "
+                "parameters are contiguous, with which torch computes other bits: detach() first, "
+                "or leave the model in torch.contiguous_format"
+            )
         with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             bound.parameters[self.index].detach().copy_(data)
 

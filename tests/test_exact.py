@@ -18,7 +18,7 @@ from cpu_adam import CPULion
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
-    TIERS,
+    SAMPLED,
     Net,
     Positioned,
     Regions,
@@ -26,6 +26,7 @@ from tests.training import (
     Run,
     assert_same,
     batch,
+    fp32,
     frozen,
     loss_of,
     plain,
@@ -310,10 +311,6 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-2, weight_decay=0.1)
 
 
-def fp32(**options: Any) -> dict[str, Any]:
-    return {"dtype": torch.float32, **options}
-
-
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "plain": (plain, {}),
     "plain fp32": (plain, fp32()),
@@ -386,10 +383,6 @@ def resident(case: str, directory: str) -> Result:
 @pytest.fixture(scope="module")
 def drive(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("drive"))
-
-
-SAMPLED = [(p, TIERS[(TIERS.index(p) + TIERS.index(o)) % 3], o) for p in TIERS for o in TIERS]
-"""All nine of params x optimizer, with each tier of gradients three times."""
 
 
 def sampled() -> list[Any]:

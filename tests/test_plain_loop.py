@@ -13,7 +13,15 @@ import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from tests.small import adamw, small
 from tests.test_exact import CASES
-from tests.training import Net, Run, assert_same, plain, result_of, train
+from tests.training import (
+    Net,
+    Run,
+    assert_same,
+    plain,
+    train,
+    train_alone,
+    without_idle_states,
+)
 
 LOOPS = (
     "plain",
@@ -38,31 +46,11 @@ LOOPS = (
 PLACEMENT = ("nvme", "cpu", "nvme")
 
 
-def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer of `cpu_adam` that does what another one is asked to do."""
-    kinds: Any = {torch.optim.AdamW: CPUAdam, torch.optim.Adam: CPUAdam, torch.optim.SGD: CPUSGD}
-    return kinds.get(type(optimizer), CPULion)(optimizer.param_groups)
-
-
 @pytest.mark.parametrize("case", LOOPS)
 def test_the_bits_of_a_loop_without_an_engine(case: str, tmp_path: Path) -> None:
     feature, options = CASES[case]
-    made = options.get("optimizer", lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2))
-    torch.manual_seed(1)
-    model = options.get("build", Net)().to(options.get("dtype", torch.bfloat16))
-    run = Run(model, alone(made(model)), torch.Generator().manual_seed(7))
-    torch.manual_seed(2)
-    for number in range(options.get("steps", 3)):
-        feature(run, number)
-    expected = result_of(run)
     ours = train(PLACEMENT, tmp_path, feature, **options)
-    for states in (expected.states, ours.states):
-        for number, slots in list(states.items()):
-            for name in ("step", "momentum_buffer"):  # kept only where there is a use for them
-                slots.pop(name, None)
-            if not slots:
-                del states[number]
-    assert_same(ours, expected)
+    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
 
 
 @pytest.mark.parametrize("kind", [CPUAdam, CPULion, CPUSGD])

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("arena", "store", "lanes", "copies"),
     ("executor",),
     ("states", "exposure", "passes", "updates", "resting"),
-    ("gradients", "binding", "finality"),
+    ("gradients", "binding", "finality", "structure"),
     ("inuse",),
     ("engine",),
     ("touch", "hooks", "optimizer"),

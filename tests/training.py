@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from cpu_adam import CPUSGD, CPUAdam, CPULion
 from offload.machine import Machine
 from offload.plan import plan
 from offload.profile import BLOCK_BYTES
@@ -26,6 +27,9 @@ ALL_PLACEMENTS = tuple(itertools.product(TIERS, repeat=3))
 """(params, gradients, optimizer), all 27."""
 
 RESIDENT = ("device", "device", "device")
+
+SAMPLED = [(p, TIERS[(TIERS.index(p) + TIERS.index(o)) % 3], o) for p in TIERS for o in TIERS]
+"""All nine of params x optimizer, with each tier of gradients three times."""
 
 
 def first_fast(placements: Iterable[tuple[str, str, str]]) -> list[Any]:
@@ -164,6 +168,11 @@ def plain(run: Run, number: int) -> None:
     run.step()
 
 
+def fp32(**options: Any) -> dict[str, Any]:
+    """Options of a run in float32."""
+    return {"dtype": torch.float32, **options}
+
+
 def config_of(placement: tuple[str, str, str], directory: Any, **config: Any) -> offload.Config:
     """Everything forced to its tier, with more than enough of each but where `config` says less."""
     params, gradients, states = placement
@@ -257,6 +266,42 @@ def train(
         for number in range(steps):
             feature(run, number)
         return result_of(run)
+
+
+def alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer of `cpu_adam` that does what another one is asked to do."""
+    kinds: Any = {torch.optim.AdamW: CPUAdam, torch.optim.Adam: CPUAdam, torch.optim.SGD: CPUSGD}
+    kind = kinds.get(type(optimizer), CPULion)
+    return kind(optimizer.param_groups, lr=optimizer.defaults["lr"])  # type: ignore[no-any-return]
+
+
+def train_alone(
+    feature: Feature = plain,
+    *,
+    steps: int = 3,
+    build: Callable[[], nn.Module] = Net,
+    dtype: torch.dtype = torch.bfloat16,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+) -> Result:
+    """The same as `train` in plain PyTorch, without an engine."""
+    torch.manual_seed(1)
+    model = build().to(dtype)
+    made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
+    run = Run(model, alone(made), torch.Generator().manual_seed(7))
+    torch.manual_seed(2)
+    for number in range(steps):
+        feature(run, number)
+    return result_of(run)
+
+
+def without_idle_states(result: Result) -> Result:
+    """Less the slots that are kept only where there is a use for them."""
+    for number, slots in list(result.states.items()):
+        for name in ("step", "momentum_buffer"):
+            slots.pop(name, None)
+        if not slots:
+            del result.states[number]
+    return result
 
 
 def result_of(run: Run) -> Result:

@@ -1,0 +1,252 @@
+"""What is done to an attached model as a whole: refused by name, or right."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+
+import offload
+from tests.small import MIXED, adamw, config, small, tokens, torch_step
+from tests.training import alone, loss_of, same_bits
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Any:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _weight(model: Any) -> Any:
+    model.head.weight = nn.Parameter(torch.zeros(50, 32))
+
+
+def _past_torch(model: Any) -> Any:
+    model.head._parameters["weight"] = nn.Parameter(torch.zeros(50, 32))
+
+
+def _module(model: Any) -> Any:
+    model.blocks.append(nn.Linear(2, 2))
+
+
+def _embeddings(model: Any) -> Any:
+    model.embed = nn.Embedding(60, 32)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a parameter": (_weight, "weight, a parameter of a Linear of an attached"),
+    "a parameter, past torch": (_past_torch, r"head\.weight, a parameter of an attached"),
+    "a module": (_module, r"5\.weight, in a module of a ModuleList|3\.weight"),
+    "resized embeddings": (_embeddings, r"embed\.weight, in a module of a Net"),
+    "a parametrization": (lambda m: parametrizations.weight_norm(m.head), "."),
+    "shards": (fully_shard, r"embed\.weight, a parameter of an attached"),
+    "another device": (lambda m: m.to("meta"), "torch.float32 on meta.*detach"),
+    "another dtype": (lambda m: m.half(), "detach"),
+    "shared memory": (lambda m: m.share_memory(), r"share_memory_\(\).*clone"),
+    "ranks": (DistributedDataParallel, r"DistributedDataParallel.*all_reduce"),
+}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_change_of_structure_is_refused_by_name(how: str, tmp_path: Path, one_rank: Any) -> None:
+    change, message = CHANGES[how]
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine, pytest.raises((RuntimeError, ValueError), match=message):
+        change(model)
+        torch_step(model, optimizer)
+
+
+def test_after_detach_a_model_may_be_changed_again(tmp_path: Path) -> None:
+    model = small()
+    offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    offload.detach(model)
+    model.embed = nn.Embedding(60, 32)
+    model.extra = nn.Linear(2, 2)
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        torch_step(model, optimizer)
+
+
+def test_a_wrapper_that_reduces_gradients_is_not_attached(tmp_path: Path, one_rank: Any) -> None:
+    wrapped = DistributedDataParallel(small())
+    with pytest.raises(ValueError, match=r"DistributedDataParallel.*all_reduce"):
+        offload.attach(wrapped, adamw(wrapped), config(MIXED, tmp_path))
+
+
+def test_channels_last_after_attach_is_refused(tmp_path: Path) -> None:
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3))
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine, pytest.raises(ValueError, match="channels_last"):
+        model.to(memory_format=torch.channels_last)
+
+
+def test_what_changes_nothing_is_let_through(tmp_path: Path) -> None:
+    """Trainers move models to where they are; optimizers' states, too."""
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        torch_step(model, optimizer)
+        kept = list(model.parameters())
+        model.to("cpu").to(torch.float32).float().cpu().to("cpu", torch.float32).train().eval()
+        assert all(p is q for p, q in zip(model.parameters(), kept))
+        before = optimizer.state[model.head.weight]["exp_avg"].clone()
+        for parameter, state in optimizer.state.items():
+            optimizer.state[parameter] = {name: value.to("cpu") for name, value in state.items()}
+        assert same_bits(optimizer.state[model.head.weight]["exp_avg"], before)
+        assert optimizer.state[model.head.weight]["step"] == 1
+        optimizer.state[model.head.weight] = {}
+        assert not optimizer.state[model.head.weight]
+
+
+def _tied(model: Any) -> None:
+    model.head.weight = model.embed.weight
+
+
+def _pruned(model: Any) -> None:
+    prune.random_unstructured(model.blocks[1].up, "weight", 0.5)
+
+
+def _replicated(model: Any) -> Any:
+    return nn.DataParallel(model)
+
+
+@pytest.mark.parametrize("change", [_tied, _pruned, _replicated])
+def test_what_can_be_done_after_attach_is_right(change: Any, tmp_path: Path) -> None:
+    def losses(attached: bool) -> list[float]:
+        model = small(torch.bfloat16)
+        optimizer = alone(adamw(model))
+        if attached:
+            _, optimizer = offload.attach(model, optimizer, config(MIXED, tmp_path))
+        torch.manual_seed(3)
+        used = change(model) or model
+        return [torch_step(used, optimizer, seed) for seed in range(3)]
+
+    assert losses(True) == losses(False)
+
+
+# -- the optimizer's own hooks ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on_the_original", [True, False])
+def test_hooks_of_the_optimizer_go_on(on_the_original: bool, tmp_path: Path) -> None:
+    model = small()
+    mine: Any = adamw(model)
+    seen: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda optimizer, *_: seen.append(f"{what} {type(optimizer).__module__}")
+
+    def register(optimizer: Any) -> list[Any]:
+        return [
+            optimizer.register_step_pre_hook(note("before")),
+            optimizer.register_step_post_hook(note("after")),
+            optimizer.register_state_dict_pre_hook(note("saved")),
+            optimizer.register_load_state_dict_pre_hook(note("loaded")),
+        ]
+
+    handles = register(mine) if on_the_original else []
+    _, optimizer = offload.attach(model, mine, config(MIXED, tmp_path))
+    handles = handles or register(optimizer)
+    with optimizer.engine:
+        for _ in range(2):
+            torch_step(model, optimizer)
+            optimizer.load_state_dict(optimizer.state_dict())
+            for handle in handles:
+                handle.remove()
+    each = ("before", "after", "saved", "loaded")
+    assert seen == [f"{what} offload.optimizer" for what in each]
+
+
+# -- views that modules keep ------------------------------------------------------------------
+
+
+class Stashes(nn.Module):
+    """Keeps a view of its weight in its forward, under some name, in some container."""
+
+    def __init__(self, put: Callable[[Any, torch.Tensor], Any]):
+        super().__init__()
+        self.linear, self.put = nn.Linear(4, 4), put
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.put(self, self.linear.weight.t())
+        return self.linear(x)
+
+
+PUTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "attribute": (lambda m, view: setattr(m, "kept", view), r"Stashes\.kept"),
+    "list": (lambda m, view: setattr(m.linear, "kept", [view]), r"Stashes\.linear\.kept"),
+    "dict": (lambda m, view: setattr(m, "kept", {"a": view.detach()}), r"Stashes\.kept"),
+}
+
+
+@pytest.mark.parametrize("how", PUTS)
+def test_a_view_stashed_in_forward_is_refused_by_name(how: str, tmp_path: Path) -> None:
+    put, message = PUTS[how]
+    model = nn.Sequential(Stashes(put))
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=message):
+                model(torch.ones(1, 4))
+        model[0].put = lambda m, view: setattr(m, "kept", view.clone())
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+
+# -- torch.compile --------------------------------------------------------------------------------
+
+
+def _blocks(model: Any, backend: str) -> Any:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def _whole(model: Any, backend: str) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own.
+@pytest.mark.parametrize(
+    ("how", "before", "backend", "checkpointed"),
+    [
+        (_whole, False, "aot_eager", False),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in itertools.product(
+                (_blocks, _whole), (True, False), ("aot_eager", "inductor"), (True, False)
+            )
+        ),
+    ],
+)
+def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_path: Path) -> None:
+    """Blocks, or what lies between two hooks of the engine, give the same bits."""
+
+    def run(attached: bool) -> Any:
+        torch._dynamo.reset()
+        model = small(checkpointed=checkpointed)
+        optimizer = alone(adamw(model))
+        used = how(model, backend) if before or not attached else model
+        if attached:
+            _, optimizer = offload.attach(used, optimizer, config(MIXED, tmp_path))
+        if attached and not before:
+            used = how(model, backend)
+        losses = [torch_step(used, optimizer, seed) for seed in range(3)]
+        with torch.no_grad():
+            losses.append(loss_of(used, tokens()).item())
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    (ours, weights), (theirs, wanted) = run(True), run(False)
+    assert ours == theirs
+    assert all(same_bits(one, other) for one, other in zip(weights, wanted))

@@ -1,0 +1,134 @@
+"""Trainers of others on an attached pair, compared with the same run without offload."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from tests.small import adamw, config, small, tokens
+from tests.training import alone, loss_of, same_bits
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PLACEMENT = ("nvme", "cpu", "nvme")
+
+pytestmark = [
+    pytest.mark.slow,
+    # What their own imports and defaults warn of.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def assert_same_weights(one: Any, other: Any) -> None:
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+
+
+MEASURED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+
+
+def logged(trainer: Any) -> list[Any]:
+    return [[entry.get(name) for name in MEASURED] for entry in trainer.state.log_history]
+
+
+def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    train = example("hf_trainer").train
+    placed = config(PLACEMENT, tmp_path)
+    theirs = train(None, str(tmp_path / "theirs"))
+    ours = train(placed, str(tmp_path / "ours"))
+    assert len(logged(theirs)) > 8
+    assert logged(ours) == logged(theirs)
+    assert_same_weights(ours.model, theirs.model)
+    saved = str(tmp_path / "saved")
+    ours.model.save_pretrained(saved)
+    assert_same_weights(transformers.LlamaForCausalLM.from_pretrained(saved), theirs.model)
+    ours.model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
+
+    last = tmp_path / "ours" / "checkpoint-20"
+    resumed = train(placed, str(tmp_path / "resumed"), resume=str(last))
+    assert_same_weights(resumed.model, theirs.model)
+    for trainer in (ours, resumed):
+        offload.engine_of(trainer.model).close()
+
+
+def test_the_trainer_of_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    train = example("lightning_trainer").train
+    placed, quiet = (
+        config(PLACEMENT, tmp_path),
+        {"enable_progress_bar": False, "accelerator": "cpu"},
+    )
+    theirs, ours = train(None, **quiet), train(placed, **quiet)
+    assert ours.global_step == theirs.global_step == 30
+    assert {k: v.item() for k, v in ours.callback_metrics.items()} == {
+        k: v.item() for k, v in theirs.callback_metrics.items()
+    }
+    assert_same_weights(ours.lightning_module, theirs.lightning_module)
+
+    half = train(placed, **quiet, limit_train_batches=30, max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)
+    resumed = train(placed, **quiet, resume=str(tmp_path / "half.ckpt"))
+    assert resumed.global_step == 30
+    plain = train(None, **quiet, limit_train_batches=30, max_epochs=1)
+    plain.save_checkpoint(tmp_path / "plain.ckpt", weights_only=False)
+    again = train(None, **quiet, resume=str(tmp_path / "plain.ckpt"))
+    assert_same_weights(resumed.lightning_module, again.lightning_module)
+    for trainer in (ours, half, resumed):
+        offload.engine_of(trainer.lightning_module.model).close()
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+def test_accelerate_leaves_an_attached_pair_as_it_is(mixed_precision: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    placed = config(PLACEMENT, tmp_path)
+
+    def losses(attached: bool) -> list[float]:
+        model: Any = small()
+        optimizer: Any = alone(adamw(model))
+        if attached:
+            model, optimizer = offload.attach(model, optimizer, placed)
+        accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2
+        )
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        prepared, wrapped, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        assert prepared is model
+        assert wrapped.optimizer is optimizer
+        found = []
+        for seed in range(6):
+            with accelerator.accumulate(prepared):
+                loss = loss_of(prepared, tokens(seed))
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    found.append(accelerator.clip_grad_norm_(prepared.parameters(), 0.5).item())
+                wrapped.step()
+                scheduler.step()
+                wrapped.zero_grad()
+                found.append(loss.item())
+        accelerator.free_memory()
+        accelerate.state.AcceleratorState._reset_state(True)
+        if attached:
+            optimizer.engine.close()
+        return found
+
+    assert losses(True) == losses(False)
