@@ -5,12 +5,13 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
 
-.PHONY: help train test test-slow check sanitize clean
+.PHONY: help train test test-slow parity check sanitize clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
 	@echo "make test       the fast tests (two to two and a half minutes on two cores)"
 	@echo "make test-slow  the slow tests too"
+	@echo "make parity     models x placements x loops, and docs/parity.md (ten to twenty minutes)"
 	@echo "make check      ruff, mypy, sizes and layering"
 	@echo "make sanitize   the native file layer under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make clean      remove the virtual environment and caches"
@@ -23,6 +24,9 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+
+parity: $(READY)
+	$(BIN)/python -m pytest -n auto -m 'slow or not slow' --timeout 600 tests/test_parity.py $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -44,7 +48,7 @@ sanitize:
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,models,check]'
 	@touch $(READY)
 
 clean:

@@ -60,6 +60,8 @@ def partition(model: nn.Module) -> list[Group]:
 
     A child of a `ModuleList` or `Sequential` is a unit with all that is in it; any other module
     that directly owns parameters is one by itself, and so is a module without containers below.
+    A child that has a list of alike blocks inside (a layer with experts, a stage of layers) is cut
+    further, so that each of these is a unit: which of them is used may depend on the data.
     A parameter shared between units is a unit of its own.
     """
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
@@ -108,7 +110,8 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
         yield (*me, name, module)
         for child_name, child in module.named_children():
             full = f"{name}.{child_name}" if name else child_name
-            if isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS):
+            block = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+            if block and not any(_lists_blocks(inner) for inner in child.modules()):
                 for inner_name, inner in child.named_modules(prefix=full, remove_duplicate=False):
                     yield (full, child, inner_name, inner)
             else:
@@ -121,6 +124,14 @@ def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     for name, child in model.named_children():
         for inner_name, inner in child.named_modules(prefix=name, remove_duplicate=False):
             yield (name, child, inner_name, inner)
+
+
+def _lists_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of at least two of one class that have modules inside."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    kinds = [type(child) for child in module.children() if any(child.children())]
+    return len(kinds) > len(set(kinds))
 
 
 class Saved:

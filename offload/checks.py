@@ -211,6 +211,14 @@ def check_model(
                 f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
                 "Python module that it was made from"
             )
+        kind = type(module)
+        if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
+            raise ValueError(
+                f"parameter {name}.{module.parameter_name} has an adapter of its own (PEFT's "
+                "target_parameters; all-linear takes fused experts for such), and PEFT gives it "
+                "its storage anew in every forward, where an offloaded one cannot change: name "
+                "target_modules instead, those of attention for example"
+            )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(
                 f"{name or 'the model'} has sparse gradients, and only dense ones can be "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 # Small tensors on shared cores: threads that wait for one another cost more than they give.
@@ -11,3 +12,22 @@ torch.set_num_threads(1)
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
+
+_passed: set[int] = set()
+"""Cases of the parity suite that have passed here, or in a process of this run."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" and report.passed:
+        _passed.update(case for name, case in report.user_properties if name == "parity")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table of the parity suite when all of it has passed."""
+    if not _passed or hasattr(session.config, "workerinput"):
+        return
+    from tests.parity import cases
+    from tests.parity_table import TABLE, render
+
+    if len(_passed) == len(cases()):
+        TABLE.write_text(render(cases()), encoding="utf-8")

@@ -211,7 +211,7 @@ def smallest_budgets(
                 return False
             return True
 
-        found = bisect_left(range(4096), True, key=fits)
+        found = bisect_left(range(1 << 14), True, key=fits)
         assert fits(found)
         return found * BLOCK_BYTES
 
