@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from aio import ticket as single
 from aio.ticket import Ticket
+
+if TYPE_CHECKING:
+    from threading import Event as Waiter
+else:
+    try:  # what both kinds of tickets can set: those of the engine know no Event
+        from aio._native import Signal as Waiter
+    except ImportError:
+        from threading import Event as Waiter
 
 
 class JointTicket(Ticket):
@@ -14,7 +22,7 @@ class JointTicket(Ticket):
 
     Args:
         what: the whole transfer, for messages.
-        parts: in order of offset; none is a transfer of nothing.
+        parts: in the order in which failures count; none is a transfer of nothing.
     """
 
     __slots__ = ("_parts",)
@@ -28,7 +36,7 @@ class JointTicket(Ticket):
         return self.unfinished() is None
 
     def wait(self, timeout: float | None = None) -> None:
-        """See Ticket.wait. Of several parts that failed the first by offset is reported."""
+        """See Ticket.wait. Of several parts that failed the first is reported."""
         end = None if timeout is None else time.monotonic() + timeout
         failure: OSError | None = None
         for part in self._parts:
@@ -59,14 +67,36 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
         TimeoutError: none was done within `timeout` seconds.
         RuntimeError: called in a forked child.
     """
-    watched = tuple(tickets)
+    asked = tuple(tickets)
+    if not asked:
+        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        for ticket in watched:
+        for ticket in asked:
             if ticket.done():
                 return ticket
         left = None if end is None else max(0.0, end - time.monotonic())
-        single.wait_any([_awaited(ticket) for ticket in watched], left)
+        if not _wait_for_a_part(asked, left):
+            raise TimeoutError(
+                f"none of {len(asked)} transfers finished within {timeout} s, the first being "
+                f"{asked[0].what}; the drive is slower than that or hangs; wait longer, or look "
+                "at `dmesg`"
+            )
+
+
+def _wait_for_a_part(tickets: Sequence[Ticket], timeout: float | None) -> bool:
+    """Whether, of what some of them wait for, something ended in time."""
+    waiter = Waiter()
+    watched = [_awaited(ticket) for ticket in tickets]
+    try:
+        for part in watched:
+            if not part.done():
+                part._check_process()
+            part._watch(waiter)
+        return waiter.wait(timeout)
+    finally:
+        for part in watched:
+            part._unwatch(waiter)
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    Waiter = threading.Event
-else:
-    try:  # what both kinds of tickets can set: those of the engine know no Event
-        from aio._native import Signal as Waiter
-    except ImportError:
-        Waiter = threading.Event
+from typing import Protocol
 
 
 class Settable(Protocol):
@@ -101,34 +92,3 @@ class Ticket:
         with self._lock:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
-
-
-def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
-    """The first of `tickets` (of any files and pools, in the order given) that is done.
-
-    It does not look at how the transfer ended: `wait()` on the answer raises its error.
-
-    Raises:
-        ValueError: no tickets are given.
-        TimeoutError: none was done within `timeout` seconds.
-        RuntimeError: called in a forked child.
-    """
-    watched = tuple(tickets)
-    if not watched:
-        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
-    waiter = Waiter()
-    try:
-        for ticket in watched:
-            if not ticket.done():
-                ticket._check_process()
-            ticket._watch(waiter)
-        if not waiter.wait(timeout):
-            raise TimeoutError(
-                f"none of {len(watched)} transfers finished within {timeout} s, the first being "
-                f"{watched[0].what}; the drive is slower than that or hangs; wait longer, or "
-                "look at `dmesg`"
-            )
-    finally:
-        for ticket in watched:
-            ticket._unwatch(waiter)
-    return next(ticket for ticket in watched if ticket.done())
