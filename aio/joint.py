@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aio.ticket import Ticket
+from aio.ticket import Settable, Ticket
 
 if TYPE_CHECKING:
     from threading import Event as Waiter
@@ -22,7 +22,7 @@ class JointTicket(Ticket):
 
     Args:
         what: the whole transfer, for messages.
-        parts: in the order in which failures count; none is a transfer of nothing.
+        parts: in the order in which their failures count; none is a transfer of nothing.
     """
 
     __slots__ = ("_parts",)
@@ -35,26 +35,25 @@ class JointTicket(Ticket):
         """Whether every part is over, well or not."""
         return self.unfinished() is None
 
-    def wait(self, timeout: float | None = None) -> None:
-        """See Ticket.wait. Of several parts that failed the first is reported."""
-        end = None if timeout is None else time.monotonic() + timeout
-        failure: OSError | None = None
-        for part in self._parts:
-            try:
-                part.wait(None if end is None else max(0.0, end - time.monotonic()))
-            except OSError as error:
-                if not part.done():
-                    raise TimeoutError(
-                        f"{self.what}: not finished within {timeout} s, waiting for {part.what}; "
-                        "the drive is slower than that or hangs; wait longer, or look at `dmesg`"
-                    ) from None
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
     def unfinished(self) -> Ticket | None:
-        """The first part that is still under way."""
-        return next((part for part in self._parts if not part.done()), None)
+        """See Ticket.unfinished. The first part that is still under way."""
+        return next((late for part in self._parts if (late := part.unfinished())), None)
+
+    def watch(self, waiter: Settable) -> None:
+        """Not to be called: its parts are watched, one after the other."""
+        raise AssertionError("a joint ticket is watched by its parts")
+
+    unwatch = watch
+
+    def _wait(self, timeout: float | None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            part.done() or part._wait(None if end is None else max(0.0, end - time.monotonic()))
+            for part in self._parts
+        )
+
+    def _failed(self) -> OSError | None:
+        return next((found for part in self._parts if (found := part._failed())), None)
 
 
 def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
@@ -72,31 +71,19 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
         raise ValueError("wait_any: asked to wait for no tickets, which would never end")
     end = None if timeout is None else time.monotonic() + timeout
     while True:
+        late = []
         for ticket in asked:
-            if ticket.done():
+            part = ticket.unfinished()
+            if part is None:
                 return ticket
+            late.append(part)
         left = None if end is None else max(0.0, end - time.monotonic())
-        if not _wait_for_a_part(asked, left):
+        if not _one_ends(late, left):
             raise TimeoutError(
                 f"none of {len(asked)} transfers finished within {timeout} s, the first being "
                 f"{asked[0].what}; the drive is slower than that or hangs; wait longer, or look "
                 "at `dmesg`"
             )
-
-
-def _wait_for_a_part(tickets: Sequence[Ticket], timeout: float | None) -> bool:
-    """Whether, of what some of them wait for, something ended in time."""
-    waiter = Waiter()
-    watched = [_awaited(ticket) for ticket in tickets]
-    try:
-        for part in watched:
-            if not part.done():
-                part._check_process()
-            part._watch(waiter)
-        return waiter.wait(timeout)
-    finally:
-        for part in watched:
-            part._unwatch(waiter)
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
@@ -106,7 +93,17 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
             wait_any([ticket])
 
 
-def _awaited(ticket: Ticket) -> Ticket:
-    """What must end before `ticket` can: it, or a part of it."""
-    part = ticket.unfinished() if isinstance(ticket, JointTicket) else None
-    return ticket if part is None else part
+def _one_ends(tickets: Sequence[Ticket], timeout: float | None) -> bool:
+    """Whether one of `tickets`, none of them joint, is done within so many seconds."""
+    for ticket in tickets:
+        ticket.check_process()  # before anything is touched: a child may have inherited locks
+    waiter = Waiter()
+    watched = []
+    try:
+        for ticket in tickets:
+            ticket.watch(waiter)
+            watched.append(ticket)
+        return waiter.wait(timeout)
+    finally:
+        for ticket in watched:
+            ticket.unwatch(waiter)

@@ -88,10 +88,12 @@ class NativeTicket(Ticket):
         asked = f"{self.what.split()[0]} of {count} bytes at offset {offset}"
         return os_error(code, asked, self._path, found=text, free=None if free < 0 else free)
 
-    def _watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+        """See Ticket.watch."""
         self._request.watch(waiter)
 
-    def _unwatch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def unwatch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+        """See Ticket.unwatch."""
         self._request.unwatch(waiter)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aio.counters import LATENCIES, Counters, latency_bucket
 from aio.errors import os_error
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Ticket
+from aio.ticket import Settable, Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -76,6 +76,53 @@ def described(writing: bool, parts: Sequence[Part], path: str) -> str:
     return f"{verb} of {count} bytes{pieces} at offset {offset} of {path}"
 
 
+class QueuedTicket(Ticket):
+    """The ticket of a `Request`."""
+
+    __slots__ = ("_done", "_failure", "_lock", "_waiters")
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._waiters: list[Settable] = []
+        self._failure: OSError | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not."""
+        return self._done.is_set()
+
+    def finish(self, failure: OSError | None = None) -> None:
+        """Once: the transfer is over and its buffers free."""
+        with self._lock:
+            assert not self._done.is_set(), f"{self.what}: finished twice"
+            self._failure = failure
+            self._done.set()
+            for waiter in self._waiters:
+                waiter.set()
+            self._waiters.clear()
+
+    def watch(self, waiter: Settable) -> None:
+        """See Ticket.watch."""
+        with self._lock:
+            if self._done.is_set():
+                waiter.set()
+            else:
+                self._waiters.append(waiter)
+
+    def unwatch(self, waiter: Settable) -> None:
+        """See Ticket.unwatch."""
+        with self._lock:
+            if waiter in self._waiters:
+                self._waiters.remove(waiter)
+
+    def _wait(self, timeout: float | None) -> bool:
+        return self._done.wait(timeout)
+
+    def _failed(self) -> OSError | None:
+        return self._failure
+
+
 class Request:
     """One transfer on its way: which bytes are not yet cut into pieces, and what still runs."""
 
@@ -83,7 +130,7 @@ class Request:
                  "writing")  # fmt: skip
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
-        self.ticket = Ticket(described(writing, parts, file.path))
+        self.ticket = QueuedTicket(described(writing, parts, file.path))
         self.file = file
         self.writing = writing
         self.running = 0  # pieces
