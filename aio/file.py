@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
 from aio.region import Region
+from aio.request import Part
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
 
@@ -20,7 +22,7 @@ class Backend(Protocol):
     name: str
     io: IO
 
-    def submit(self, file: File, writing: bool, view: memoryview, offset: int) -> Ticket:
+    def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
         """Starts a transfer that File has checked, counted in `file.pending` until it is over.
 
         ValueError where the file or the backend is closed.
@@ -91,8 +93,8 @@ class File(Region):
         self._backend.drain(self)
         self._close_fd()
 
-    def _start(self, writing: bool, view: memoryview, offset: int) -> Ticket:
-        return self._backend.submit(self, writing, view, offset)
+    def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
+        return self._backend.submit(self, writing, parts)
 
     def _check_process(self) -> None:
         self._backend.check_process()

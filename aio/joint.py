@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from aio import ticket as single
-from aio.ticket import Ticket
+from aio.ticket import Settable, Ticket
+
+if TYPE_CHECKING:
+    from threading import Event as Waiter
+else:
+    try:  # what both kinds of tickets can set: those of the engine know no Event
+        from aio._native import Signal as Waiter
+    except ImportError:
+        from threading import Event as Waiter
 
 
 class JointTicket(Ticket):
@@ -14,7 +22,7 @@ class JointTicket(Ticket):
 
     Args:
         what: the whole transfer, for messages.
-        parts: in order of offset; none is a transfer of nothing.
+        parts: in the order in which their failures count; none is a transfer of nothing.
     """
 
     __slots__ = ("_parts",)
@@ -27,26 +35,25 @@ class JointTicket(Ticket):
         """Whether every part is over, well or not."""
         return self.unfinished() is None
 
-    def wait(self, timeout: float | None = None) -> None:
-        """See Ticket.wait. Of several parts that failed the first by offset is reported."""
-        end = None if timeout is None else time.monotonic() + timeout
-        failure: OSError | None = None
-        for part in self._parts:
-            try:
-                part.wait(None if end is None else max(0.0, end - time.monotonic()))
-            except OSError as error:
-                if not part.done():
-                    raise TimeoutError(
-                        f"{self.what}: not finished within {timeout} s, waiting for {part.what}; "
-                        "the drive is slower than that or hangs; wait longer, or look at `dmesg`"
-                    ) from None
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
     def unfinished(self) -> Ticket | None:
-        """The first part that is still under way."""
-        return next((part for part in self._parts if not part.done()), None)
+        """See Ticket.unfinished. The first part that is still under way."""
+        return next((late for part in self._parts if (late := part.unfinished())), None)
+
+    def watch(self, waiter: Settable) -> None:
+        """Not to be called: its parts are watched, one after the other."""
+        raise AssertionError("a joint ticket is watched by its parts")
+
+    unwatch = watch
+
+    def _wait(self, timeout: float | None) -> bool:
+        end = None if timeout is None else time.monotonic() + timeout
+        return all(
+            part.done() or part._wait(None if end is None else max(0.0, end - time.monotonic()))
+            for part in self._parts
+        )
+
+    def _failed(self) -> OSError | None:
+        return next((found for part in self._parts if (found := part._failed())), None)
 
 
 def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
@@ -59,14 +66,24 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
         TimeoutError: none was done within `timeout` seconds.
         RuntimeError: called in a forked child.
     """
-    watched = tuple(tickets)
+    asked = tuple(tickets)
+    if not asked:
+        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
     end = None if timeout is None else time.monotonic() + timeout
     while True:
-        for ticket in watched:
-            if ticket.done():
+        late = []
+        for ticket in asked:
+            part = ticket.unfinished()
+            if part is None:
                 return ticket
+            late.append(part)
         left = None if end is None else max(0.0, end - time.monotonic())
-        single.wait_any([_awaited(ticket) for ticket in watched], left)
+        if not _one_ends(late, left):
+            raise TimeoutError(
+                f"none of {len(asked)} transfers finished within {timeout} s, the first being "
+                f"{asked[0].what}; the drive is slower than that or hangs; wait longer, or look "
+                "at `dmesg`"
+            )
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
@@ -76,7 +93,17 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
             wait_any([ticket])
 
 
-def _awaited(ticket: Ticket) -> Ticket:
-    """What must end before `ticket` can: it, or a part of it."""
-    part = ticket.unfinished() if isinstance(ticket, JointTicket) else None
-    return ticket if part is None else part
+def _one_ends(tickets: Sequence[Ticket], timeout: float | None) -> bool:
+    """Whether one of `tickets`, none of them joint, is done within so many seconds."""
+    for ticket in tickets:
+        ticket.check_process()  # before anything is touched: a child may have inherited locks
+    waiter = Waiter()
+    watched = []
+    try:
+        for ticket in tickets:
+            ticket.watch(waiter)
+            watched.append(ticket)
+        return waiter.wait(timeout)
+    finally:
+        for ticket in watched:
+            ticket.unwatch(waiter)

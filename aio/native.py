@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from aio import _native
 from aio.counters import Counters
 from aio.errors import os_error
-from aio.pool import check_limits
+from aio.request import Part, check_limits, described
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
 
@@ -88,10 +88,12 @@ class NativeTicket(Ticket):
         asked = f"{self.what.split()[0]} of {count} bytes at offset {offset}"
         return os_error(code, asked, self._path, found=text, free=None if free < 0 else free)
 
-    def _watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+        """See Ticket.watch."""
         self._request.watch(waiter)
 
-    def _unwatch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def unwatch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+        """See Ticket.unwatch."""
         self._request.unwatch(waiter)
 
 
@@ -143,17 +145,17 @@ class Native:
         self.io: IO = _EngineIO(self._engine, self._pid)
         self._finish = weakref.finalize(self, _finish, self._engine, self._pid)
 
-    def submit(self, file: File, writing: bool, view: memoryview, offset: int) -> Ticket:
-        """Starts a transfer of the bytes of `view`; File has checked bounds and alignment.
+    def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
+        """Starts a transfer of all `parts`; File has checked bounds and alignment.
 
         Raises:
             ValueError: the backend or the file is closed.
             RuntimeError: called in a forked child.
         """
         self.check_process()
-        verb = "write" if writing else "read"
-        what = f"{verb} of {view.nbytes} bytes at offset {offset} of {file.path}"
-        request = self._engine.submit(file, writing, file.offset_align_bytes, [view], [offset])
+        what = described(writing, parts, file.path)
+        views, offsets = [part.view for part in parts], [part.offset for part in parts]
+        request = self._engine.submit(file, writing, file.offset_align_bytes, views, offsets)
         if request is None:
             closed = "file" if file.closed else "pool"
             raise ValueError(f"{what}: the {closed} is closed; open a new one")

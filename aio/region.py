@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from aio.request import Part
 from aio.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
 
 Memory: TypeAlias = Union["Buffer", npt.NDArray[Any]]
 """What transfers read and write: any object with the buffer protocol."""
+
+Vector: TypeAlias = Union["list[Any]", "tuple[Any, ...]"]
+"""Several pieces of memory that are one transfer, or the offsets of each."""
 
 
 class Region(ABC):
@@ -38,27 +45,29 @@ class Region(ABC):
     offset_align_bytes: int
     closed: bool
 
-    def read_into(self, buffer: Memory, offset: int) -> Ticket:
+    def read_into(self, buffer: Memory | Vector, offset: int | Vector) -> Ticket:
         """Starts to fill all of `buffer` from `offset` bytes into the region.
 
         Args:
-            buffer: C-contiguous writable memory (memoryview, NumPy array, mmap). It belongs to
-                the transfer until the ticket is done.
-            offset: bytes from the start.
+            buffer: C-contiguous writable memory (memoryview, NumPy array, mmap), or a list of
+                such. It belongs to the transfer until the ticket is done.
+            offset: bytes from the start. Of several buffers a list with that of each, in any
+                order, or one number where they lie one behind the other.
 
         Raises:
-            ValueError: the buffer cannot be used, is not aligned, or reaches past the end, or
-                the region is closed.
+            ValueError: a buffer cannot be used, is not aligned, or reaches past the end, or
+                the region is closed. Nothing was started then.
             RuntimeError: called in a forked child.
         """
-        return self._start(False, self._check(buffer, offset, False), offset)
+        return self._start(False, self._parts(buffer, offset, False))
 
-    def write_from(self, buffer: Memory, offset: int) -> Ticket:
+    def write_from(self, buffer: Memory | Vector, offset: int | Vector) -> Ticket:
         """Starts to write all of `buffer` at `offset` bytes into the region.
 
-        Args and Raises are those of `read_into`; the buffer may be read-only.
+        Args and Raises are those of `read_into`; buffers may be read-only. Which of two that
+        overlap in the region stays there is not said.
         """
-        return self._start(True, self._check(buffer, offset, True), offset)
+        return self._start(True, self._parts(buffer, offset, True))
 
     @abstractmethod
     def sync(self) -> None:
@@ -68,7 +77,7 @@ class Region(ABC):
     def close(self) -> None:
         """Waits for transfers under way, then closes. Closing twice is fine.
 
-        In a forked child it does nothing: see [Note: What a forked child may touch] in pool.py.
+        In a forked child it does nothing: see [Note: What a forked child may touch] in request.py.
         """
 
     def __enter__(self) -> Self:
@@ -78,7 +87,7 @@ class Region(ABC):
         self.close()
 
     @abstractmethod
-    def _start(self, writing: bool, view: memoryview, offset: int) -> Ticket:
+    def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         """Starts a transfer that was checked."""
 
     @abstractmethod
@@ -90,12 +99,31 @@ class Region(ABC):
         if self.closed:
             raise ValueError(f"{asked} of {self.path}: the file is closed; open a new one")
 
+    def _parts(
+        self, buffer: Memory | Vector, offset: int | Vector, writing: bool
+    ) -> tuple[Part, ...]:
+        """What is to be moved, checked; what is empty is left out."""
+        buffers = buffer if isinstance(buffer, (list, tuple)) else [buffer]
+        if isinstance(offset, (list, tuple)):
+            offsets = [operator.index(at) for at in offset]
+        else:
+            sizes = (memoryview(cast("Buffer", one)).nbytes for one in buffers)
+            offsets = list(itertools.accumulate(sizes, initial=operator.index(offset)))[:-1]
+        if len(offsets) != len(buffers):
+            raise ValueError(
+                f"{'write' if writing else 'read'} of {len(buffers)} buffers at {len(offsets)} "
+                f"offsets of {self.path}: expected an offset for each; pass as many, or the first "
+                "alone where they lie one behind the other"
+            )
+        self._check_open("write" if writing else "read")
+        checked = [Part(self._check(one, at, writing), at) for one, at in zip(buffers, offsets)]
+        return tuple(part for part in checked if part.view.nbytes)
+
     def _check(self, buffer: Memory, offset: int, writing: bool) -> memoryview:
         """The bytes of `buffer`, once everything that can be wrong about them is ruled out."""
         view = memoryview(cast("Buffer", buffer))
         verb = "write" if writing else "read"
         asked = f"{verb} of {view.nbytes} bytes at offset {offset}"
-        self._check_open(asked)
         if not view.c_contiguous:
             raise ValueError(
                 f"{asked} of {self.path}: the buffer is not C-contiguous, so that it is not one "

@@ -3,17 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    Waiter = threading.Event
-else:
-    try:  # what both kinds of tickets can set: those of the engine know no Event
-        from aio._native import Signal as Waiter
-    except ImportError:
-        Waiter = threading.Event
+from abc import ABC, abstractmethod
+from typing import Protocol
 
 
 class Settable(Protocol):
@@ -23,26 +14,22 @@ class Settable(Protocol):
         """It is done."""
 
 
-class Ticket:
+class Ticket(ABC):
     """A transfer under way. Made by a backend, waited for by anyone, any number of times.
 
     The buffer belongs to the transfer until `done()`: neither a failure nor a timeout gives it
     back earlier. A ticket itself keeps no buffer alive.
     """
 
-    __slots__ = ("_done", "_failure", "_lock", "_pid", "_waiters", "what")
+    __slots__ = ("__weakref__", "_pid", "what")
 
     def __init__(self, what: str) -> None:
         self.what = what
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._waiters: list[Settable] = []
-        self._failure: OSError | None = None
 
+    @abstractmethod
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
-        return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
         """Returns when every byte is transferred.
@@ -56,79 +43,43 @@ class Ticket:
             RuntimeError: called in a forked child, where the transfer cannot end.
         """
         if not self.done():
-            self._check_process()
+            self.check_process()
             if not self._wait(timeout):
+                late = self.unfinished()
+                part = "" if late in (self, None) else f", waiting for {late.what}"
                 raise TimeoutError(
-                    f"{self.what}: not finished within {timeout} s; the drive is slower than that "
-                    "or hangs; wait longer, or look at `dmesg`"
+                    f"{self.what}: not finished within {timeout} s{part}; the drive is slower "
+                    "than that or hangs; wait longer, or look at `dmesg`"
                 )
         failure = self._failed()
         if failure is not None:
             # A new exception for each waiter: one shared by threads would share its traceback.
             raise OSError(*failure.args, failure.filename)
 
-    def finish(self, failure: OSError | None = None) -> None:
-        """For backends, once: the transfer is over and its buffer free."""
-        with self._lock:
-            assert not self._done.is_set(), f"{self.what}: finished twice"
-            self._failure = failure
-            self._done.set()
-            for waiter in self._waiters:
-                waiter.set()
-            self._waiters.clear()
+    def unfinished(self) -> Ticket | None:
+        """What must end before this can, and can be watched: this or a part; None if done."""
+        return None if self.done() else self
 
-    def _wait(self, timeout: float | None) -> bool:
-        return self._done.wait(timeout)
-
-    def _failed(self) -> OSError | None:
-        return self._failure
-
-    def _check_process(self) -> None:
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child, where what is under way never ends."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{self.what}: asked for in process {self._pid}, waited for in its child "
                 f"{os.getpid()}; threads do not survive a fork; wait before forking"
             )
 
-    def _watch(self, waiter: Settable) -> None:
-        with self._lock:
-            if self._done.is_set():
-                waiter.set()
-            else:
-                self._waiters.append(waiter)
+    @abstractmethod
+    def watch(self, waiter: Settable) -> None:
+        """Sets `waiter` when it is done, now if it is."""
 
-    def _unwatch(self, waiter: Settable) -> None:
-        with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+    @abstractmethod
+    def unwatch(self, waiter: Settable) -> None:
+        """Forgets `waiter`."""
 
+    @abstractmethod
+    def _wait(self, timeout: float | None) -> bool:
+        """Whether it was done within so many seconds."""
 
-def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
-    """The first of `tickets` (of any files and pools, in the order given) that is done.
-
-    It does not look at how the transfer ended: `wait()` on the answer raises its error.
-
-    Raises:
-        ValueError: no tickets are given.
-        TimeoutError: none was done within `timeout` seconds.
-        RuntimeError: called in a forked child.
-    """
-    watched = tuple(tickets)
-    if not watched:
-        raise ValueError("wait_any: asked to wait for no tickets, which would never end")
-    waiter = Waiter()
-    try:
-        for ticket in watched:
-            if not ticket.done():
-                ticket._check_process()
-            ticket._watch(waiter)
-        if not waiter.wait(timeout):
-            raise TimeoutError(
-                f"none of {len(watched)} transfers finished within {timeout} s, the first being "
-                f"{watched[0].what}; the drive is slower than that or hangs; wait longer, or "
-                "look at `dmesg`"
-            )
-    finally:
-        for ticket in watched:
-            ticket._unwatch(waiter)
-    return next(ticket for ticket in watched if ticket.done())
+    @abstractmethod
+    def _failed(self) -> OSError | None:
+        """How it failed. Only asked once it is done."""

@@ -24,6 +24,7 @@ from aio.errors import os_error
 from aio.file import Backend, File
 from aio.joint import JointTicket, wait_all
 from aio.region import Region
+from aio.request import Part, described
 from aio.scratch import create_scratch
 from aio.system import ALIGN_BYTES
 from aio.ticket import Ticket
@@ -216,19 +217,21 @@ class Volume(Region):
         self.closed = True
         self._owned.close()
 
-    def _start(self, writing: bool, view: memoryview, offset: int) -> Ticket:
-        parts: list[Ticket] = []
-        try:
+    def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
+        shares: dict[int, list[Part]] = {}
+        for view, offset in parts:
             for drive, at, start, stop in self.stripes.runs(offset, view.nbytes):
-                parts.append(self.files[drive]._start(writing, view[start:stop], at))
+                shares.setdefault(drive, []).append(Part(view[start:stop], at))
+        tickets: list[Ticket] = []
+        try:
+            for drive, share in shares.items():
+                tickets.append(self.files[drive]._start(writing, share))
         except BaseException:
-            wait_all(parts)  # the buffer is about to be the caller's again
+            wait_all(tickets)  # the buffers are about to be the caller's again
             raise
-        if len(parts) == 1:
-            return parts[0]
-        verb = "write" if writing else "read"
-        what = f"{verb} of {view.nbytes} bytes at offset {offset} of {self.path}"
-        return JointTicket(what, parts)
+        if len(tickets) == 1:
+            return tickets[0]
+        return JointTicket(described(writing, parts, self.path), tickets)
 
     def _check_process(self) -> None:
         self.files[0]._check_process()

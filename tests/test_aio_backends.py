@@ -1,22 +1,20 @@
 """One conformance suite for every backend: every byte arrives, every failure is told, nothing left.
 
-What only the engine has (faults put into its queue) is tested for its three kinds.
+`AIO_SECONDS=360 pytest -m slow -s -k for_long` looks for an hour in all, at other examples every
+time. What only the engine has (faults put into its queue) is tested for its three kinds.
 """
 
-import contextlib
 import errno
 import gc
 import itertools
 import mmap
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,20 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import aio
-from tests.faults import aligned, failure_of, in_child, nothing_leaks, scratch
+from tests.backends import ENGINE, USABLE, engine, few, opened
+from tests.faults import aligned, failure_of, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
-USABLE = [found.name for found in aio.probe() if found.usable]
-ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
-
-
-def few(names):
-    """The first, and in the slow tier the rest: where each takes a process of its own."""
-    return [*names[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in names[1:])]
-
 
 if ENGINE:
-    from aio.native import Faults, Native
+    from aio.native import Faults
 
 
 @pytest.fixture(autouse=True)
@@ -51,24 +42,15 @@ def name(request):
     return request.param
 
 
-@contextlib.contextmanager
-def opened(name, **limits):
-    with contextlib.closing(aio.open_backend(name, **limits)) as backend:
-        assert backend.name == name
-        yield backend
-
-
-@contextlib.contextmanager
-def engine(name, faults=None, **limits):
-    with contextlib.closing(Native(name, faults=faults, **limits)) as backend:
-        yield backend
-
-
-@contextlib.contextmanager
-def file_on(backend, size, directory):
-    """A scratch file of a backend; both are closed at the end."""
-    with contextlib.closing(backend), scratch(backend, size, directory) as file:
-        yield file
+def transfers(call, memory, spans, data):
+    """Spans of a file to or from the same places in memory: each alone, or several in one."""
+    way = data.draw(st.sampled_from(["each", "in any order", "end to end"]))
+    if way == "each":
+        return [call(memory[a:b], a) for a, b in spans]
+    if way == "in any order":
+        mixed = data.draw(st.permutations(spans))
+        return [call([memory[a:b] for a, b in mixed], [a for a, _ in mixed])]
+    return [call(tuple(memory[a:b] for a, b in spans), spans[0][0])]  # as they have no gaps
 
 
 def check_against_oracle(backend, directory, data, steps, most=24):
@@ -89,8 +71,8 @@ def check_against_oracle(backend, directory, data, steps, most=24):
             if writing:
                 seed = data.draw(st.integers(0, 1 << 32))
                 memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, np.uint8)
-            for ticket in [call(memory[a:b], a) for a, b in spans]:
-                ticket.wait(20)
+            for ticket in transfers(call, memory, spans, data):
+                ticket.wait(60)
             for a, b in spans:
                 if writing:
                     truth[a:b] = memory[a:b]
@@ -110,19 +92,28 @@ LIMITS = st.fixed_dictionaries(
 )
 
 
-def conformance(name, directory, examples):
+def conformance(name, directory, examples, seconds=0.0):
+    """Checks so many examples, and as many others again while there is time; counts them."""
+    end, done = time.monotonic() + seconds, 0
+
     @settings(
         max_examples=examples,
         deadline=None,
+        database=None,
         suppress_health_check=list(HealthCheck),
-        derandomize=True,
+        derandomize=not seconds,
     )
     @given(st.data(), LIMITS)
     def check(data, limits):
+        nonlocal done
         with opened(name, **limits) as backend:
             check_against_oracle(backend, directory, data, steps=4)
+        done += 1
 
     check()
+    while time.monotonic() < end:
+        check()
+    return done
 
 
 @pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
@@ -133,7 +124,10 @@ def test_any_offset_and_length(name, directory, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
 def test_any_offset_and_length_for_long(name, directory, tmp_path):
-    conformance(name, tmp_path if directory == "disk" else directory, 1500)
+    where = tmp_path if directory == "disk" else directory
+    seconds = float(os.environ.get("AIO_SECONDS", "0"))
+    done = conformance(name, where, 300 if seconds else 1500, seconds)
+    print(f"{name} on {directory}: {done} examples")
 
 
 @pytest.mark.parametrize("name", ENGINE)
@@ -296,6 +290,40 @@ def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
             assert bytes(back[-5:]) == b"xxxxx"
 
 
+def test_several_buffers_are_one_transfer(name, tmp_path):
+    with (
+        opened(name, depth=2, piece_bytes=BLOCK) as backend,
+        scratch(backend, 16 * BLOCK, tmp_path) as file,
+    ):
+        data = aligned(6 * BLOCK, np.random.default_rng(1).bytes(6 * BLOCK))
+        parts = [data[:BLOCK], data[BLOCK : 4 * BLOCK], b"", data[4 * BLOCK :]]
+        file.write_from(parts, [9 * BLOCK, 2 * BLOCK, 5, 0]).wait()
+        assert file.bytes_written == 6 * BLOCK
+        back = aligned(5 * BLOCK)
+        file.read_into((back[: 2 * BLOCK], back[2 * BLOCK :]), 0).wait()
+        expected = [*data[4 * BLOCK :], *data[BLOCK : 4 * BLOCK]]
+        assert np.array_equal(back, expected)
+        os.ftruncate(file.fd, 3 * BLOCK)
+        ticket = file.read_into([back[:BLOCK], back[BLOCK : 3 * BLOCK]], [3 * BLOCK, BLOCK])
+        assert "12288 bytes in 2 stretches at offset 4096 of" in ticket.what
+        with pytest.raises(OSError, match=r"4096 bytes at offset 12288.*file ends at 12288"):
+            ticket.wait()
+        for nothing in ([], [b""], (b"", b"")):
+            assert file.write_from(nothing, 0).done()
+        operations = file.operations
+        for offsets in ([0], [0, 1, 2], []):
+            with pytest.raises(ValueError, match=f"2 buffers at {len(offsets)} offsets"):
+                file.read_into([back[:BLOCK], back[BLOCK:]], offsets)
+        with pytest.raises(ValueError, match=r"of 4096 bytes at offset 65536.*too small"):
+            file.write_from([back[:BLOCK], back[:BLOCK]], 15 * BLOCK)
+        for wrong in ([0, 1.5], 1.5):
+            with pytest.raises(TypeError, match="float"):
+                file.read_into([back[:BLOCK], back[BLOCK:]], wrong)
+        assert file.operations == operations
+    with pytest.raises(ValueError, match="file is closed"):
+        file.read_into([], 0)
+
+
 def test_counters(name, tmp_path):
     with opened(name, depth=4, piece_bytes=BLOCK) as backend:
         with scratch(backend, 16 * BLOCK, tmp_path) as file:
@@ -373,122 +401,3 @@ def test_many_threads(name, tmp_path):
             thread.join()
         assert not wrong
         assert file.operations == 8 * 20 * 2 * 8
-
-
-def test_forked_child_touches_nothing(name, tmp_path):
-    with (
-        opened(name, depth=1, piece_bytes=BLOCK) as backend,
-        scratch(backend, 1 << 20, tmp_path) as file,
-    ):
-        memory = aligned(1 << 20, b"x" * (1 << 20))
-        finished = file.write_from(memory, 0)
-        finished.wait()
-        ticket = file.read_into(memory, 0)
-
-        def child():
-            refused = [lambda: file.read_into(memory, 0), lambda: scratch(backend), file.sync]
-            if not ticket.done():
-                refused.append(ticket.wait)
-            for call in refused:
-                with pytest.raises(RuntimeError, match="fork"):
-                    call()
-            assert finished.done()
-            file.close()
-            backend.close()
-            os.fstat(file.fd)  # still open
-            with opened(name) as own, scratch(own, BLOCK, tmp_path) as other:
-                other.write_from(aligned(BLOCK), 0).wait()
-
-        assert in_child(child) == 0
-        ticket.wait()
-        assert bytes(memory) == b"x" * (1 << 20)
-
-
-def test_child_that_exits_as_usual(name, tmp_path):
-    code = (
-        "import aio, mmap, os, sys, warnings\n"
-        "warnings.simplefilter('ignore', DeprecationWarning)\n"
-        "backend = aio.open_backend(sys.argv[2])\n"
-        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
-        "ticket = file.write_from(mmap.mmap(-1, 8 << 20), 0)\n"
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    del backend, file, ticket\n"
-        "    sys.exit(7)\n"
-        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
-        "ticket.wait()\n"
-    )
-    run = [sys.executable, "-c", code, str(tmp_path), name]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize("name", few(USABLE))
-def test_exit_without_closing(name, tmp_path):
-    """An interpreter that ends in the middle of its work ends well and says nothing."""
-    code = (
-        "import sys, aio, mmap\n"
-        "backend = aio.open_backend(sys.argv[2])\n"
-        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
-        "tickets = [file.write_from(mmap.mmap(-1, 1 << 20), n << 20) for n in range(8)]\n"
-    )
-    for forget in ("", "del backend, file, tickets\n"):
-        run = [sys.executable, "-W", "error", "-c", code + forget, str(tmp_path), name]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("name", few(ENGINE))
-def test_ctrl_c_while_waiting(name, tmp_path):
-    """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
-    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
-    with (
-        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
-        scratch(backend, 20 * BLOCK, tmp_path) as file,
-    ):
-        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(20)]
-        for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
-            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
-            began = time.monotonic()
-            with pytest.raises(KeyboardInterrupt):
-                wait()
-            assert time.monotonic() - began < 1
-            timer.join()
-        assert not tickets[-1].done()
-
-
-def open_and_close(name, directory, times):
-    for _ in range(times):
-        with opened(name, depth=4) as backend, scratch(backend, BLOCK, directory) as file:
-            file.write_from(aligned(BLOCK), 0).wait()
-
-
-def check_no_leak(name, directory, times):
-    def held():
-        gc.collect()
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        maps = Path("/proc/self/maps").read_text().count("\n")
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps, pages
-
-    open_and_close(name, directory, 20)
-    before = held()
-    open_and_close(name, directory, times)
-    end = time.monotonic() + 5
-    while held()[0] > before[0] and time.monotonic() < end:
-        time.sleep(0.01)
-    threads, files, maps, pages = held()
-    assert (threads, files) == before[:2]
-    assert maps <= before[2] + 20
-    assert (pages - before[3]) * mmap.PAGESIZE < 2 << 20
-
-
-def test_open_and_close_leak_nothing(name):
-    # To give a context of Linux AIO back takes the kernel 40 ms.
-    check_no_leak(name, "/dev/shm", 12 if "aio" in name else 300)
-
-
-@pytest.mark.slow
-def test_ten_thousand_opens_leak_nothing(name):
-    check_no_leak(name, "/dev/shm", 10_000)

@@ -1,0 +1,153 @@
+"""How every backend ends: forks, exits, Ctrl-C, and opened and closed again and again."""
+
+import errno
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import aio
+from tests.backends import ENGINE, USABLE, engine, few, opened
+from tests.faults import aligned, in_child, nothing_leaks, scratch
+
+BLOCK = aio.ALIGN_BYTES
+
+if ENGINE:
+    from aio.native import Faults
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks():
+    with nothing_leaks():
+        yield
+
+
+@pytest.fixture(params=USABLE)
+def name(request):
+    return request.param
+
+
+def test_forked_child_touches_nothing(name, tmp_path):
+    with (
+        opened(name, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 1 << 20, tmp_path) as file,
+    ):
+        memory = aligned(1 << 20, b"x" * (1 << 20))
+        finished = file.write_from(memory, 0)
+        finished.wait()
+        ticket = file.read_into(memory, 0)
+
+        def child():
+            refused = [lambda: file.read_into(memory, 0), lambda: scratch(backend), file.sync]
+            if not ticket.done():
+                refused.append(ticket.wait)
+            for call in refused:
+                with pytest.raises(RuntimeError, match="fork"):
+                    call()
+            assert finished.done()
+            file.close()
+            backend.close()
+            os.fstat(file.fd)  # still open
+            with opened(name) as own, scratch(own, BLOCK, tmp_path) as other:
+                other.write_from(aligned(BLOCK), 0).wait()
+
+        assert in_child(child) == 0
+        ticket.wait()
+        assert bytes(memory) == b"x" * (1 << 20)
+
+
+def test_child_that_exits_as_usual(name, tmp_path):
+    code = (
+        "import aio, mmap, os, sys, warnings\n"
+        "warnings.simplefilter('ignore', DeprecationWarning)\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
+        "ticket = file.write_from(mmap.mmap(-1, 8 << 20), 0)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    del backend, file, ticket\n"
+        "    sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
+        "ticket.wait()\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", few(USABLE))
+def test_exit_without_closing(name, tmp_path):
+    """An interpreter that ends in the middle of its work ends well and says nothing."""
+    code = (
+        "import sys, aio, mmap\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 8 << 20, backend)\n"
+        "tickets = [file.write_from(mmap.mmap(-1, 1 << 20), n << 20) for n in range(8)]\n"
+    )
+    for forget in ("", "del backend, file, tickets\n"):
+        run = [sys.executable, "-W", "error", "-c", code + forget, str(tmp_path), name]
+        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", few(ENGINE))
+def test_ctrl_c_while_waiting(name, tmp_path):
+    """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
+    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
+    with (
+        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 20 * BLOCK, tmp_path) as file,
+    ):
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(20)]
+        for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert time.monotonic() - began < 1
+            timer.join()
+        assert not tickets[-1].done()
+
+
+def open_and_close(name, directory, times):
+    for _ in range(times):
+        with opened(name, depth=4) as backend, scratch(backend, BLOCK, directory) as file:
+            file.write_from(aligned(BLOCK), 0).wait()
+
+
+def check_no_leak(name, directory, times):
+    def held():
+        gc.collect()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        maps = Path("/proc/self/maps").read_text().count("\n")
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps, pages
+
+    open_and_close(name, directory, 20)
+    before = held()
+    open_and_close(name, directory, times)
+    end = time.monotonic() + 5
+    while held()[0] > before[0] and time.monotonic() < end:
+        time.sleep(0.01)
+    threads, files, maps, pages = held()
+    assert (threads, files) == before[:2]
+    assert maps <= before[2] + 20
+    assert (pages - before[3]) * mmap.PAGESIZE < 2 << 20
+
+
+def test_open_and_close_leak_nothing(name):
+    # To give a context of Linux AIO back takes the kernel 40 ms.
+    check_no_leak(name, "/dev/shm", 12 if "aio" in name else 300)
+
+
+@pytest.mark.slow
+def test_ten_thousand_opens_leak_nothing(name):
+    check_no_leak(name, "/dev/shm", 10_000)
