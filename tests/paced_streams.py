@@ -31,6 +31,10 @@ DURATIONS = (0.0, 1.0, 10.0, 100.0)
 """An item takes up to one of these."""
 
 
+def _none() -> None:
+    """Nobody says which stream is current."""
+
+
 class Access(NamedTuple):
     """Bytes of a memory that some work touches."""
 
@@ -116,7 +120,8 @@ class Timeline:
     @property
     def current(self) -> Stream:
         """The current stream of the calling thread."""
-        return getattr(self._local, "stream", self.default)
+        chosen = getattr(self._local, "choose", _none)()
+        return chosen or getattr(self._local, "stream", self.default)
 
     @current.setter
     def current(self, stream: Stream) -> None:
@@ -131,6 +136,10 @@ class Timeline:
     def random(self) -> float:
         with self.lock:
             return self._random.random()
+
+    def choose(self, stream: Callable[[], Stream | None]) -> None:
+        """Let `stream()` say what the current stream of the calling thread is, or None."""
+        self._local.choose = stream
 
     # -- what the host calls ------------------------------------------------------------------
 

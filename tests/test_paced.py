@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
-from tests.paced import Paced, backward, paced
+from tests.paced import Paced, paced
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
+    Block,
     Net,
     Run,
     attached,
@@ -30,6 +34,41 @@ from tests.training import (
     same_bits,
     smallest_budgets,
 )
+
+
+class ForkedBlock(Block):
+    """Runs its middle on a stream of its own, where there are any."""
+
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = self.norm(x)
+        with self.aside():
+            inner = self.up(inner)
+        return x + self.down(F.gelu(inner))
+
+
+class Forked(Net):
+    """Runs parts of itself on other streams where there are any; its head is not waited for."""
+
+    device: Paced | None = None
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.__class__ = ForkedBlock
+
+    def fork(self, device: Paced) -> None:
+        self.device = device
+        self.blocks[0].aside = self.blocks[1].aside = device.aside
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        x = self.norm(x)
+        with nullcontext() if self.device is None else self.device.aside(waited_for=False):
+            return self.head(x)
 
 
 @dataclass
@@ -44,13 +83,23 @@ class Loop:
     def see(self, tensor: torch.Tensor) -> None:
         self.seen.append(tensor.detach().clone())
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.run.model(tokens)
+        if self.device is not None:
+            self.device.wait_for_those_aside()
+        return found
+
     def backward(self) -> None:
-        loss = loss_of(self.run.model, batch(self.run.generator))
+        loss = loss_of(self.logits, batch(self.run.generator))
         self.see(loss)
         if self.device is None:
             loss.backward()
         else:
-            backward(self.device, loss)
+            self.device.backward(loss)
+
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """What is done inside runs on another stream, which nobody is told to wait for."""
+        return nullcontext() if self.device is None else self.device.unordered()
 
     def some_parameters(self) -> list[torch.nn.Parameter]:
         model = self.run.model
@@ -59,6 +108,16 @@ class Loop:
 
 def backward_only(loop: Loop) -> None:
     loop.backward()
+
+
+def backward_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        loop.backward()
+
+
+def evaluate_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        evaluate(loop)
 
 
 def step_only(loop: Loop) -> None:
@@ -72,7 +131,7 @@ def train(loop: Loop) -> None:
 
 def evaluate(loop: Loop) -> None:
     with torch.no_grad():
-        loop.see(loop.run.model(batch(loop.run.generator)))
+        loop.see(loop.logits(batch(loop.run.generator)))
 
 
 def use_a_block_alone(loop: Loop) -> None:
@@ -139,9 +198,15 @@ def load_states(loop: Loop) -> None:
 
 
 Actions = list[Callable[[Loop], None]]
-AT_REST: Actions = [evaluate, use_a_block_alone, look, hold, look_at_held, edit]
+AT_REST: Actions = [evaluate, evaluate_elsewhere, use_a_block_alone, look, hold, look_at_held, edit]
 AT_REST += [look_at_states, load_states, stream_weights]
-WITH_GRADIENTS: Actions = [*AT_REST, backward_only, look_at_gradients, edit_gradients]
+WITH_GRADIENTS: Actions = [
+    *AT_REST,
+    backward_only,
+    backward_elsewhere,
+    look_at_gradients,
+    edit_gradients,
+]
 WITH_GRADIENTS += [set_gradients, zero_gradients, step_and_keep_gradients]
 
 
@@ -155,11 +220,13 @@ class Script:
     after: tuple[Callable[[Loop], None], ...]
     tied: bool
     checkpointed: bool
+    forked: bool
+    """Whether every other block runs on a stream of its own."""
     max_grad_norm: float | None
     micro_batches: int | None
 
     def build(self) -> Net:
-        return Net(width=8, layers=2, tied=self.tied, checkpointed=self.checkpointed)
+        return Forked(width=8, layers=2, tied=self.tied, checkpointed=self.checkpointed)
 
     def go(
         self, placement: tuple[str, str, str], directory: Any, device: Paced | None, **budgets: str
@@ -173,6 +240,8 @@ class Script:
             **budgets,
         ) as run:
             loop = Loop(run, device)
+            if self.forked and device is not None:
+                run.model.fork(device)
             for action in (
                 *self.before,
                 backward_only,
@@ -207,7 +276,7 @@ def scripts(draw: st.DrawFn) -> Script:
         () if micro_batches else tuple(draw(some(st.sampled_from(WITH_GRADIENTS)))),
         tuple(draw(at_rest)),
         draw(st.booleans()),
-        draw(st.booleans()),
+        *draw(st.sampled_from([(False, False), (True, False), (False, True)])),
         draw(st.sampled_from([None, 0.1])),
         micro_batches,
     )
