@@ -8,6 +8,7 @@ with the same script where everything is resident on the CPU and done at once.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -18,14 +19,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.paced import Paced, paced
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
-    Block,
-    Net,
+    VOCABULARY,
     Run,
     attached,
     batch,
@@ -35,40 +36,53 @@ from tests.training import (
     smallest_budgets,
 )
 
+WIDTH = 8
 
-class ForkedBlock(Block):
-    """Runs its middle on a stream of its own, where there are any."""
+Aside = Callable[..., AbstractContextManager[None]]
+"""Lets what is done inside run on a stream of its own."""
 
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.norm(x)
-        with self.aside():
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, aside: Aside) -> torch.Tensor:
+        inner = x * self.scale
+        with aside():
             inner = self.up(inner)
         return x + self.down(F.gelu(inner))
 
 
-class Forked(Net):
+class Small(nn.Module):
     """Runs parts of itself on other streams where there are any; its head is not waited for."""
 
-    device: Paced | None = None
-
-    def __init__(self, **options: Any):
-        super().__init__(**options)
-        for block in self.blocks:
-            block.__class__ = ForkedBlock
-
-    def fork(self, device: Paced) -> None:
-        self.device = device
-        self.blocks[0].aside = self.blocks[1].aside = device.aside
+    def __init__(self, *, tied: bool, checkpointed: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpointed = checkpointed
+        self.aside: Aside = _here
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        x = self.norm(x)
-        with nullcontext() if self.device is None else self.device.aside(waited_for=False):
+            if self.checkpointed:
+                x = checkpoint(block, x, self.aside, use_reentrant=False)
+            else:
+                x = block(x, self.aside)
+        with self.aside(waited_for=False):
             return self.head(x)
+
+
+def _here(**_: bool) -> AbstractContextManager[None]:
+    """There are no other streams."""
+    return nullcontext()
 
 
 @dataclass
@@ -101,7 +115,7 @@ class Loop:
         """What is done inside runs on another stream, which nobody is told to wait for."""
         return nullcontext() if self.device is None else self.device.unordered()
 
-    def some_parameters(self) -> list[torch.nn.Parameter]:
+    def some_parameters(self) -> list[nn.Parameter]:
         model = self.run.model
         return [model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight]
 
@@ -136,7 +150,7 @@ def evaluate(loop: Loop) -> None:
 
 def use_a_block_alone(loop: Loop) -> None:
     with torch.no_grad():
-        loop.see(loop.run.model.blocks[1](torch.ones(2, 8, dtype=torch.bfloat16)))
+        loop.see(loop.run.model.blocks[1](torch.ones(2, WIDTH, dtype=torch.bfloat16), _here))
 
 
 def look(loop: Loop) -> None:
@@ -225,8 +239,8 @@ class Script:
     max_grad_norm: float | None
     micro_batches: int | None
 
-    def build(self) -> Net:
-        return Forked(width=8, layers=2, tied=self.tied, checkpointed=self.checkpointed)
+    def build(self) -> Small:
+        return Small(tied=self.tied, checkpointed=self.checkpointed)
 
     def go(
         self, placement: tuple[str, str, str], directory: Any, device: Paced | None, **budgets: str
@@ -241,7 +255,7 @@ class Script:
         ) as run:
             loop = Loop(run, device)
             if self.forked and device is not None:
-                run.model.fork(device)
+                run.model.aside = device.aside
             for action in (
                 *self.before,
                 backward_only,
@@ -263,7 +277,9 @@ class Script:
 
 @functools.cache
 def least(placement: tuple[str, str, str], tied: bool, directory: Any) -> dict[str, int]:
-    return smallest_budgets(placement, directory, build=lambda: Net(width=8, layers=2, tied=tied))
+    return smallest_budgets(
+        placement, directory, build=lambda: Small(tied=tied, checkpointed=False)
+    )
 
 
 @st.composite
@@ -310,12 +326,26 @@ EXAMPLES = {
     "host_pace": st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
     "host_pauses_s": st.sampled_from([0.0, 3e-4]),
 }
-PHASES = (Phase.explicit, Phase.generate)  # What threads decide does not shrink.
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES, derandomize=True)
-@given(**EXAMPLES)
-def test_every_schedule_gives_the_bits_of_the_resident_run(
+def schedules(count: int, *, derandomize: bool = True) -> Any:
+    """`count` schedules; what threads decide does not shrink."""
+    phases = (Phase.explicit, Phase.generate)
+    set_up = settings(max_examples=count, deadline=None, phases=phases, derandomize=derandomize)
+    return lambda test: set_up(given(**EXAMPLES)(test))
+
+
+@schedules(10)
+def test_some_schedules_give_the_bits_of_the_resident_run(
+    tmp_path_factory: pytest.TempPathFactory, **example: Any
+) -> None:
+    check(directory=tmp_path_factory.getbasetemp(), **example)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@schedules(int(os.environ.get("PACED_SCHEDULES", "300")), derandomize=False)
+def test_many_schedules_give_the_bits_of_the_resident_run(
     tmp_path_factory: pytest.TempPathFactory, **example: Any
 ) -> None:
     check(directory=tmp_path_factory.getbasetemp(), **example)
