@@ -42,15 +42,20 @@ class Paced(Device):
 
     is_host = False
 
-    def __init__(self, seed: int, *, host_pace: float = 1.0, host_pauses_s: float = 0.0):
-        """See `Timeline`; a lane's thread sleeps up to `host_pauses_s` before each wait."""
+    def __init__(self) -> None:
+        """Nothing is queued; the host is slow and the delays are those of seed 0."""
         super().__init__(torch.device("cpu"))
-        self.timeline = Timeline(seed, host_pace=host_pace)
+        self.timeline = Timeline()
         self.nodes = Nodes(self.timeline)
-        self._pauses_s = host_pauses_s
+        self.change(0, host_pace=1.0, host_pauses_s=0.0)
         self._aside: list[Event] = []
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
         """By address of what torch keeps of a storage: its memory; None where that is torch's."""
+
+    def change(self, seed: int, *, host_pace: float, host_pauses_s: float) -> None:
+        """Go on by other delays; a lane's thread sleeps up to `host_pauses_s` before each wait."""
+        self.timeline.change(seed, host_pace)
+        self._pauses_s = host_pauses_s
 
     # -- offload.device.Device ----------------------------------------------------------------
 
@@ -306,7 +311,7 @@ _known: dict[Any, Any] = {}
 def _outputs(func: Any, there: Any) -> Any:
     """What an operation returns, faces for tensors: found once, with zeros for inputs."""
     faces = _mapped(_Face.of, there)
-    key = (func, repr(faces))
+    key = (func, repr(_mapped(type, faces, float)))  # No shape depends on a fraction.
     if key not in _known or torch.Tag.nondeterministic_seeded in func.tags:
         args, kwargs = _mapped(_zeros, faces, _Face)
         with torch.no_grad():
@@ -338,9 +343,9 @@ def _compute(func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor], ra
 
 
 @contextmanager
-def paced(seed: int, **options: Any) -> Iterator[Paced]:
+def paced() -> Iterator[Paced]:
     """Attach to a paced accelerator, and let this thread's operations run on it."""
-    device = Paced(seed, **options)
+    device = Paced()
     kernel_for = cpu_adam.native._kernel_for
 
     def host_kernel(*tensors: torch.Tensor) -> Any:

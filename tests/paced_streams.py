@@ -97,12 +97,10 @@ class Event:
 class Timeline:
     """All streams of a device, its clock, and what was found wrong."""
 
-    def __init__(self, seed: int, *, host_pace: float):
-        """`host_pace`: the time that passes between two calls of the host, in the mean."""
+    def __init__(self) -> None:
+        """Nothing is queued; `change` comes first."""
         self.lock = threading.RLock()
         self.races: list[str] = []
-        self._random = random.Random(seed)
-        self._host_pace = host_pace
         self._now = 0.0
         self._host: Clock = {}
         """What the host has waited for."""
@@ -111,6 +109,11 @@ class Timeline:
         """Of every memory those that the host does not know to be over: stream, item, what."""
         self._local = threading.local()
         self.default = self.new_stream()
+
+    def change(self, seed: int, host_pace: float) -> None:
+        """Go on by these delays; between two calls of the host `host_pace` passes at most."""
+        with self.lock:
+            self._random, self._host_pace = random.Random(seed), host_pace
 
     def new_stream(self) -> Stream:
         with self.lock:
