@@ -242,6 +242,8 @@ class Engine:
     def _use(self, bound: BoundUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
         if bound.buffer is not None:
+            if bound.task is not None:
+                self.executor.lanes.join(bound.task)
             return
         if self.passes.verb is None:
             self.finality.require_step("the next forward")

@@ -86,6 +86,8 @@ class Gradients:
             self.send(unit)
         if now.task is None:
             self._acquire(unit)
+        else:
+            self._executor.lanes.join(now.task)
         view = self._view(self._collecting(unit), unit, parameter)
         if at_home and parameter in now.kept:
             accumulate(view, gradient)

@@ -16,7 +16,6 @@ are held against the copies that are under way.
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import cpu_adam.native
 from offload.device import Device
 from offload.store import Store
+from tests.paced_autograd import Nodes
 from tests.paced_streams import Access, Event, Stream, Timeline
 
 FREE_BYTES = 64 << 20
@@ -42,13 +42,20 @@ class Paced(Device):
 
     is_host = False
 
-    def __init__(self, seed: int, *, host_pace: float = 1.0, host_pauses_s: float = 0.0):
-        """See `Timeline`; a lane's thread sleeps up to `host_pauses_s` before each wait."""
+    def __init__(self) -> None:
+        """Nothing is queued; the host is slow and the delays are those of seed 0."""
         super().__init__(torch.device("cpu"))
-        self.timeline = Timeline(seed, host_pace=host_pace)
-        self._pauses_s = host_pauses_s
+        self.timeline = Timeline()
+        self.nodes = Nodes(self.timeline)
+        self.change(0, host_pace=1.0, host_pauses_s=0.0)
+        self._aside: list[Event] = []
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
         """By address of what torch keeps of a storage: its memory; None where that is torch's."""
+
+    def change(self, seed: int, *, host_pace: float, host_pauses_s: float) -> None:
+        """Go on by other delays; a lane's thread sleeps up to `host_pauses_s` before each wait."""
+        self.timeline.change(seed, host_pace)
+        self._pauses_s = host_pauses_s
 
     # -- offload.device.Device ----------------------------------------------------------------
 
@@ -129,8 +136,43 @@ class Paced(Device):
                 found.append(Access(key, first, stop, writes, holder))
         return found
 
+    def backward(self, loss: torch.Tensor) -> None:
+        """`loss.backward()` as on a device, see `paced_autograd`."""
+        self.nodes.backward(loss, _Mode(self))
+
+    @contextmanager
+    def aside(self, *, waited_for: bool = True) -> Iterator[None]:
+        """What the user does inside runs on a stream of its own, after what is before it.
+
+        What follows waits for it, or else from `wait_for_those_aside` on.
+        """
+        outer, inner = self.stream(), self.timeline.new_stream()
+        before = self.fence(outer)
+        with self.unordered(inner):
+            before.wait()
+            yield
+        if waited_for:
+            self.fence(inner).wait()
+        else:
+            self._aside.append(self.fence(inner))
+
+    def wait_for_those_aside(self) -> None:
+        while self._aside:
+            self._aside.pop().wait()
+
+    @contextmanager
+    def unordered(self, inner: Stream | None = None) -> Iterator[None]:
+        """What the user does inside runs on another stream, in no order with what is around."""
+        outer = self.stream()
+        self.timeline.current = inner or self.timeline.new_stream()
+        try:
+            yield
+        finally:
+            self.timeline.current = outer
+
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What `func` returns, as soon as PyTorch on a device would return it."""
+        self.nodes.note()
         kind = _kind_of(func)
         if kind.is_view:
             return func(*args, **kwargs)
@@ -269,7 +311,7 @@ _known: dict[Any, Any] = {}
 def _outputs(func: Any, there: Any) -> Any:
     """What an operation returns, faces for tensors: found once, with zeros for inputs."""
     faces = _mapped(_Face.of, there)
-    key = (func, repr(faces))
+    key = (func, repr(_mapped(type, faces, float)))  # No shape depends on a fraction.
     if key not in _known or torch.Tag.nondeterministic_seeded in func.tags:
         args, kwargs = _mapped(_zeros, faces, _Face)
         with torch.no_grad():
@@ -301,9 +343,9 @@ def _compute(func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor], ra
 
 
 @contextmanager
-def paced(seed: int, **options: Any) -> Iterator[Paced]:
+def paced() -> Iterator[Paced]:
     """Attach to a paced accelerator, and let this thread's operations run on it."""
-    device = Paced(seed, **options)
+    device = Paced()
     kernel_for = cpu_adam.native._kernel_for
 
     def host_kernel(*tensors: torch.Tensor) -> Any:
@@ -327,22 +369,3 @@ def paced(seed: int, **options: Any) -> Iterator[Paced]:
         patch.setattr(Store, "write", watched(Store.write, False))
         with _Mode(device):
             yield device
-
-
-def backward(device: Paced, loss: torch.Tensor) -> None:
-    """`loss.backward()`, on another thread as on CUDA, under the stream of its caller."""
-    stream, raised = device.stream(), list[BaseException]()
-
-    def run() -> None:
-        device.timeline.current = stream
-        try:
-            with _Mode(device):
-                loss.backward()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="autograd")
-    thread.start()
-    thread.join()
-    if raised:
-        raise raised[0]

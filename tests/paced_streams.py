@@ -31,6 +31,10 @@ DURATIONS = (0.0, 1.0, 10.0, 100.0)
 """An item takes up to one of these."""
 
 
+def _none() -> None:
+    """Nobody says which stream is current."""
+
+
 class Access(NamedTuple):
     """Bytes of a memory that some work touches."""
 
@@ -93,12 +97,10 @@ class Event:
 class Timeline:
     """All streams of a device, its clock, and what was found wrong."""
 
-    def __init__(self, seed: int, *, host_pace: float):
-        """`host_pace`: the time that passes between two calls of the host, in the mean."""
+    def __init__(self) -> None:
+        """Nothing is queued; `change` comes first."""
         self.lock = threading.RLock()
         self.races: list[str] = []
-        self._random = random.Random(seed)
-        self._host_pace = host_pace
         self._now = 0.0
         self._host: Clock = {}
         """What the host has waited for."""
@@ -108,6 +110,11 @@ class Timeline:
         self._local = threading.local()
         self.default = self.new_stream()
 
+    def change(self, seed: int, host_pace: float) -> None:
+        """Go on by these delays; between two calls of the host `host_pace` passes at most."""
+        with self.lock:
+            self._random, self._host_pace = random.Random(seed), host_pace
+
     def new_stream(self) -> Stream:
         with self.lock:
             self._streams.append(Stream(len(self._streams)))
@@ -116,7 +123,8 @@ class Timeline:
     @property
     def current(self) -> Stream:
         """The current stream of the calling thread."""
-        return getattr(self._local, "stream", self.default)
+        chosen = getattr(self._local, "choose", _none)()
+        return chosen or getattr(self._local, "stream", self.default)
 
     @current.setter
     def current(self, stream: Stream) -> None:
@@ -131,6 +139,10 @@ class Timeline:
     def random(self) -> float:
         with self.lock:
             return self._random.random()
+
+    def choose(self, stream: Callable[[], Stream | None]) -> None:
+        """Let `stream()` say what the current stream of the calling thread is, or None."""
+        self._local.choose = stream
 
     # -- what the host calls ------------------------------------------------------------------
 

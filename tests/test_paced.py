@@ -8,20 +8,26 @@ with the same script where everything is resident on the CPU and done at once.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.paced import Paced, backward, paced
+from tests.paced import Paced, paced
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
-    Net,
+    VOCABULARY,
     Run,
     attached,
     batch,
@@ -30,6 +36,54 @@ from tests.training import (
     same_bits,
     smallest_budgets,
 )
+
+WIDTH = 8
+
+Aside = Callable[..., AbstractContextManager[None]]
+"""Lets what is done inside run on a stream of its own."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor, aside: Aside) -> torch.Tensor:
+        inner = x * self.scale
+        with aside():
+            inner = self.up(inner)
+        return x + self.down(F.gelu(inner))
+
+
+class Small(nn.Module):
+    """Runs parts of itself on other streams where there are any; its head is not waited for."""
+
+    def __init__(self, *, tied: bool, checkpointed: bool):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpointed = checkpointed
+        self.aside: Aside = _here
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            if self.checkpointed:
+                x = checkpoint(block, x, self.aside, use_reentrant=False)
+            else:
+                x = block(x, self.aside)
+        with self.aside(waited_for=False):
+            return self.head(x)
+
+
+def _here(**_: bool) -> AbstractContextManager[None]:
+    """There are no other streams."""
+    return nullcontext()
 
 
 @dataclass
@@ -44,21 +98,41 @@ class Loop:
     def see(self, tensor: torch.Tensor) -> None:
         self.seen.append(tensor.detach().clone())
 
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        found = self.run.model(tokens)
+        if self.device is not None:
+            self.device.wait_for_those_aside()
+        return found
+
     def backward(self) -> None:
-        loss = loss_of(self.run.model, batch(self.run.generator))
+        loss = loss_of(self.logits, batch(self.run.generator))
         self.see(loss)
         if self.device is None:
             loss.backward()
         else:
-            backward(self.device, loss)
+            self.device.backward(loss)
 
-    def some_parameters(self) -> list[torch.nn.Parameter]:
+    def elsewhere(self) -> AbstractContextManager[None]:
+        """What is done inside runs on another stream, for which the next step does not wait."""
+        return nullcontext() if self.device is None else self.device.aside(waited_for=False)
+
+    def some_parameters(self) -> list[nn.Parameter]:
         model = self.run.model
         return [model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight]
 
 
 def backward_only(loop: Loop) -> None:
     loop.backward()
+
+
+def backward_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        loop.backward()
+
+
+def evaluate_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        evaluate(loop)
 
 
 def step_only(loop: Loop) -> None:
@@ -72,12 +146,12 @@ def train(loop: Loop) -> None:
 
 def evaluate(loop: Loop) -> None:
     with torch.no_grad():
-        loop.see(loop.run.model(batch(loop.run.generator)))
+        loop.see(loop.logits(batch(loop.run.generator)))
 
 
 def use_a_block_alone(loop: Loop) -> None:
     with torch.no_grad():
-        loop.see(loop.run.model.blocks[1](torch.ones(2, 8, dtype=torch.bfloat16)))
+        loop.see(loop.run.model.blocks[1](torch.ones(2, WIDTH, dtype=torch.bfloat16), _here))
 
 
 def look(loop: Loop) -> None:
@@ -138,93 +212,111 @@ def load_states(loop: Loop) -> None:
     loop.run.optimizer.load_state_dict(loop.run.optimizer.state_dict())
 
 
-Actions = list[Callable[[Loop], None]]
-AT_REST: Actions = [evaluate, use_a_block_alone, look, hold, look_at_held, edit]
+Action = Callable[[Loop], None]
+Actions = list[Action]
+AT_REST: Actions = [evaluate, evaluate_elsewhere, use_a_block_alone, look, hold, look_at_held, edit]
 AT_REST += [look_at_states, load_states, stream_weights]
-WITH_GRADIENTS: Actions = [*AT_REST, backward_only, look_at_gradients, edit_gradients]
+WITH_GRADIENTS: Actions = [
+    *AT_REST,
+    backward_only,
+    backward_elsewhere,
+    look_at_gradients,
+    edit_gradients,
+]
 WITH_GRADIENTS += [set_gradients, zero_gradients, step_and_keep_gradients]
 
 
-@dataclass(frozen=True)
+class Step(NamedTuple):
+    """One optimizer step, what is done around it, and the delays of the device meanwhile."""
+
+    before: list[Action]
+    between: list[Action]
+    """Its backward and itself."""
+    after: list[Action]
+    delays: dict[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Script:
     """What is trained, and what is done with it."""
 
-    before: tuple[Callable[[Loop], None], ...]
-    between: tuple[Callable[[Loop], None], ...]
-    """A backward and the step that follows it."""
-    after: tuple[Callable[[Loop], None], ...]
+    steps: list[Step]
     tied: bool
     checkpointed: bool
+    forked: bool
+    """Whether parts of the model run on streams of their own."""
     max_grad_norm: float | None
     micro_batches: int | None
 
-    def build(self) -> Net:
-        return Net(width=8, layers=2, tied=self.tied, checkpointed=self.checkpointed)
-
     def go(
-        self, placement: tuple[str, str, str], directory: Any, device: Paced | None, **budgets: str
-    ):
+        self,
+        placement: tuple[str, str, str],
+        directory: Any,
+        device: Paced | None = None,
+        **budgets: str,
+    ) -> list[torch.Tensor]:
+        """Everything seen, and all weights and states in the end."""
         with attached(
             placement,
             directory,
-            build=self.build,
+            build=lambda: Small(tied=self.tied, checkpointed=self.checkpointed),
             max_grad_norm=self.max_grad_norm,
             micro_batches=self.micro_batches,
             **budgets,
         ) as run:
             loop = Loop(run, device)
-            for action in (
-                *self.before,
-                backward_only,
-                *self.between,
-                step_only,
-                *self.after,
-                train,
-                evaluate,
-            ):
-                action(loop)
+            if self.forked and device is not None:
+                run.model.aside = device.aside
+            for before, between, after, delays in self.steps:
+                if device is not None:
+                    device.change(**delays)
+                for action in (*before, backward_only, *between, step_only, *after, evaluate):
+                    if device is not None and action is not step_only:
+                        device.wait_for_those_aside()
+                    action(loop)
             result = result_of(run)
             states = [slot for state in result.states.values() for slot in state.values()]
             return [*loop.seen, *result.weights.values(), *states]
 
-    @functools.cache  # noqa: B019
-    def expected(self, directory: Any) -> list[torch.Tensor]:
-        return self.go(RESIDENT, directory, None)
+
+def draw_script(random: Random, steps: int) -> Script:
+    """Any script of so many steps."""
+    micro_batches = random.choice([None, 1])
+
+    def some(actions: Actions) -> Actions:
+        return [random.choice(actions) for _ in range(random.randrange(3))]
+
+    drawn = [
+        Step(
+            some(AT_REST),
+            [] if micro_batches else some(WITH_GRADIENTS),
+            some(AT_REST),
+            {
+                "seed": random.randrange(1 << 32),
+                "host_pace": random.choice([0.0, 1.0, 30.0, 1000.0]),
+                "host_pauses_s": random.choice([0.0, 3e-4]),
+            },
+        )
+        for _ in range(steps)
+    ]
+    checkpointed, forked = random.choice([(False, False), (True, False), (False, True)])
+    clip = random.choice([None, 0.1])
+    return Script(drawn, random.random() < 0.5, checkpointed, forked, clip, micro_batches)
 
 
 @functools.cache
 def least(placement: tuple[str, str, str], tied: bool, directory: Any) -> dict[str, int]:
-    return smallest_budgets(placement, directory, build=lambda: Net(width=8, layers=2, tied=tied))
-
-
-@st.composite
-def scripts(draw: st.DrawFn) -> Script:
-    micro_batches = draw(st.sampled_from([None, 1]))
-    some = functools.partial(st.lists, max_size=2)
-    at_rest = some(st.sampled_from([*AT_REST, train]))
-    return Script(
-        tuple(draw(at_rest)),
-        () if micro_batches else tuple(draw(some(st.sampled_from(WITH_GRADIENTS)))),
-        tuple(draw(at_rest)),
-        draw(st.booleans()),
-        draw(st.booleans()),
-        draw(st.sampled_from([None, 0.1])),
-        micro_batches,
+    return smallest_budgets(
+        placement, directory, build=lambda: Small(tied=tied, checkpointed=False)
     )
 
 
-def check(
-    script: Script,
-    placement: tuple[str, str, str],
-    directory: Any,
-    *,
-    tight: bool,
-    seed: int,
-    **options: float,
-) -> None:
-    expected = script.expected(directory)
+def check(directory: Any, steps: int, placement: Any, tight: bool, seed: int) -> None:
+    """Hold a script on a paced device against the same on the CPU, where all is resident."""
+    script = draw_script(Random(seed), steps)
+    expected = script.go(RESIDENT, directory)
     budgets = least(placement, script.tied, directory) if tight else {}
-    with paced(seed, **options) as device:
+    with paced() as device:
         found = script.go(placement, directory, device, **budgets)
         device.timeline.finish()
     assert not device.timeline.races, "\n".join(sorted(set(device.timeline.races)))
@@ -233,20 +325,31 @@ def check(
         assert same_bits(one, other), number
 
 
-EXAMPLES = {
-    "script": scripts(),
-    "placement": st.sampled_from(ALL_PLACEMENTS),
-    "tight": st.booleans(),
-    "seed": st.integers(0, 1 << 32),
-    "host_pace": st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
-    "host_pauses_s": st.sampled_from([0.0, 3e-4]),
-}
-PHASES = (Phase.explicit, Phase.generate)  # What threads decide does not shrink.
+def schedules(examples: int, steps: int) -> Any:
+    """Examples of so many steps; nothing is shrunk, as much depends on threads."""
+    drawn = given(
+        steps=st.just(steps),
+        placement=st.sampled_from(ALL_PLACEMENTS),
+        tight=st.booleans(),
+        seed=st.integers(0, 1 << 32),
+    )
+    options = settings(
+        max_examples=examples, deadline=None, phases=[Phase.generate], derandomize=steps < 10
+    )
+    return lambda test: options(drawn(test))
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES, derandomize=True)
-@given(**EXAMPLES)
-def test_every_schedule_gives_the_bits_of_the_resident_run(
+@schedules(8, steps=2)
+def test_bits_are_those_of_the_resident_run_on_some_schedules(
     tmp_path_factory: pytest.TempPathFactory, **example: Any
 ) -> None:
-    check(directory=tmp_path_factory.getbasetemp(), **example)
+    check(tmp_path_factory.getbasetemp(), **example)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@schedules(int(os.environ.get("PACED_SCHEDULES", "500")) // 20, steps=20)
+def test_bits_are_those_of_the_resident_run_on_many_schedules(
+    tmp_path_factory: pytest.TempPathFactory, **example: Any
+) -> None:
+    check(tmp_path_factory.getbasetemp(), **example)
