@@ -146,6 +146,7 @@ class Memory:
             MemoryError: the memory is not there.
         """
         self._plan = plan
+        self._device = device
         buffers = [*plan.homes.values(), *plan.slots.values()]
         edges = [b.offset for b in buffers if b.tier == "cpu" and b.offset % _PAGE_BYTES == 0]
         self.arenas: dict[Tier, Arena] = {
@@ -190,6 +191,8 @@ class Memory:
 
     def close(self) -> None:
         """Let go of the memory."""
+        with contextlib.suppress(RuntimeError):  # Of a device that has failed nothing is under way.
+            self._device.settle()
         self._homes, self._slots = {}, {}
         for arena in self.arenas.values():
             arena.close()
