@@ -118,6 +118,14 @@ FORMATS: dict[str, StateFormat] = {
 """Every state format there is, by name. To add one, add a row."""
 
 
+def scratch_bytes(elements: int) -> int:
+    """Bytes of the temporaries with which torch's operations update `elements`.
+
+    Six arrays of four bytes per element, each on a boundary that suits every device.
+    """
+    return 24 * (-(-elements // 128) * 128)
+
+
 def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> StateFormat:
     """The state format for trainable weights of `weight_dtype` when the user asked for `states`.
 

@@ -80,6 +80,7 @@ def update_parts(
     gradient_scale: float = 1.0,
     format: StateFormat,
     checksums: bool = False,
+    workspace: Tensor | None = None,
 ) -> Checksums | None:
     """Update parts of one chunk, each by its turn, by one native call.
 
@@ -87,6 +88,8 @@ def update_parts(
     must not overlap; what lies in none of them is left alone, but for what follows the end of a
     parameter in its last group. turns: hyper-parameters and number of
     the step. Raises ValueError where something does not fit, before anything is changed.
+
+    workspace: for tensors that no kernel serves, see `reference.update`.
 
     Returns, where they are asked for, a row of checksums for each part.
     """
@@ -103,7 +106,7 @@ def update_parts(
             cut = reference.cut(record_views, format, part.start, part.elements)
             span = Span(weight[here], gradient[here], cut, part.turn, part.first_element)
             spans.append(span)
-        return _by_reference(spans, turns, gradient_scale, format, checksums)
+        return _by_reference(spans, turns, gradient_scale, format, checksums, workspace)
     start, elements, first, turn, _ = np.array(parts, np.int64).reshape(len(parts), 5).T
     columns = [elements, turn, first]
     columns += [x.data_ptr() + start * x.itemsize for x in (gradient, weight)]
@@ -302,7 +305,12 @@ def _kernel_for(*tensors: Tensor) -> Kernel | None:
 
 
 def _by_reference(
-    spans: Sequence[Span], turns: Turns, scale: float, format: StateFormat, checksums: bool
+    spans: Sequence[Span],
+    turns: Turns,
+    scale: float,
+    format: StateFormat,
+    checksums: bool,
+    workspace: Tensor | None = None,
 ) -> Checksums | None:
     for span in spans:
         assert span.gradient is not None
@@ -316,6 +324,7 @@ def _by_reference(
             gradient_scale=scale,
             format=format,
             first_element=span.first_element,
+            workspace=workspace,
         )
     if not checksums:
         return None

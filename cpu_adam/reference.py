@@ -91,14 +91,16 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     _split(master, weight, residue, torch.empty_like(master, dtype=torch.int32))
 
 
-def _split(master: Tensor, weight: Tensor, residue: Tensor, scratch: Tensor) -> None:
+def _split(
+    master: Tensor, weight: Tensor, residue: Tensor, scratch: Tensor, mask: Tensor | None = None
+) -> None:
     bits = master.view(torch.int32)
     high = weight.view(torch.int16)
     torch.add(bits, 0x8000, out=scratch)
     high.copy_(scratch.bitwise_right_shift_(16))
     residue.copy_(bits)  # keeps the low 16 bits, which is bits - (high << 16)
     if _may_hold_nan(master):
-        nan = master.isnan()
+        nan = torch.ne(master, master, out=mask)
         high.masked_fill_(nan, _CANONICAL_NAN)
         residue.masked_fill_(nan, 0)
 
@@ -116,11 +118,22 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     """
     check_halves(weight, residue, out)
     master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
+    _join(weight, residue, master)
+    return master
+
+
+def _join(
+    weight: Tensor,
+    residue: Tensor,
+    master: Tensor,
+    spare: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> None:
     bits = master.view(torch.int32)
     bits.copy_(weight.view(torch.int16)).mul_(1 << 16).add_(residue)
     if _may_hold_nan(master):
-        torch.where(master.isnan(), weight.float(), master, out=master)
-    return master
+        plain = weight.float() if spare is None else spare.copy_(weight)
+        torch.where(torch.ne(master, master, out=mask), plain, master, out=master)
 
 
 @torch.no_grad()
@@ -154,6 +167,7 @@ def update(
     gradient_scale: float = 1.0,
     format: StateFormat,
     first_element: int = 0,
+    workspace: Tensor | None = None,
 ) -> None:
     """One step of a rule on a span, in place.
 
@@ -163,7 +177,8 @@ def update(
     on each other, but for groups: a slice starts with one and ends with one or with the parameter,
     as its scales become those of its own elements. hyper: of the rule that the format is
     for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
-    (unscale, clip). first_element: where in its parameter the span starts.
+    (unscale, clip). first_element: where in its parameter the span starts. workspace: memory for
+    temporaries, uint8 on the same device, of `scratch_bytes` of the largest span; else it is made.
 
     With p the float32 master (`join` of weight and residue, or the weight itself), and each
     operation rounded once to float32 as in [Note: Arithmetic] of `cpu_adam.rules`:
@@ -187,22 +202,24 @@ def update(
     block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
     group = format.group_elements
     block = -(-block // group) * group
-    scratch = Scratch(block, device)
+    scratch = Scratch(block, device, workspace)
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
         if count != scratch.elements:
-            scratch = Scratch(count, device)
+            scratch = Scratch(count, device, workspace)
         w, g = weight[start : start + count], gradient[start : start + count]
         state = cut(record_views, format, start, count)
         residue = state.get("residue")
-        master = w if residue is None else join(w, residue, out=scratch.master)
+        master = w if residue is None else scratch.master
+        if residue is not None:
+            _join(w, residue, master, scratch.term, scratch.mask)
         if format.coded:
             compact.adam(master, g, state, factors, scratch, first_element + start, step)
         else:
             rule(master, g, state, factors, scratch)
         if residue is not None:
-            _split(master, w, residue, scratch.bits)
+            _split(master, w, residue, scratch.bits, scratch.mask)
 
 
 @torch.no_grad()

@@ -30,6 +30,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from cpu_adam.formats import scratch_bytes
+
 
 class Factors:
     """The scalars of one step, each rounded once to float32; `f["lr"]` is one to compute with."""
@@ -48,15 +50,19 @@ class Factors:
 
 
 class Scratch:
-    """The temporaries of one block: 24 bytes per element."""
+    """The temporaries of one block, in memory that is given or made: `scratch_bytes` of it."""
 
-    def __init__(self, elements: int, device: torch.device) -> None:
+    def __init__(self, elements: int, device: torch.device, memory: Tensor | None = None) -> None:
         self.elements = elements
-        self.master = torch.empty(elements, dtype=torch.float32, device=device)
-        self.gradient = torch.empty_like(self.master)
-        self.term = torch.empty_like(self.master)
-        self.bits = torch.empty_like(self.master, dtype=torch.int32)
-        self.wide = torch.empty_like(self.master, dtype=torch.float64)
+        if memory is None:
+            memory = torch.empty(scratch_bytes(elements), dtype=torch.uint8, device=device)
+        rows = memory[: scratch_bytes(elements)].view(6, -1)
+        self.master, self.gradient, self.term = rows[:3].view(torch.float32)[:, :elements].unbind()
+        self.bits = rows[3].view(torch.int32)[:elements]
+        wide = rows[4:].view(-1)
+        self.wide = wide.view(torch.float64)[:elements]
+        self.mask = wide[:elements].view(torch.bool)
+        """In the place of `wide`."""
 
 
 Rule = Callable[[Tensor, Tensor, Mapping[str, Tensor], Factors, Scratch], None]
@@ -98,9 +104,11 @@ def lion(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
     """
     m = states["exp_avg"]
     g = scaled(g, f, s)
-    u = torch.mul(m, f["beta1"]).add_(torch.mul(g, f["rest1"], out=s.term))
+    u = torch.mul(m, f["beta1"], out=s.bits.view(torch.float32))
+    u.add_(torch.mul(g, f["rest1"], out=s.term))
     m.mul_(f["beta2"]).add_(torch.mul(g, f["rest2"], out=s.term))
-    sign = torch.where(u.isnan(), u, u.sign())
+    sign = torch.sign(u, out=s.term)
+    torch.where(torch.ne(u, u, out=s.mask), u, sign, out=sign)
     p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(sign.mul_(f["lr"])))
 
 

@@ -15,13 +15,14 @@ from offload.device import CPU, Device
 from offload.driver import Driver, PinError
 from offload.layout import Buffer, Kind, Place, Plan
 from offload.numa import touch
-from offload.program import WHOLE, Use, Value, weight_in_use
+from offload.program import WHOLE, Lane, Op, Use, Value, weight_in_use
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu")
 PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
 _PAGE_BYTES = mmap.PAGESIZE
+_WORKSPACE = Place("device", "workspace")
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
@@ -199,6 +200,10 @@ class Memory:
         """Where the weights of a unit are in use: its slot, or its home on the device."""
         return self.at(Use(weight_in_use(self._plan, unit), Value("weight", unit)))
 
+    def workspace(self, op: Op) -> torch.Tensor | None:
+        """For the temporaries of an update on the device; None where it needs none."""
+        return self._slots.get(_WORKSPACE) if op.lane is Lane.COMPUTE else None
+
     def extent(self, value: Value) -> tuple[int, int]:
         """Offset and size in bytes of a value, or of one of its chunks, in its unit's buffer."""
         kind, unit, chunk = value
@@ -213,6 +218,8 @@ class Memory:
 
     def close(self) -> None:
         """Let go of the memory."""
+        with contextlib.suppress(RuntimeError):  # Of a device that has failed nothing is under way.
+            self._device.settle()
         self._homes, self._slots = {}, {}
         for arena in self.arenas.values():
             arena.close()

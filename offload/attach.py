@@ -235,7 +235,8 @@ class _Attaching:
                 announcers.setdefault(module, []).append(index)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device.torch_device)
-        least = max(EXPOSED_BYTES_LEAST, host_free_bytes() // 10)
+        free = self.device.free_bytes()  # Copies of parameters lie on the device.
+        least = max(EXPOSED_BYTES_LEAST, (host_free_bytes() if free is None else free) // 10)
         exposed = self.config.bytes_of("exposed_memory")
         engine = Engine(
             self._bound,

@@ -79,6 +79,9 @@ class Device:
     def drain(self) -> None:
         """Let the host wait for all that is queued on the calling thread's current stream."""
 
+    def settle(self) -> None:
+        """Let the host wait for all that is queued on any stream: before memory is given back."""
+
 
 class Accelerator(Device):
     """Any device of `torch.accelerator`."""
@@ -135,6 +138,10 @@ class Accelerator(Device):
         event = self.fence(self.stream())
         assert event is not None
         event.synchronize()
+
+    def settle(self) -> None:
+        """Let the host wait for all that is queued on any stream."""
+        torch.accelerator.synchronize(self.torch_device)
 
 
 CPU = Device(torch.device("cpu"))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
+from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Tier
 from offload.profile import BLOCK_BYTES, Chunk, Profile, StateChoice, Unit, round_up
 from offload.records import ChunkSpec, FileLayout, ValueSpec, lay_out_file
@@ -130,11 +131,8 @@ class Plan:
         rows = []
         for kind in PLACED:
             for tier in TIERS:
-                units = [
-                    u
-                    for u, placement in enumerate(self.placements)
-                    if placement.of(kind) == tier and self.bytes_of(kind, u)
-                ]
+                placed = enumerate(self.placements)
+                units = [u for u, p in placed if p.of(kind) == tier and self.bytes_of(kind, u)]
                 if units:
                     total = sum(self.bytes_of(kind, u) for u in units)
                     rows.append(Row(kind, tier, len(units), total))
@@ -149,12 +147,10 @@ class Plan:
 
     def tiers(self) -> tuple[TierUse, ...]:
         """What is taken of each tier, against its budget."""
-        uses = []
-        for tier in TIERS:
-            resident = sum(row.bytes for row in self.rows() if row.tier == tier)
-            staging = self.arena_bytes(tier) - resident
-            uses.append(TierUse(tier, resident, staging, self.budgets[tier]))
-        return tuple(uses)
+        held = {tier: sum(row.bytes for row in self.rows() if row.tier == tier) for tier in TIERS}
+        return tuple(
+            TierUse(t, held[t], self.arena_bytes(t) - held[t], self.budgets[t]) for t in TIERS
+        )
 
 
 def _record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
@@ -186,6 +182,10 @@ class Sizes:
     def __init__(self, profile: Profile, states: StateChoice):
         self._in_file: dict[object, int] = {}
         self._states = states
+        self.workspace = [
+            max((scratch_bytes(c.elements) for c in u.chunks if states.on_accelerator), default=0)
+            for u in profile.units
+        ]
         self.value: dict[Kind, list[int]] = {}
         self.chunk: dict[Kind, list[int]] = {}
         for kind in PLACED:
@@ -350,6 +350,8 @@ def lay_out_memory(
         "gradient", units, away["gradient"], sizes.value["gradient"], STAGES
     )
     rings = _Rings(placements, sizes, tuple(reserve))
+    updated = (size for size, p in zip(sizes.workspace, placements) if p.state == "device")
+    memory.ring("device", "workspace", max(updated, default=0), 1)
     memory.ring("cpu", "weight", rings.whole("weight", ("nvme",)), STAGES)
     memory.ring("cpu", "gradient", rings.whole("gradient", ("cpu", "nvme")), STAGES)
     memory.ring("cpu", "deposit", rings.whole("gradient", ("nvme",)), STAGES)

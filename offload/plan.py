@@ -55,7 +55,8 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     Raises:
         BudgetError: no arrangement that the config allows fits the budgets or the machine.
     """
-    budgets, search = budgets_of(config, machine), _Search(profile, config, rule)
+    states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
+    budgets, search = budgets_of(config, machine), _Search(profile, config, states)
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
         taken = {tier: found.arena_bytes(tier) for tier in TIERS}
@@ -85,8 +86,8 @@ class _Search:
     on the cpu, is in no value slower than what fits smaller budgets.
     """
 
-    def __init__(self, profile: Profile, config: Config, rule: str) -> None:
-        self.profile, self.states = profile, StateChoice(rule, config.states)
+    def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
+        self.profile, self.states = profile, states
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
         choices = (config.params, config.gradients, config.optimizer)
         self.forced: dict[Kind, Choice] = dict(zip(PLACED, choices))
@@ -270,7 +271,7 @@ def _ways_out(
     """What would do on this machine: budgets raised, a drive for nvme, tiers left to `auto`."""
 
     def other(**changes: Any) -> _Search:
-        return _Search(search.profile, replace(config, **changes), search.states.rule)
+        return _Search(search.profile, replace(config, **changes), search.states)
 
     def does(one: _Search, raised: Mapping[Tier, int]) -> bool:
         found = next(one.fitting({**budgets, **raised}), None)

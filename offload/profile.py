@@ -171,6 +171,8 @@ class StateChoice:
     """The update's rule, as `cpu_adam.StateFormat` has it."""
     states: str = "exact"
     """What the user asked for: `Config.states`."""
+    on_accelerator: bool = False
+    """Whether states on the device are updated there by torch, which needs a workspace."""
 
     def format(self, weight_dtype: str) -> StateFormat:
         """The state format of trainable weights of a dtype."""

@@ -144,8 +144,12 @@ class Updates:
             weight = self._typed(uses["weight"], bytes_of)
             gradient = self._typed(uses["gradient"], bytes_of)
             record = views(bytes_of(uses["state"]), fmt, piece.elements)
-            scale = 1.0 if clip is None else clip.factor
-            update_parts(weight, gradient, record, parts, frozen, gradient_scale=scale, format=fmt)
+            update_parts(
+                *(weight, gradient, record, parts, frozen),
+                gradient_scale=1.0 if clip is None else clip.factor,
+                format=fmt,
+                workspace=self._executor.memory.workspace(op),
+            )
 
         return run
 

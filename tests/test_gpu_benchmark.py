@@ -59,8 +59,9 @@ def test_a_table_has_a_line_for_each_row_and_nothing_for_what_is_not_there() -> 
 
 
 @pytest.mark.slow
-def test_every_stage_runs_dry(tmp_path: Path) -> None:
-    done = run("--dry", NVME_PATH=str(tmp_path))
+def test_every_stage_but_the_build_runs_dry(tmp_path: Path) -> None:
+    stages = ("check", "tests", "copies", "update", "train-1b", "train-7b:cpu-cpu-cpu", "table")
+    done = run("--dry", *stages, NVME_PATH=str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.rstrip().endswith("all stages done")
     assert list(tmp_path.iterdir()) == []

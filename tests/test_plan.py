@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Config, Tier
-from offload.layout import PLACED, Placement, Plan, lay_out, route, site
+from offload.layout import PLACED, Place, Placement, Plan, lay_out, route, site
 from offload.machine import Machine
 from offload.plan import BudgetError, _Search, budgets_of, plan
 from offload.profile import BLOCK_BYTES, Profile, StateChoice, profile_of
@@ -55,6 +57,11 @@ def tiers_of(found: Plan) -> list[Tier]:
         for u, placement in enumerate(found.placements)
         if found.bytes_of(kind, u)
     ]
+
+
+def states_of(config: Config) -> StateChoice:
+    """Those of `HUGE`."""
+    return StateChoice("adam", config.states, on_accelerator=True)
 
 
 def attempt(profile: Profile, config: Config) -> Plan | None:
@@ -198,6 +205,23 @@ def test_all_placements_of_a_small_model(clips: bool) -> None:
                 verify(compile_program(found))
 
 
+def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
+    profile = profile_of([unit("small", 70_000), unit("wide", 3_000_000)])
+    need = scratch_bytes(1 << 20)
+    for states, on_cpu in itertools.product(("device", "cpu"), (False, True)):
+        config = Config(params="cpu", gradients="cpu", optimizer=states)  # type: ignore[arg-type]
+        found = plan(profile, config, replace(HUGE, device_is_cpu=on_cpu))
+        room = found.slots.get(Place("device", "workspace"))
+        assert (room is not None) == (states == "device" and not on_cpu)
+        if room is not None:
+            assert room.bytes == need
+            size = found.arena_bytes("device")
+            assert room.offset + room.bytes <= size
+            assert plan(profile, replace(config, device_memory=size), HUGE) is not None
+            with pytest.raises(BudgetError):
+                plan(profile, replace(config, device_memory=size - 1), HUGE)
+
+
 def test_records_lie_one_after_the_other() -> None:
     found = plan_of(profile_of([unit("wide", 3_000_000)]))
     sizes = [found.record_bytes(0, chunk) for chunk in range(3)]
@@ -310,7 +334,7 @@ FIELDS = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
 def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
     if attempt(profile, config) is not None:
         return
-    search, budgets = _Search(profile, config, "adam"), budgets_of(config, HUGE)
+    search, budgets = _Search(profile, config, states_of(config)), budgets_of(config, HUGE)
     for tier in TIERS:
         needed = search.least(tier, budgets)
         given = 1 << 60 if needed is None else needed - 1
@@ -341,7 +365,7 @@ def test_the_search_finds_what_trying_everything_finds(
     profile: Profile, config: Config, data: st.DataObject
 ) -> None:
     """Budgets at the very edge of what some arrangement takes, or one byte less."""
-    search = _Search(profile, config, "adam")
+    search = _Search(profile, config, states_of(config))
     taken = {
         (on_device, on_cpu, slots): {
             "device": search.device(on_device, slots),
@@ -371,7 +395,7 @@ def test_one_unit_of_one_element_needs_the_least_where_all_is_in_memory() -> Non
     """The weight at home on the device would pass through more of the cpu than it takes there."""
     profile = profile_of([unit("one", 1)])
     config = Config(device_memory="1GiB", cpu_memory=0, optimizer="cpu", gradients="cpu")
-    search, budgets = _Search(profile, config, "adam"), budgets_of(config, HUGE)
+    search, budgets = _Search(profile, config, states_of(config)), budgets_of(config, HUGE)
     at_home = [search.cpu(on_device, 1) for on_device in (0, 1)]
     assert at_home[0] < at_home[1]
     assert search.least("cpu", budgets) == at_home[0]

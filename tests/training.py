@@ -200,7 +200,7 @@ def smallest_budgets(
     with attached(placement, directory, **kept, **config) as run:
         profile, rule = run.engine.plan.profile, run.engine.plan.states.rule
     asked, free = config_of(placement, directory, **config), 1 << 60
-    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, device_is_cpu=True)
 
     def least(name: str, given: dict[str, int]) -> int:
         def fits(blocks: int) -> bool:

@@ -1,0 +1,108 @@
+"""Updates on an accelerator: their temporaries lie in the workspace, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import offload
+from cpu_adam import FORMATS, choice, reference
+from cpu_adam.formats import scratch_bytes
+from offload.machine import Machine
+from tests.test_adam_native import State, assert_same_state, hyper_of
+from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
+from tests.training import Net as Model
+
+SMALL_BYTES = 256
+"""Scalars of a step are no temporaries of its elements."""
+
+
+class Made(TorchDispatchMode):
+    """The sizes of all tensors that ops make in memory that none of their inputs has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        known = {
+            x.untyped_storage().data_ptr()
+            for x in (*args, *(kwargs or {}).values())
+            if isinstance(x, torch.Tensor)
+        }
+        for x in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.sizes.append((str(func), x.untyped_storage().nbytes()))
+        return found
+
+
+@pytest.fixture
+def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a CPU: there nobody looks whether there is a NaN."""
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)
+
+
+@pytest.mark.usefixtures("as_elsewhere")
+@pytest.mark.parametrize("elements", [1, 127, 128, 1000, 70_001])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_workspace_changes_no_bit_whatever_lies_in_it(name: str, elements: int) -> None:
+    here = State(name, elements, torch.bfloat16)
+    there = here.clone()
+    workspace = torch.full((scratch_bytes(elements),), 255, dtype=torch.uint8)
+    for step in (1, 2):
+        here.update(reference, hyper_of(name), step=step, gradient_scale=0.3)
+        there.update(reference, hyper_of(name), step=step, gradient_scale=0.3, workspace=workspace)
+    assert_same_state(there, here)
+
+
+@pytest.mark.usefixtures("as_elsewhere")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "compact"])
+def test_nothing_else_is_taken_for_temporaries(name: str, dtype: torch.dtype) -> None:
+    state = State(name, 5000, dtype)
+    workspace = torch.empty(scratch_bytes(5000), dtype=torch.uint8)
+    with Made() as made:
+        state.update(reference, hyper_of(name), step=2, gradient_scale=0.3, workspace=workspace)
+    assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
+    with Made() as made:
+        state.update(reference, hyper_of(name), step=3)
+    assert [size for _, size in made.sizes if size > SMALL_BYTES] == [scratch_bytes(5000)]
+
+
+@contextmanager
+def as_on_an_accelerator(directory: Path, **config: Any) -> Iterator[Run]:
+    """A plan as for one, on the CPU."""
+    free = 1 << 30
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
+    torch.manual_seed(1)
+    model = Model().to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    asked = config_of(RESIDENT, directory, **config)
+    _, engine = offload.attach(model, optimizer, asked, machine=machine)
+    run = Run(model, engine, torch.Generator().manual_seed(7))
+    try:
+        yield run
+    finally:
+        run.engine.close()
+
+
+def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_path: Path) -> None:
+    expected = train(RESIDENT, tmp_path)
+    with choice.forced("python"), as_on_an_accelerator(tmp_path) as run:
+        (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
+        memory = run.engine.executor.memory.arenas["device"].view(room)
+        memory.fill_(1)
+        torch.manual_seed(2)
+        for number in range(3):
+            plain(run, number)
+        assert_same(result_of(run), expected)
+        assert not memory.eq(1).all()
+    with attached(RESIDENT, tmp_path) as run:
+        assert not any(place.use == "workspace" for place in run.engine.plan.slots)
