@@ -18,8 +18,8 @@ from offload.trace import Ran, Trace
 WHAT_IF_FACTOR = 2.0
 """By how much a lane is thought faster, to see what would help."""
 
-SIMULATED_OPS_MAX = 20_000
-"""Steps with more ops are not simulated: that would take seconds."""
+SIMULATED_OPS_MAX = 4000
+"""Programs with more ops are not simulated: that would take more than some seconds."""
 
 _USER = (Verb.FORWARD, Verb.BACKWARD)
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -17,7 +18,9 @@ from offload.breakdown import bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
 from offload.runs import Prediction, Run, Span, Wait
+from offload.simulate import seconds_of
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace
+from tests import test_overlap as overlap_tests
 from tests.command import SHORT, run
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
@@ -216,6 +219,28 @@ def test_an_engine_s_run(micro_batches):
     assert found.ways["cpu > device"] == found.bytes["h2d"]
     assert made.prediction.step_s > 0
     assert {"compute", "h2d", "d2h", "cpu"} <= set(made.prediction.what_if)
+
+
+@pytest.mark.slow
+def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(tmp_path):
+    """Compute sleeps for a known time, and the disk is paced slower than that."""
+    seconds, nvme = 0.004, ("nvme", "nvme", "nvme")
+    pace = partial(seconds_of, machine=overlap_tests.SLOW)
+    case = nvme, tmp_path, overlap_tests.SMALL
+    model, optimizer = overlap_tests.attached(case, seconds, pace=pace)
+    x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    with optimizer.engine as engine:
+        for _ in range(5):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made = recorded.run_of(engine)
+    found = breakdown(made)
+    asked = 3 * overlap_tests.UNITS * seconds
+    assert asked <= found.parts["model"]
+    assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=0.02)
+    assert bound(made, found) == "disk"
+    assert made.prediction.step_s == pytest.approx(found.step_s, rel=0.3)
 
 
 def test_off_by_a_flag():
