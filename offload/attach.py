@@ -28,6 +28,7 @@ from offload.resting import RestingParameter
 from offload.states import States
 from offload.store import Store
 from offload.touch import ParameterHome
+from offload.trace import Trace
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
@@ -194,7 +195,8 @@ class _Attaching:
             if store is not None:
                 store.close()
             raise
-        executor = Executor(self.plan, memory, store, self.device, pace)
+        trace = Trace() if self.config.trace else None
+        executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             self._fill(executor, initialize or _reset)
             attached = self._hook(executor, memory)

@@ -126,7 +126,13 @@ class Config:
     """Most bytes of private copies that touching parameters outside their use may hold at once.
     Default: a tenth of what is free, at least 256 MiB."""
 
+    trace: bool = True
+    """Keep in memory what the lanes did last, for `offload report`: some megabytes, and far below a
+    hundredth of the time."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.trace, bool):
+            raise _refused("trace", self.trace, "True or False")
         for name, allowed in _ALLOWED.items():
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:

@@ -338,7 +338,3 @@ def page() -> str:
         here = f"`{key.becomes}`" if key.becomes else fates[key.fate]
         rows.append(f"| {names} | {default} | {here} | {key.says} |")
     return "\n".join(rows) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

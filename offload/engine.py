@@ -341,6 +341,7 @@ class Engine:
             self.updates.settle()
         self._begin_updates(self.finality.stepped(frozen))
         self.steps += 1
+        self.executor.lanes.stepped(self.steps, self.passes.misses)
         for unit in self.exposures.exposed_units():
             self.exposures.renew(unit)
 

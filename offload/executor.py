@@ -22,6 +22,7 @@ from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.scoreboard import Scoreboard
 from offload.store import Store
 from offload.task import Key, Passage, Run, Task
+from offload.trace import Trace
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
@@ -41,17 +42,18 @@ class Executor:
         store: Store | None,
         device: Device,
         pace: Callable[[Op], float] | None = None,
+        trace: Trace | None = None,
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
 
-        `store` is None when nothing lives on nvme; see `Lanes` for `pace`.
+        `store` is None when nothing lives on nvme; see `Lanes` for `pace` and `trace`.
         """
         self.plan = plan
         self.memory = memory
         self.store = store
         self.device = device
         try:
-            self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace)
+            self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace, trace=trace)
         except BaseException:
             self._release()
             raise

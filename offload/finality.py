@@ -81,6 +81,11 @@ class Finality:
         """Whether the last backward ended with an exception after updates had begun."""
 
     @property
+    def counts(self) -> bool:
+        """Whether the backward calls of a step are counted, so that updates begin early."""
+        return self._micro_batches is not None
+
+    @property
     def final(self) -> list[int]:
         """Units all of whose gradient has come, in the last backward before a step."""
         return sorted(self._final)

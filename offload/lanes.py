@@ -20,9 +20,11 @@ from offload.device import Device
 from offload.program import Lane, Op
 from offload.schedule import Schedule
 from offload.task import Key, Passage, Run, State, Task
+from offload.trace import Ran, Stepped, Trace, Waited
 
-HISTORY_MAX = 4
-"""How many tasks back a wait is traced to the lane that caused it."""
+HISTORY_MAX = 16
+"""How many tasks back a wait is traced to the lanes that caused it: an update is three or more on
+the way through the tiers, and waits for a slot that another chunk had."""
 
 
 def _nothing(*_: Any) -> None:
@@ -53,6 +55,7 @@ class Lanes:
         *,
         device: Device,
         pace: Callable[[Op], float] | None = None,
+        trace: Trace | None = None,
     ):
         """Start a thread for each of `lanes`.
 
@@ -60,6 +63,7 @@ class Lanes:
             lanes: those that have ops.
             device: the compute device; each thread works on it, on a stream of its own.
             pace: least seconds that an op takes, for tests that imitate slower hardware.
+            trace: where to record what is done.
 
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
@@ -69,6 +73,7 @@ class Lanes:
         self._wake = {lane: threading.Condition(self._lock) for lane in lanes}
         self._schedule = Schedule(self._on_ready)
         self._pace = pace
+        self._trace = trace
         self._device = device
         self._serial = 0
         self._closing = False
@@ -160,6 +165,7 @@ class Lanes:
         task.streams = [self._device.stream()]
         with self._lock:
             task.go(State.RUNNING)
+            task.began_at = time.perf_counter()
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -176,6 +182,9 @@ class Lanes:
         with self._books():
             task.fences = [fence for fence in fences if fence is not None]
             self._finish(task)
+            if self._trace is not None:
+                now = time.perf_counter()
+                self._trace.ran.append(Ran(task.op.lane, task.op, task.began_at, now))
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -209,10 +218,15 @@ class Lanes:
         for lane, ready_at in (*own, *task.history):
             begin = max(ready_at, since)
             if until > begin:
-                self.use[lane].exposed_s += until - begin
+                self._expose(lane, begin, until)
                 until = begin
         if until > since and task.history:
-            self.use[task.history[-1][0]].exposed_s += until - since
+            self._expose(task.history[-1][0], since, until)
+
+    def _expose(self, lane: Lane, since: float, until: float) -> None:
+        self.use[lane].exposed_s += until - since
+        if self._trace is not None:
+            self._trace.waited.append(Waited(lane, since, until))
 
     def close(self, then: Callable[[], None] = _nothing) -> None:
         """Stop all lanes after what they are running, drop what has not begun, then do `then`.
@@ -245,6 +259,16 @@ class Lanes:
             except BaseException as error:
                 self.fail(error)
                 raise
+
+    def stepped(self, number: int, misses: int) -> None:
+        """The user's `step()` was called, for the `number`-th time."""
+        if self._trace is not None:
+            self._trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+
+    def traced(self) -> Trace | None:
+        """What was recorded so far; None where nothing is."""
+        with self._lock:
+            return None if self._trace is None else self._trace.copy()
 
     # -- the lane threads ---------------------------------------------------------------------
 
@@ -296,8 +320,8 @@ class Lanes:
         except BaseException as caught:
             error = caught
         with self._lock:
-            use = self.use[lane]
-            use.busy_s += time.perf_counter() - start
+            use, now = self.use[lane], time.perf_counter()
+            use.busy_s += now - start
             use.bytes += task.op.bytes
             use.operations += 1
             task.run, task.fences = _nothing, []  # What its function held can go.
@@ -305,6 +329,8 @@ class Lanes:
                 self.fail(error)
                 return
             self._finish(task)
+            if self._trace is not None:
+                self._trace.ran.append(Ran(lane, task.op, start, now))
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""

@@ -69,6 +69,7 @@ class Task:
     """One op in one step."""
 
     __slots__ = (
+        "began_at",
         "fences",
         "followers",
         "history",
@@ -103,7 +104,7 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
-        self.ready_at = 0.0
+        self.ready_at = self.began_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
         """What has to be through on the device before it, and once it is done, of its own."""

@@ -6,7 +6,7 @@ import sys
 from offload.cli import main
 
 SHORT = ["train", "--steps", "3", "--batch", "2", "--seq-len", "32", "--eval-windows", "4"]
-SHORT += ["--sample", "0"]
+SHORT += ["--sample", "0", "--no-trace"]
 
 
 def run(*arguments):

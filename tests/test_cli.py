@@ -19,11 +19,12 @@ from tests.command import SHORT, run
 FLAGS = [
     "--size", "--data", "--steps", "--batch", "--seq-len", "--lr", "--warmup",
     "--weight-decay", "--beta1", "--beta2", "--eps", "--dtype", "--recompute", "--no-recompute",
-    "--seed", "--eval-windows", "--sample", "--plot",
+    "--seed", "--eval-windows", "--sample", "--plot", "--trace-file",
     "--config", "--deepspeed", "--json", "--no-json",
     "--params", "--gradients", "--optimizer", "--nvme-path",
     "--device-memory", "--cpu-memory", "--nvme-space", "--states", "--gradient-dtype",
     "--max-grad-norm", "--micro-batches", "--exposed-memory",
+    "--trace", "--no-trace",
 ]
 # fmt: on
 

@@ -21,20 +21,21 @@ TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
-PURE += ("deepspeed_keys",)
+PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys",),
+    ("deepspeed_keys", "intervals", "runs"),
+    ("breakdown",),
     ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("layout",),
     ("plan",),
     ("program",),
-    ("task", "rules", "variants"),
+    ("task", "rules", "variants", "trace"),
     ("schedule", "driver", "device"),
     ("verify", "simulate"),
     ("arena", "store", "lanes", "copies"),
@@ -44,7 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inuse",),
     ("engine",),
     ("touch", "hooks", "optimizer"),
-    ("checks",),
+    ("checks", "recorded"),
     ("attach",),
     ("__init__",),
     ("cli", "__main__"),

@@ -17,6 +17,7 @@ COMMANDS = {
     "train": "train a small GPT on real text, its state in any tier",
     "bench": "measure what this machine gives: adam, nvme",
     "doctor": "what this machine has and what is missing, one fix per line",
+    "report": "where the time of a run went, and what would help most",
     "completion": "what bash and zsh need to complete what is typed",
 }
 """What each command does, for the help; the module of the same name holds it."""

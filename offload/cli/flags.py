@@ -8,7 +8,7 @@ import io
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -44,9 +44,8 @@ class Flags(Generic[Settings]):
 
     @property
     def switches(self) -> tuple[str, ...]:
-        """Names of the fields that take no value."""
-        fields = dataclasses.fields(self.kind)  # type: ignore[arg-type]
-        return tuple(one.name for one in fields if isinstance(one.default, bool))
+        """Names of the fields that take no value, those of nested dataclasses too."""
+        return tuple(_switches(self.kind))
 
     def parse(self, flags: Sequence[str]) -> Settings:
         """The settings that `flags` ask for.
@@ -114,6 +113,14 @@ class Flags(Generic[Settings]):
             f"{name} belongs to no option: each takes one value, {none} none ({contrary} for the "
             "contrary)"
         )
+
+
+def _switches(kind: type) -> Iterator[str]:
+    for one in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if isinstance(one.default, bool):
+            yield one.name
+        elif dataclasses.is_dataclass(one.default):
+            yield from _switches(type(one.default))
 
 
 _CLEARER = {

@@ -109,6 +109,10 @@ class Train:
     plot: Annotated[str | None, NoText] = None
     """Also draw the loss to this file (.png, .svg, .pdf); needs matplotlib."""
 
+    trace_file: Annotated[str | None, NoText] = None
+    """Where to leave what the lanes did, for offload report. Default: in your cache, in place of
+    the run before."""
+
     config: Annotated[str | None, NoText] = None
     """JSON file of settings, keys named like the flags (seq_len). Flags win over the file."""
 
@@ -132,7 +136,8 @@ class Train:
         self._check("data", self.data is None or self.data != "", "the path of a file or folder")
         self._check("warmup", 0 <= self.warmup <= COUNT_MAX, f"0 or more{_SOME}")
         self._check("sample", 0 <= self.sample <= COUNT_MAX, f"0 or more{_SOME}")
-        self._check("plot", self.plot != "", "the path of a file")
+        for name in ("plot", "trace_file"):
+            self._check(name, getattr(self, name) != "", "the path of a file")
         self._check("seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
         self._check("lr", 0 < self.lr <= FACTOR_MAX, "a positive number, at most 1e30")
         self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")

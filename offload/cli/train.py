@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
+from offload import recorded, runs
 from offload.cli import (
     Signals,
     Stopped,
@@ -34,6 +36,7 @@ from offload.cli.settings import Train, parse
 from offload.config import format_bytes
 from offload.device import compute_device
 from offload.machine import host_free_bytes
+from offload.runs import Run
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
@@ -76,6 +79,7 @@ def command(arguments: Sequence[str]) -> None:
                             _emit(record)
                         reached.steps = record["step"]
                         reached.losses.append(record["loss"])
+                reached.run = recorded.run_of(engine)  # Before what is no part of training.
                 with _out_of_memory("after the last step, on held-out text"):
                     loss, count = evaluate(settings, model, corpus)
                 _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
@@ -85,11 +89,13 @@ def command(arguments: Sequence[str]) -> None:
                 reached.sample = _sampled(settings, model, corpus)
             except Stopped as stop:
                 reached.stopped_by = stop.by
+                reached.run = reached.run or recorded.run_of(engine)
                 _conclude(console, settings, reached, engine.report())
                 raise
             finally:
                 if draw and reached.losses:
                     draw(*_drawn(settings, reached))
+                _leave(remarks, settings, reached.run)
             _conclude(console, settings, reached, report)
 
 
@@ -105,6 +111,8 @@ class Reached:
     """Text that the model has written; None for none."""
     losses: list[float] = field(default_factory=list)
     """Of each step."""
+    run: Run | None = None
+    """What the lanes did in the last steps."""
     stopped_by: str | None = None
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
 
@@ -165,6 +173,21 @@ def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | No
         return sample.readable(
             sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
         )
+
+
+def _leave(remarks: Output, settings: Train, run: Run | None) -> None:
+    """Leaves a file for `offload report`; what is in its way is said and no more."""
+    if run is None or not run.stepped:
+        return
+    path = Path(settings.trace_file) if settings.trace_file else runs.last_path()
+    try:
+        runs.save(run, path)
+    except OSError as error:
+        told = f"no trace was left at {path}: {error.strerror}; try --trace-file, or --no-trace"
+        _note(remarks, [told])
+        return
+    named = f" {path}" if settings.trace_file else ""
+    _note(remarks, [f"offload report{named} shows where the time went"])
 
 
 def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
@@ -339,7 +362,11 @@ def _summary(reached: Reached, report: Any) -> dict[str, Any]:
     }
     return {
         "kind": "summary",
-        **{name: value for name, value in asdict(reached).items() if name != "losses"},
+        "steps": reached.steps,
+        "held_out_loss": reached.held_out_loss,
+        "held_out_bytes": reached.held_out_bytes,
+        "sample": reached.sample,
+        "stopped_by": reached.stopped_by,
         "misses": report.misses,
         "compute_s": report.compute_s,
         "wall_s": report.wall_s,

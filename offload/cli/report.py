@@ -1,0 +1,154 @@
+"""`offload report`: where the time of a run went, as a table, a page and a timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from offload import runs
+from offload.breakdown import OTHER, Breakdown, breakdown, verdict
+from offload.cli import BadInput, bad_input, report_html, report_timeline
+from offload.cli.console import Output
+from offload.cli.flags import Flags
+from offload.config import format_bytes
+from offload.runs import Run
+
+_BAR_COLUMNS = 24
+
+_Run = tyro.conf.arg(metavar="RUN", help_behavior_hint="", help="A file that a run has left.")
+_Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Show where the time of a step went, what bounds it and what would help most; write a page to
+    look at (lanes over time, waits in red) and a timeline for ui.perfetto.dev or chrome://tracing.
+    Without RUN it is about the last run of offload train.
+    """
+
+    run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
+
+    html: Annotated[str | None, _Optional] = None
+    """The page. Default: beside the run, ending in .html."""
+
+    timeline: Annotated[str | None, _Optional] = None
+    """The timeline. Default: beside the run, ending in .trace.json."""
+
+    json: bool = False
+    """One JSON object on standard output, nothing else there; no files."""
+
+    def __post_init__(self) -> None:
+        if len(self.run) > 1:
+            raise ValueError(f"RUN {' '.join(self.run)}: expected one file")
+
+
+FLAGS = Flags(
+    kind=Report,
+    command="offload report",
+    known=tuple(field.name for field in dataclasses.fields(Report) if field.name != "run"),
+)
+"""The flags of `offload report`."""
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Shows a run and writes its page and timeline.
+
+    Raises:
+        BadInput: the arguments, the run cannot be read or holds no whole step, or a file cannot be
+            written.
+    """
+    asked = FLAGS.parse(arguments)
+    path = Path(asked.run[0]) if asked.run else runs.last_path()
+    if not path.exists():
+        raise BadInput(
+            f"{path}: there is no such run; likely "
+            + ("it is misspelt" if asked.run else "nothing was trained yet")
+            + "; try: offload train"
+        )
+    with bad_input():
+        run = runs.load(path)
+        found = breakdown(run)
+    if asked.json:
+        told = {"run": str(path), **asdict(found), "verdict": verdict(run, found)}
+        prediction = run.prediction and asdict(run.prediction)
+        sys.stdout.write(json.dumps({**told, "prediction": prediction}, indent=2) + "\n")
+        return
+    console = Output()
+    show(console, run, found)
+    page = Path(asked.html or path.with_suffix(".html"))
+    timeline = Path(asked.timeline or path.with_suffix(".trace.json"))
+    with bad_input():
+        page.write_text(report_html.page(run, found), "utf-8")
+        timeline.write_text(json.dumps(report_timeline.timeline(run)), "utf-8")
+    for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
+        console.print(f"{what}: {where}", highlight=False, soft_wrap=True, markup=False)
+
+
+def show(console: Output, run: Run, found: Breakdown) -> None:
+    """The breakdown of a step, the lanes, and what bounds it."""
+    first, last = (mark[0] for mark in (run.stepped[-found.steps - 1], run.stepped[-1]))
+    predicted = f", {run.prediction.step_s:.3f} s predicted" if run.prediction else ""
+    console.print(
+        f"a step took {found.step_s:.3f} s{predicted} (mean of {found.steps}, to step {last}; "
+        f"{run.made})",
+        highlight=False,
+        soft_wrap=True,
+    )
+    assert first <= last
+    console.print(_parts(found))
+    console.print(_lanes(run, found))
+    homes = ", ".join(f"{kind}s {format_bytes(size)} {tier}" for kind, tier, size in run.homes)
+    missed = f"; {found.misses} uses of a unit out of the order foreseen" if found.misses else ""
+    console.print(f"lives: {homes}{missed}", highlight=False)
+    for line in verdict(run, found):
+        console.print(line, style="bold", highlight=False)
+
+
+def _parts(found: Breakdown) -> Table:
+    table = Table(title="A step", title_justify="left")
+    table.add_column("")
+    table.add_column("seconds", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("", width=_BAR_COLUMNS)
+    for name, seconds in found.parts.items():
+        share = seconds / found.step_s
+        style = "red" if name in found.busy and share >= 0.05 else ""
+        bar = ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)
+        table.add_row(part_name(name), f"{seconds:.3f}", f"{share:.0%}", bar, style=style)
+    return table
+
+
+def part_name(name: str) -> str:
+    """A part of a step, for people."""
+    own = {"model": "forward and backward", OTHER: "data, loss, Python"}
+    return own.get(name, f"waiting for {name}")
+
+
+def _lanes(run: Run, found: Breakdown) -> Table:
+    table = Table(title="Lanes, in a step", title_justify="left")
+    table.add_column("lane")
+    for title in ("busy", "of it", "moved", "speed", "predicted"):
+        table.add_column(title, justify="right")
+    predicted = run.prediction.busy if run.prediction else {}
+    for lane, busy in found.busy.items():
+        if not busy:
+            continue
+        moved = found.bytes.get(lane, 0.0)
+        table.add_row(
+            lane,
+            f"{busy:.3f} s",
+            f"{busy / found.step_s:.0%}",
+            format_bytes(round(moved)) if moved else "-",
+            f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
+            f"{predicted[lane]:.3f} s" if lane in predicted else "-",
+        )
+    return table

@@ -1,0 +1,160 @@
+"""Makes a `Run` of an engine: what its trace holds, and what the simulator says of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from datetime import datetime
+
+from offload.engine import Engine
+from offload.intervals import Interval, clip, length, overlap, union
+from offload.machine import Machine
+from offload.program import Lane, Op, Verb
+from offload.runs import Prediction, Run, Span, Wait
+from offload.simulate import Timeline, simulate
+from offload.trace import Ran, Trace
+
+WHAT_IF_FACTOR = 2.0
+"""By how much a lane is thought faster, to see what would help."""
+
+SIMULATED_OPS_MAX = 4000
+"""Programs with more ops are not simulated: that would take more than some seconds."""
+
+_USER = (Verb.FORWARD, Verb.BACKWARD)
+
+
+def run_of(engine: Engine) -> Run | None:
+    """What `engine` did last; None where Config.trace is False."""
+    trace = engine.executor.lanes.traced()
+    if trace is None:
+        return None
+    report = engine.report()
+    starts = [ran.start for ran in trace.ran] + [one.at for one in trace.stepped]
+    zero = min(starts, default=0.0)
+    names = [unit.name for unit in engine.plan.profile.units]
+    return Run(
+        made=datetime.now().isoformat(timespec="seconds"),
+        steps=report.steps,
+        wall_s=report.wall_s,
+        misses=report.misses,
+        lanes={name: asdict(use) for name, use in report.lanes.items()},
+        homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
+        tiers={
+            use.tier: (use.resident_bytes + use.staging_bytes, use.budget_bytes)
+            for use in report.tiers
+        },
+        spans=[_span(ran, zero, names) for ran in sorted(trace.ran, key=lambda ran: ran.start)],
+        waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
+        stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],
+        since=max(0.0, trace.since - zero),
+        prediction=_predicted(engine, trace),
+    )
+
+
+def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
+    op = ran.op
+    lane = "model" if op.verb in _USER else ran.lane.value
+    unit = names[op.value.unit] if 0 <= op.value.unit < len(names) else ""
+    name, tier = op.verb.value, ""
+    if op.verb is Verb.MOVE:
+        here, there = op.reads[0].place.tier, op.writes[0].place.tier
+        name, tier = f"{op.value.kind} {here} to {there}", f"{here} > {there}"
+    return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes, tier)
+
+
+def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
+    """The simulator's word on the last steps, at the speeds that were seen in them."""
+    kept = [one for one in trace.stepped if one.at >= trace.since]
+    program = engine.program
+    ops = sum(len(phase.ops) for phase in program.phases.values())
+    if len(kept) < 3 or ops > SIMULATED_OPS_MAX:
+        return None
+    since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
+    inside = [ran for ran in trace.ran if since <= ran.start and ran.stop <= until]
+    waits = union(clip([(w.start, w.stop) for w in trace.waited], since, until))
+    forwards = sum(ran.op.verb is Verb.FORWARD for ran in inside)
+    if not forwards:
+        return None
+    each = Counter(
+        (op.value.unit, op.verb)
+        for name in ("forward", "backward_first")
+        for op in program.phases[name].ops
+        if op.verb in _USER
+    )
+    used = sum(count for (_, verb), count in each.items() if verb is Verb.FORWARD)
+    micro_batches = max(1, round(forwards / used / steps))
+    compute, working = _compute(inside, waits)
+    seconds = {key: compute.get(key, 0.0) / (n * steps * micro_batches) for key, n in each.items()}
+    idle = max(0.0, until - since - length(waits) - working) / steps
+    machine = _machine(inside, device_is_cpu=engine.executor.device.type == "cpu")
+
+    def timeline(machine: Machine, faster: float = 1.0) -> Timeline:
+        return simulate(
+            program,
+            machine,
+            lambda unit, verb: seconds[unit, verb] / faster,
+            micro_batches=micro_batches,
+            host_seconds=idle,
+            updates_in_backward=engine.finality.counts,
+        )
+
+    found = timeline(machine)
+    what_if = {"compute": timeline(machine, WHAT_IF_FACTOR).step_seconds}
+    for lane, fields in _SPEEDS.items():
+        faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in fields}
+        if any(ran.lane is lane and ran.op.verb not in _USER for ran in inside):
+            what_if[lane.value] = timeline(replace(machine, **faster)).step_seconds
+    busy = {lane.value: found.busy(lane) / len(found.steps) for lane in _SPEEDS}
+    return Prediction(found.step_seconds, found.exposed, busy, what_if)
+
+
+def _compute(
+    inside: Sequence[Ran], waits: Sequence[Interval]
+) -> tuple[dict[tuple[int, Verb], float], float]:
+    """Seconds of the user's compute by unit and verb, and of all together, waits left out.
+
+    Units in use together share their time: what each has is scaled so that the sum is that of all.
+    """
+    spans: dict[tuple[int, Verb], list[Interval]] = {}
+    for ran in inside:
+        if ran.op.verb in _USER:
+            spans.setdefault((ran.op.value.unit, ran.op.verb), []).append((ran.start, ran.stop))
+
+    def net(found: Iterable[Interval]) -> float:
+        joined = union(found)
+        return length(joined) - overlap(joined, waits)
+
+    whole = net(one for found in spans.values() for one in found)
+    each = {key: net(found) for key, found in spans.items()}
+    total = sum(each.values())
+    scale = whole / total if total else 0.0
+    return {key: seconds * scale for key, seconds in each.items()}, whole
+
+
+_SPEEDS = {
+    Lane.COMPUTE: ("compute_bytes_per_s",),
+    Lane.H2D: ("h2d_bytes_per_s",),
+    Lane.D2H: ("d2h_bytes_per_s",),
+    Lane.CPU: ("cpu_bytes_per_s",),
+    Lane.DISK: ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
+}
+
+
+def _machine(inside: Sequence[Ran], *, device_is_cpu: bool) -> Machine:
+    """A machine whose lanes have the speeds that were seen."""
+    sums: dict[str, list[float]] = {}
+    for ran in inside:
+        if ran.op.verb not in _USER:
+            total = sums.setdefault(_speed_of(ran.op), [0.0, 0.0])
+            total[0] += ran.op.bytes
+            total[1] += ran.stop - ran.start
+    seen = {name: moved / took for name, (moved, took) in sums.items() if moved and took}
+    machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=device_is_cpu, op_seconds=0.0)
+    return replace(machine, **seen)  # type: ignore[arg-type]
+
+
+def _speed_of(op: Op) -> str:
+    """The field of Machine with the speed of an op."""
+    writes = op.lane is Lane.DISK and op.writes[0].place.tier == "nvme"
+    return _SPEEDS[op.lane][-1 if writes else 0]

@@ -1,0 +1,68 @@
+"""The last ops of an engine, and who waited for whom: plain data in rings of fixed length.
+
+The lanes record where they measure already, under the lock that they hold: one tuple for each op
+that has run, one for each stretch in which the user's thread was blocked by a lane. What the ring
+has no room for any more is forgotten, the oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from offload.program import Lane, Op
+
+SPANS_MAX = 1 << 14
+"""Ops that are kept: some megabytes, and of most models the last ten steps or more."""
+
+STEPS_MAX = 1 << 10
+
+
+class Ran(NamedTuple):
+    """One op as it ran; times are of `time.perf_counter`. The user's compute is on the compute
+    lane, with the verb forward or backward: from when it could start until the unit was at rest."""
+
+    lane: Lane
+    op: Op
+    start: float
+    stop: float
+
+
+class Waited(NamedTuple):
+    """A stretch in which the user's thread was blocked, and the lane that was the reason."""
+
+    lane: Lane
+    start: float
+    stop: float
+
+
+class Stepped(NamedTuple):
+    """The moment of a `step()`."""
+
+    number: int
+    at: float
+    misses: int
+    """Uses so far that the compiled order did not foresee."""
+
+
+class Trace:
+    """What an engine did last."""
+
+    def __init__(self) -> None:
+        self.ran: deque[Ran] = deque(maxlen=SPANS_MAX)
+        """In the order of their end, but across lanes only nearly so."""
+        self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
+        self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
+
+    def copy(self) -> Trace:
+        """The same as of now; whoever records must not do so meanwhile."""
+        copied = Trace()
+        copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
+        copied.stepped = self.stepped.copy()
+        return copied
+
+    @property
+    def since(self) -> float:
+        """From here on nothing is missing; 0.0 where nothing has been forgotten."""
+        full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
+        return max(full, default=0.0)

@@ -1,0 +1,112 @@
+"""The docs: pages made from the code are in step with it, links lead somewhere, code runs."""
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+
+from offload.cli import COMMANDS, settings
+from offload.cli.flags import flag
+from offload.config import FIELDS
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, ROOT / "README.md"]
+IDS = [page.name for page in PAGES]
+
+
+def test_pages_made_from_the_code_are_in_step_with_it():
+    made = runpy.run_path(str(ROOT / "docs/pages.py"))["pages"]()
+    for path, text in made.items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python docs/pages.py"
+
+
+def test_every_field_of_config_is_there():
+    text = (ROOT / "docs/configuration.md").read_text("utf-8")
+    for name in FIELDS:
+        assert f"\n## {name}\n" in text
+
+
+def plain(text):
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```|^(?: {4}|\t).*?$", "", text, flags=re.M | re.S)
+
+
+def anchors(path):
+    """What may stand after # in a link to a page."""
+    titles = re.findall(r"^#+ (.*)$", plain(path.read_text("utf-8")), re.M)
+    lower = (unicodedata.normalize("NFKD", title.lower()) for title in titles)
+    return {re.sub(r"[^\w -]", "", title).strip().replace(" ", "-") for title in lower}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"!?\[[^\]]*\]\(([^)\s]+)\)", plain(page.read_text("utf-8"))):
+        if target.startswith(("http:", "https:")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.is_file(), f"{page.name} links to {target}"
+        assert ROOT / "docs" in path.parents or page.name == "README.md", target
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def blocks(page, language):
+    """The blocks of code of a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_is_python(page):
+    for block in blocks(page, "python"):
+        compile(block, page.name, "exec")
+
+
+def test_the_quickstart_runs(capsys):
+    code = "\n".join(blocks(ROOT / "docs/quickstart.md", "python"))
+    names = {}
+    exec(compile(code, "quickstart", "exec"), names)
+    assert "3 steps" in capsys.readouterr().out
+    assert set(names["weights"]) == set(names["model"].state_dict())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_commands_and_flags_that_are_named_exist(page):
+    text = page.read_text("utf-8")
+    for name in re.findall(r"\boffload ([a-z]+)(?= |`|\n)(?=[^\n]*`|[^\n]*--)", text):
+        known = (*COMMANDS, "engine", "is", "of", "and", "for")
+        assert name in known, f"{page.name} names offload {name}"
+    own = {flag(name) for name in (*settings.keys(), "config", "deepspeed")}
+    for line in re.findall(r"offload train ([^`\n]*)", text):
+        for name in re.findall(r"--[a-z][a-z-]*", line):
+            assert name.replace("--no-", "--") in own, f"{page.name} names {name}"
+
+
+def test_messages_of_the_troubleshooting_are_those_of_the_code():
+    sources = [
+        path for name in ("offload", "aio", "cpu_adam") for path in (ROOT / name).rglob("*.py")
+    ]
+    code = " ".join(path.read_text("utf-8") for path in sources)
+    joined = re.sub(r'"\s+f?"', "", code)
+    for told in re.findall(r"^\| `(.*?)` \|", (ROOT / "docs/troubleshooting.md").read_text(), re.M):
+        assert told in joined, f"no message says: {told}"
+
+
+def test_what_the_api_page_names_exists():
+    for name in re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.M):
+        module, _, last = name.rpartition(".")
+        assert getattr(importlib.import_module(module), last).__doc__, name
+
+
+@pytest.mark.slow
+def test_mkdocs_builds_without_a_complaint(tmp_path):
+    pytest.importorskip("mkdocstrings")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    assert (tmp_path / "api/index.html").read_text().count('class="doc doc-object') >= 10

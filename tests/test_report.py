@@ -1,0 +1,295 @@
+"""`offload report`: what a trace holds, shares that add up, the page and the timeline."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from html.parser import HTMLParser
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offload
+from offload import recorded, runs
+from offload.breakdown import bound, breakdown, verdict
+from offload.cli import report_html, report_timeline
+from offload.intervals import clip, length, overlap, union
+from offload.runs import Prediction, Run, Span, Wait
+from offload.simulate import seconds_of
+from offload.trace import SPANS_MAX, Ran, Stepped, Trace
+from tests import test_overlap as overlap_tests
+from tests.command import SHORT, run
+
+INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
+
+
+def seconds(found):
+    """Whole seconds that are in any of some intervals."""
+    return {at for start, stop in found for at in range(start, stop)}
+
+
+@given(INTERVALS, INTERVALS, st.integers(0, 30), st.integers(0, 30))
+def test_intervals_are_sets_of_seconds(one, other, since, until):
+    assert seconds(union(one)) == seconds(one)
+    assert length(union(one)) == len(seconds(one))
+    assert all(a[1] < b[0] for a, b in pairwise(union(one)))
+    assert overlap(union(one), union(other)) == len(seconds(one) & seconds(other))
+    assert seconds(clip(one, since, until)) == {s for s in seconds(one) if since <= s < until}
+
+
+MADE = Run(
+    made="2026-11-21T12:00:00",
+    steps=3,
+    wall_s=40.0,
+    misses=5,
+    lanes={"disk": {"busy_s": 9.0, "exposed_s": 4.0, "bytes": 90, "operations": 9}},
+    homes=[("weight", "cpu", 1 << 20), ("state", "nvme", 6 << 20)],
+    tiers={"device": (0, 0), "cpu": (1 << 20, 1 << 30), "nvme": (6 << 20, 1 << 40)},
+    spans=[
+        Span("model", "forward", "a", 0.0, 9.0, 0),
+        Span("model", "forward", "a<script>", 10.0, 14.0, 0),
+        Span("model", "backward", "b", 13.0, 17.0, 0),
+        Span("disk", "state nvme to cpu", "a", 11.0, 15.0, 400, "nvme > cpu"),
+        Span("disk", "state cpu to nvme", "a", 15.0, 19.0, 300, "cpu > nvme"),
+        Span("cpu", "update", "a", 15.0, 15.5, 50),
+        Span("disk", "state cpu to nvme", "a", 31.0, 32.0, 1000, "cpu > nvme"),
+    ],
+    waits=[Wait("disk", 16.0, 19.0), Wait("cpu", 19.0, 19.5), Wait("disk", 2.0, 3.0)],
+    stepped=[(1, 10.0, 1), (2, 20.0, 3), (3, 30.0, 4)],
+    since=0.0,
+    prediction=Prediction(9.5, 1.0, {"disk": 4.0}, {"compute": 8.0, "disk": 6.0, "cpu": 9.5}),
+)
+"""Two whole steps, from 10 to 30."""
+
+
+def test_the_shares_of_a_step():
+    found = breakdown(MADE)
+    assert (found.steps, found.step_s, found.misses) == (2, 10.0, 3)
+    # The model worked from 10 to 17, of which it waited from 16 on.
+    assert found.parts == {"model": 3.0, "disk": 1.5, "cpu": 0.25, "other": 5.25}
+    assert sum(found.parts.values()) == found.step_s
+    assert found.busy == {"disk": 4.0, "cpu": 0.25}
+    assert found.bytes == {"disk": 350.0, "cpu": 25.0}
+    assert found.ways == {"nvme > cpu": 200.0, "cpu > nvme": 150.0}
+
+
+def test_what_was_forgotten_is_not_looked_at():
+    found = breakdown(replace(MADE, since=15.0))
+    assert (found.since, found.until, found.steps) == (20.0, 30.0, 1)
+    for since, stepped in ((25.0, MADE.stepped), (0.0, MADE.stepped[:1]), (0.0, [])):
+        with pytest.raises(ValueError, match="holds 0 whole steps; likely it was too short"):
+            breakdown(replace(MADE, since=since, stepped=stepped))
+
+
+def test_what_bounds_the_step_is_what_would_help():
+    found = breakdown(MADE)
+    assert bound(MADE, found) == "disk"
+    told = " ".join(verdict(MADE, found))
+    assert "The disk lane bounds the step: it works 40% of the time, and training waits 18%" in told
+    assert "save 37% of the step" in told
+    assert "--nvme-path A B" in told
+    compute = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 5.0, "disk": 9.0}))
+    assert bound(compute, found) == "model"
+    assert "30% of it. Twice as fast it would save 47%" in " ".join(verdict(compute, found))
+    nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
+    assert bound(nothing, found) == "other"
+    assert "No lane alone" in verdict(nothing, found)[-1]
+    assert "Too few steps" in verdict(replace(MADE, prediction=None), found)[-1]
+
+
+def test_a_file_holds_all_of_a_run(tmp_path):
+    path = tmp_path / "deep" / "run.json"
+    runs.save(MADE, path)
+    assert runs.load(path) == MADE
+    runs.save(replace(MADE, prediction=None), path)
+    assert runs.load(path).prediction is None
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "is no run"),
+        ("[]", "is no run"),
+        ('{"format": "x", "version": 1}', "is 'x' of version 1"),
+        ('{"format": "offload run", "version": 9}', "another release wrote it"),
+        ('{"format": "offload run", "version": 1}', "is a damaged run"),
+    ],
+)
+def test_what_is_no_run(text, told, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=told):
+        runs.load(path)
+    assert run("report", str(path)) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_the_timeline_is_what_its_format_asks():
+    made = json.loads(json.dumps(report_timeline.timeline(MADE)))
+    events = made["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(threads.values()) == ["model 1", "model 2", "waiting", "cpu", "disk"]
+    whole = [event for event in events if event["ph"] == "X"]
+    assert len(whole) == len(MADE.spans) + len(MADE.waits)
+    for event in whole:
+        assert event["dur"] >= 0
+        assert {"name", "ts", "pid", "tid", "cat", "args"} <= set(event)
+    for thread in threads:  # Viewers want the events of a thread nested; ours do not overlap.
+        on = sorted((e["ts"], e["ts"] + e["dur"]) for e in whole if e["tid"] == thread)
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(on))
+    assert sum(event["ph"] == "i" for event in events) == 3
+
+
+class Elements(HTMLParser):
+    """Names of elements that are open, and what is asked of elsewhere."""
+
+    EMPTY = ("meta", "br", "link")
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.asked, self.text = [], [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.asked += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data if self.open[-1:] != ["script"] else ""
+
+
+def test_the_page_is_whole_and_asks_for_nothing():
+    text = report_html.page(MADE, breakdown(MADE))
+    page = Elements()
+    page.feed(text)
+    assert page.open == []
+    assert page.asked == []
+    assert not re.search(r"<!--[A-Z]", text)
+    assert "The disk lane bounds the step" in page.text
+    assert "waiting for disk: 1.500 s (15.0%)" in page.text
+    (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
+    found = json.loads(data)
+    assert [name for name, _ in found["rows"]] == ["model 1", "model 2", "waiting", "cpu", "disk"]
+    assert found["rows"][0][1][1][3] == "a<script>"
+
+
+def attached(**options):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = offload.Config(params="cpu", gradients="cpu", optimizer="cpu", **options)
+    return offload.attach(model, optimizer, config)
+
+
+def stepped(model, optimizer, steps):
+    for _ in range(steps):
+        model(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("micro_batches", [None, 1])
+def test_an_engine_s_run(micro_batches):
+    model, optimizer = attached(micro_batches=micro_batches)
+    with optimizer.engine as engine:
+        stepped(model, optimizer, 5)
+        engine.settle()
+        made, report = recorded.run_of(engine), engine.report()
+    assert [number for number, _, _ in made.stepped] == [1, 2, 3, 4, 5]
+    for lane, use in report.lanes.items():
+        own = [span for span in made.spans if span.lane == lane]
+        assert len(own) == use.operations
+        assert sum(span.bytes for span in own) == use.bytes
+        assert sum(s.stop - s.start for s in own) == pytest.approx(use.busy_s, abs=1e-6)
+        waited = sum(w.stop - w.start for w in made.waits if w.lane == lane)
+        assert waited == pytest.approx(use.exposed_s, abs=1e-6)
+    model_spans = [span for span in made.spans if span.lane == "model"]
+    assert {span.unit for span in model_spans} == {"0", "1", "2"}
+    assert sum(span.name == "forward" for span in model_spans) == 15
+    found = breakdown(made)
+    assert found.steps == 4
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert found.ways["cpu > device"] == found.bytes["h2d"]
+    assert made.prediction.step_s > 0
+    assert {"compute", "h2d", "d2h", "cpu"} <= set(made.prediction.what_if)
+
+
+@pytest.mark.slow
+def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(tmp_path):
+    """Compute sleeps for a known time, and the disk is paced slower than that."""
+    seconds, nvme = 0.004, ("nvme", "nvme", "nvme")
+    pace = partial(seconds_of, machine=overlap_tests.SLOW)
+    case = nvme, tmp_path, overlap_tests.SMALL
+    model, optimizer = overlap_tests.attached(case, seconds, pace=pace)
+    x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    with optimizer.engine as engine:
+        for _ in range(5):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made = recorded.run_of(engine)
+    found = breakdown(made)
+    asked = 3 * overlap_tests.UNITS * seconds
+    assert asked <= found.parts["model"]
+    assert sum(found.parts.values()) == pytest.approx(found.step_s, rel=0.02)
+    assert bound(made, found) == "disk"
+    assert made.prediction.step_s == pytest.approx(found.step_s, rel=0.3)
+
+
+def test_off_by_a_flag():
+    model, optimizer = attached(trace=False)
+    with optimizer.engine as engine:
+        stepped(model, optimizer, 2)
+        assert recorded.run_of(engine) is None
+    with pytest.raises(ValueError, match=r"Config\.trace=1: expected True or False"):
+        offload.Config(trace=1)
+
+
+def test_a_ring_says_from_when_it_is_whole():
+    trace = Trace()
+    assert trace.since == 0.0
+    for k in range(SPANS_MAX + 10):
+        trace.ran.append(Ran(None, None, k, k + 0.5))
+    trace.stepped.append(Stepped(1, 5.0, 0))
+    assert len(trace.ran) == SPANS_MAX
+    assert trace.since == 10.5
+    copied = trace.copy()
+    trace.ran.clear()
+    assert (len(copied.ran), copied.since, len(copied.stepped)) == (SPANS_MAX, 10.5, 1)
+
+
+def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("report") == 2
+    assert "there is no such run; likely nothing was trained yet" in capsys.readouterr().err
+    assert run(*SHORT, "--trace", "--optimizer", "cpu") == 0
+    assert "note: offload report shows where the time went" in capsys.readouterr().err
+    assert run("report") == 0
+    shown = capsys.readouterr().out
+    for told in ("a step took", "forward and backward", "Lanes, in a step", "bounds the step"):
+        assert told in shown
+    folder = tmp_path / "offload"
+    names = {"last-run.json", "last-run.html", "last-run.trace.json"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert json.loads((folder / "last-run.trace.json").read_text())["traceEvents"]
+    assert run("report", str(folder / "last-run.json"), "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
+    assert run("report", str(folder / "last-run.json"), "--html", "/nowhere/x.html") == 2
+    assert "/nowhere/x.html: No such file" in capsys.readouterr().err
+    assert run("report", "a", "b") == 2
+    assert "expected one file" in capsys.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert run(*SHORT, "--trace", "--steps", "1") == 0
+    assert "note: no trace was left at" in capsys.readouterr().err
