@@ -108,7 +108,7 @@ class Engine:
                 f"{torn()[-1]} while the engine was in the middle of something, which may be half "
                 "done now: start again from the last checkpoint"
             )
-        self.executor.lanes.check()
+        self.executor.check()
 
     def _before_write(self, unit: int) -> bool:
         """Make way for a write to the home of a unit's weights."""
