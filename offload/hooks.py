@@ -77,6 +77,7 @@ class Hooks:
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
+        self._engine.casts.begin()
 
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
@@ -92,6 +93,7 @@ class Hooks:
         self._engine.check()
         for unit in used:
             self._engine.enter(unit)
+            self._engine.casts.use(unit)
         units = [self._engine.units[unit] for unit in used]
         self._guards.append((module, SavingGuard(self._engine, units)))
 

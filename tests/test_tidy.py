@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor",),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality", "structure"),
-    ("inuse",),
+    ("inuse", "casts"),
     ("engine",),
     ("touch", "hooks", "optimizer"),
     ("checks", "meta"),
