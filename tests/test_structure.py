@@ -200,8 +200,13 @@ def test_a_view_stashed_in_forward_is_refused_by_name(how: str, tmp_path: Path) 
             with pytest.raises(RuntimeError, match=message):
                 model(torch.ones(1, 4))
         model[0].put = lambda m, view: setattr(m, "kept", view.clone())
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        model.eval()
+        model[0].put = put
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(1, 4))
 
 
 # -- torch.compile --------------------------------------------------------------------------------
