@@ -23,9 +23,12 @@ __all__ = [
     "Engine",
     "EngineError",
     "Report",
+    "SharedBudget",
     "attach",
     "detach",
     "engine_of",
+    "sleep",
+    "wake",
 ]
 
 
@@ -34,11 +37,11 @@ def __dir__() -> list[str]:
 
 
 class _Package(_ModuleType):
-    """The import system binds each file it loads to its name here; `attach` is the function."""
+    """The import system binds each file it loads to its name here; two names are functions."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name == "attach" and isinstance(value, _ModuleType):
-            value = value.attach
+        if name in ("attach", "sleep") and isinstance(value, _ModuleType):
+            value = getattr(value, name)
         super().__setattr__(name, value)
 
 
@@ -52,10 +55,13 @@ if TYPE_CHECKING:
     from offload.engine import Engine, Report
     from offload.lanes import EngineError
     from offload.plan import BudgetError
+    from offload.shared import SharedBudget
+    from offload.sleep import sleep, wake
 else:
     _HOMES = dict.fromkeys(("attach", "detach", "engine_of"), "attach")
     _HOMES |= {"Config": "config", "Engine": "engine", "Report": "engine"}
-    _HOMES |= {"EngineError": "lanes", "BudgetError": "plan"}
+    _HOMES |= {"EngineError": "lanes", "BudgetError": "plan", "SharedBudget": "shared"}
+    _HOMES |= {"sleep": "sleep", "wake": "sleep"}
 
     def __getattr__(name):
         if name not in _HOMES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from offload.arena import Memory, typed, zeros_on
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
-from offload.config import Config
+from offload.config import TIERS, Config
 from offload.device import Device, compute_device
 from offload.engine import Engine
 from offload.executor import Executor
@@ -20,11 +20,13 @@ from offload.hooks import Hooks
 from offload.interrupt import whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, probe
+from offload.meta import initialize_module, reset
 from offload.optimizer import Optimizer, give_back, rule_of
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
 from offload.resting import RestingParameter
+from offload.shared import Share, SharedBudget
 from offload.states import States
 from offload.store import Store
 from offload.touch import ParameterHome
@@ -33,8 +35,17 @@ from offload.trace import Trace
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
 
-_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Engine, Optimizer | None]]
-_attached = weakref.WeakKeyDictionary()
+
+class Attached(NamedTuple):
+    """What is attached to a model."""
+
+    hooks: Hooks
+    engine: Engine
+    optimizer: Optimizer | None
+    config: Config
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, Attached] = weakref.WeakKeyDictionary()
 """What is attached to which model."""
 
 
@@ -44,6 +55,7 @@ def attach(
     config: Config | None = None,
     *,
     initialize: Callable[[nn.Module], object] | None = None,
+    budget: SharedBudget | None = None,
     machine: Machine | None = None,
     pace: Callable[[Op], float] | None = None,
 ) -> tuple[nn.Module, Any]:
@@ -59,6 +71,7 @@ def attach(
         config: where things live and how much may be taken; the default finds out.
         initialize: called with each module that owns parameters on the meta device, once these
             have memory; default: the module's own `reset_parameters()`.
+        budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
         pace: least seconds of an op, for tests that imitate slower hardware.
 
@@ -77,11 +90,13 @@ def attach(
     groups = partition(model)
     check_model(model, optimizer, groups)
     check_ways(model, trains=optimizer is not None)
+    config = config if budget is None else budget.narrowed(config)
     specs = [_spec(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
-        return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
+        attaching = _Attaching(model, optimizer, config, groups, placed, device, budget)
+        return attaching.run(initialize, pace)
 
 
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -112,7 +127,7 @@ def _hand_back(
     gradients: Sequence[torch.Tensor | None],
 ) -> torch.optim.Optimizer | None:
     """Take the engine off a model whose values have been read."""
-    hooks, engine, optimizer = _attached[model]
+    hooks, engine, optimizer, _ = _attached[model]
     original = optimizer.give_up() if optimizer is not None else None
     del _attached[model]
     hooks.remove()
@@ -133,9 +148,18 @@ def engine_of(model: nn.Module) -> Engine:
     Raises:
         ValueError: there is none.
     """
+    return attached(model).engine
+
+
+def attached(model: nn.Module) -> Attached:
+    """What is attached to a model.
+
+    Raises:
+        ValueError: nothing is.
+    """
     if model not in _attached:
         raise ValueError("the model is not attached: attach it first; detach it only once")
-    return _attached[model][1]
+    return _attached[model]
 
 
 def _spec(group: Group, config: Config, *, trains: bool) -> Unit:
@@ -168,8 +192,10 @@ class _Attaching:
         groups: list[Group],
         placed: Plan,
         device: Device,
+        budget: SharedBudget | None,
     ):
         self.model = model
+        self.budget = budget
         self.optimizer = optimizer
         self.config = config
         self.groups = groups
@@ -198,7 +224,10 @@ class _Attaching:
         trace = Trace() if self.config.trace else None
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
-            self._fill(executor, initialize or _reset)
+            if self.budget is not None:
+                taken = {tier: self.plan.arena_bytes(tier) for tier in TIERS}
+                executor.share = Share(self.budget, taken)
+            self._fill(executor, initialize or reset)
             attached = self._hook(executor, memory)
         except BaseException:
             try:
@@ -256,7 +285,7 @@ class _Attaching:
         if self.optimizer is not None:
             states = States(executor)
             optimizer = Optimizer(self.optimizer, engine, states, places, hooks.structure)
-        _attached[self.model] = (hooks, engine, optimizer)
+        _attached[self.model] = Attached(hooks, engine, optimizer, self.config)
         if self.optimizer is not None and optimizer is not None:
             for stateful in places:
                 if stateful in self.optimizer.state:
@@ -308,7 +337,7 @@ class _Attaching:
             new = {p for p in unit.parameters if p in fresh}
             for module in self.model.modules() if new else ():
                 if any(p in new for p in module._parameters.values()):
-                    _initialize(module, initialize, unit.parameters)
+                    initialize_module(module, initialize, unit.parameters)
             for parameter, value in zip(unit.parameters, values):
                 if parameter not in fresh:
                     parameter.data.copy_(value)
@@ -320,7 +349,7 @@ class _Attaching:
     def _undo(self, executor: Executor) -> None:
         """Leave the model and the optimizer as they were before."""
         if self.model in _attached:
-            _attached.pop(self.model)[0].remove()
+            _attached.pop(self.model).hooks.remove()
         for unit in self._bound:
             if type(unit.parameters[0]) is RestingParameter:
                 self._restore(unit, executor)
@@ -350,40 +379,3 @@ class _Attaching:
                 parameter.data = view
                 parameter.__class__ = nn.Parameter
             vars(parameter).pop("_offload_home", None)
-
-
-def _initialize(
-    module: nn.Module,
-    initialize: Callable[[nn.Module], object],
-    present: Sequence[nn.Parameter],
-) -> None:
-    """Initialise a module of whose parameters only some are `present`: the others get scratch."""
-    others = [p for p in module._parameters.values() if p is not None]
-    others = [p for p in others if not any(p is one for one in present)]
-    with torch._C.DisableTorchFunctionSubclass():
-        before = [(p, p.data, p.__class__) for p in others]
-        for parameter, data, _ in before:
-            parameter.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)
-            parameter.__class__ = nn.Parameter
-    try:
-        initialize(module)
-    finally:
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, data, kind in before:
-                parameter.data = data
-                parameter.__class__ = kind
-
-
-def _reset(module: nn.Module) -> None:
-    """Initialise a module's parameters by its own method.
-
-    Raises:
-        ValueError: it has none.
-    """
-    reset: Any = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ValueError(
-            f"parameters of a {type(module).__name__} are on the meta device and it has no "
-            "reset_parameters(): pass initialize= to attach"
-        )
-    reset()

@@ -206,6 +206,12 @@ def check_model(
             )
     for name, module in model.named_modules():
         check_wrapped(module, name)
+        if hasattr(module, "_hf_hook"):
+            raise ValueError(
+                f"{name or 'the model'} was dispatched by accelerate (device_map, cpu_offload), "
+                "which moves weights in its own hooks and leaves empty ones on the meta device: "
+                "load the model without device_map, and let Config say where its weights live"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
                 f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "

@@ -14,6 +14,7 @@ import torch
 
 from offload.arena import Memory
 from offload.binding import BoundUnit, Handle, version_of
+from offload.casts import Casts
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
@@ -59,9 +60,8 @@ class Engine:
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
         self.executor = executor
-        self.notices: tuple[str, ...] = memory.notices
-        if executor.store is not None and executor.store.notice:
-            self.notices += (executor.store.notice,)
+        self.casts = Casts(units, executor.device)
+        self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.in_use = InUse(executor, memory, self.passes)
@@ -92,6 +92,11 @@ class Engine:
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, in sentences."""
+        return tuple(notice for notice in (*self._notices, self.casts.notice) if notice)
+
     # -- passes ----------------------------------------------------------------------------------
 
     def check(self) -> None:
@@ -108,7 +113,7 @@ class Engine:
                 f"{torn()[-1]} while the engine was in the middle of something, which may be half "
                 "done now: start again from the last checkpoint"
             )
-        self.executor.lanes.check()
+        self.executor.check()
 
     def _before_write(self, unit: int) -> bool:
         """Make way for a write to the home of a unit's weights."""

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from offload.arena import Memory, host_tensor
+from offload.bed import Bed
 from offload.copies import in_pieces
 from offload.device import Device
 from offload.interrupt import whole
@@ -20,6 +21,7 @@ from offload.lanes import Lanes
 from offload.layout import Kind, Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.scoreboard import Scoreboard
+from offload.shared import Share
 from offload.store import Store
 from offload.task import Key, Passage, Run, Task
 from offload.trace import Trace
@@ -52,6 +54,10 @@ class Executor:
         self.memory = memory
         self.store = store
         self.device = device
+        self.bed: Bed | None = None
+        """Where the values are while the engine sleeps."""
+        self.share: Share | None = None
+        """What it holds of a budget that engines share."""
         try:
             self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace, trace=trace)
         except BaseException:
@@ -64,6 +70,20 @@ class Executor:
             fixed=lambda task: task.begun,
             settled=lambda task: task.settled,
         )
+
+    def check(self) -> None:
+        """Raise unless values can be had.
+
+        Raises:
+            EngineError: a lane failed.
+            RuntimeError: the engine sleeps.
+        """
+        if self.bed is not None:
+            raise RuntimeError(
+                "the model is asleep (offload.sleep), and its values are out of reach: "
+                "offload.wake(model) first"
+            )
+        self.lanes.check()
 
     def issue(
         self,
@@ -190,4 +210,8 @@ class Executor:
     def _release(self) -> None:
         if self.store is not None:
             self.store.close()
+        if self.bed is not None:
+            self.bed.close()
         self.memory.close()
+        if self.share is not None:
+            self.share.give_back()

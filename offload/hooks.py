@@ -35,8 +35,9 @@ class Hooks:
         self._trains = trains
         self._guards: list[tuple[nn.Module, SavingGuard]] = []
         self._in_forward = False
-        self._looks: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        """By module, the forwards after which it was looked for stashed views."""
+        self._looks: weakref.WeakKeyDictionary[nn.Module, list[int]]
+        self._looks = weakref.WeakKeyDictionary()
+        """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
         self.structure = Structure(model)
         keep = self._handles.append
@@ -77,6 +78,7 @@ class Hooks:
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
+        self._engine.casts.begin()
 
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
@@ -92,6 +94,7 @@ class Hooks:
         self._engine.check()
         for unit in used:
             self._engine.enter(unit)
+            self._engine.casts.use(unit)
         units = [self._engine.units[unit] for unit in used]
         self._guards.append((module, SavingGuard(self._engine, units)))
 
@@ -102,9 +105,9 @@ class Hooks:
             return None  # Its pre-hook was not reached: another hook raised before.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
-        looks = self._looks.get(module, 0)
-        if looks < _LOOKS_MAX:
-            self._looks[module] = looks + 1
+        looks = self._looks.setdefault(module, [0, 0])
+        if looks[module.training] < _LOOKS_MAX:
+            looks[module.training] += 1
             _check_stashed(module, self._engine)
         self._guards.pop()[1].close()
         if torch.is_grad_enabled():
@@ -126,8 +129,8 @@ class Hooks:
 
 
 _LOOKS_MAX = 2
-"""Forwards of a module that are followed by a look for stashed views: what a module stashes, it
-stashes in its first ones. Looking takes as long as a pass may cost in all."""
+"""Forwards of a module, in either mode, that are followed by a look for stashed views: what a
+module stashes, it stashes in its first ones. Looking takes as long as a pass may cost in all."""
 
 
 def _check_stashed(module: nn.Module, engine: Engine) -> None:

@@ -122,6 +122,11 @@ class Passes:
         self._executor.lanes.cancel([*entry.fetches, entry.task])
         self.invalidate(entry.unit)
 
+    def forget(self) -> None:
+        """What the slots hold is gone."""
+        assert self._open is None
+        self._held.clear()
+
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
         slot = self._plan.weight_slot[unit]

@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from tests.training import (
+    ALL_PLACEMENTS,
     SAMPLED,
     Net,
     Regions,
@@ -404,3 +405,13 @@ def test_the_bits_without_an_engine(
     feature, options = CASES[case]
     ours = train(placement, tmp_path, feature, **options)
     assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize("placement", ALL_PLACEMENTS, ids="-".join)
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_in_all_placements(
+    case: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    test_the_bits_without_an_engine(case, placement, tmp_path)

@@ -200,8 +200,13 @@ def test_a_view_stashed_in_forward_is_refused_by_name(how: str, tmp_path: Path) 
             with pytest.raises(RuntimeError, match=message):
                 model(torch.ones(1, 4))
         model[0].put = lambda m, view: setattr(m, "kept", view.clone())
-        model(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+        for _ in range(3):
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+        model.eval()
+        model[0].put = put
+        with pytest.raises(RuntimeError, match=message):
+            model(torch.ones(1, 4))
 
 
 # -- torch.compile --------------------------------------------------------------------------------
@@ -250,3 +255,26 @@ def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_
     (ours, weights), (theirs, wanted) = run(True), run(False)
     assert ours == theirs
     assert all(same_bits(one, other) for one, other in zip(weights, wanted))
+
+
+# -- autocast ---------------------------------------------------------------------------------
+
+
+def test_what_autocast_keeps_is_counted_and_told(tmp_path: Path) -> None:
+    """At most the weights of one forward in the lower dtype; none where torch casts none."""
+    for dtype, some in ((torch.float32, True), (torch.bfloat16, False)):
+        model = small(dtype)
+        model.blocks[0].requires_grad_(False)
+        _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+        with optimizer.engine as engine:
+            torch_step(model, optimizer)
+            before = engine.notices
+            assert engine.casts.bytes_max == 0
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                for seed in range(2):
+                    (loss_of(model, tokens(seed)) + loss_of(model, tokens(seed))).backward()
+            trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            assert engine.casts.bytes_max == (2 * trained if some else 0)
+            told = [notice for notice in engine.notices if notice not in before]
+            assert len(told) == some
+            assert all("autocast keeps copies" in notice for notice in told)

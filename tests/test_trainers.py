@@ -97,6 +97,14 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
         offload.engine_of(trainer.lightning_module.model).close()
 
 
+def test_what_accelerate_has_dispatched_is_refused(tmp_path: Path) -> None:
+    """Its weights on the meta device would be initialised anew."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.cpu_offload(small(), torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"dispatched by accelerate.*without device_map"):
+        offload.attach(model, None, config(PLACEMENT, tmp_path))
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
 def test_accelerate_leaves_an_attached_pair_as_it_is(mixed_precision: str, tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")

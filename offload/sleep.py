@@ -1,0 +1,131 @@
+"""Sleep and wake: everything an engine holds of the fast tiers goes to a slower one, and back.
+
+[Note: Sleep]
+Between two phases of a job that share a device (a policy is trained, then sampled from elsewhere)
+an engine gives all its memory of the faster tiers back. The homes there are put away, byte for
+byte: in CPU memory beside the cpu tier, or on nvme in a file of their own, checked like all that is
+stored. Slots hold nothing that the homes do not. Asleep, whatever needs a value is refused: it is
+`wake` that takes the memory, at a time of the user's choice. Sleeping and waking change no bit, and
+either is done wholly or not at all: a drive that is full leaves the engine awake, memory that
+others have taken leaves it asleep.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Literal
+
+import torch
+from torch import nn
+
+from offload.attach import attached
+from offload.bed import Bed
+from offload.config import TIERS, Tier
+from offload.engine import Engine
+from offload.interrupt import whole
+from offload.layout import PLACED
+from offload.program import Use, Value
+
+
+def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
+    """Put all values of an attached model into `tier`, and give the memory above it back.
+
+    Returns when it is done. Until `wake` only what is known without values (shapes, names, the
+    report) may be asked for. Gradients and optimizer states sleep too; a gradient that somebody
+    holds stays with its holder.
+
+    Args:
+        model: attached, and awake.
+        tier: `cpu` gives device memory back, `nvme` that of the CPU too.
+
+    Raises:
+        ValueError: the model is not attached; `tier` is no such tier, or there is no nvme_path.
+        RuntimeError: it is asleep already, or an update has begun whose step() is due.
+        BudgetError: what is to sleep does not fit the budget of `tier`.
+        OSError, MemoryError: the drive or the memory failed; the model is awake as before.
+    """
+    if tier not in ("cpu", "nvme"):
+        raise ValueError(f"offload.sleep: tier is {tier!r}, expected 'cpu' or 'nvme'")
+    entry = attached(model)
+    directories = entry.config.nvme_path if tier == "nvme" else ()
+    if tier == "nvme" and not directories:
+        raise ValueError(
+            "offload.sleep: tier is nvme, but the model was attached without nvme_path: attach it "
+            "with Config(nvme_path=...), which alone puts nothing there that fits elsewhere, or "
+            "let it sleep in cpu memory"
+        )
+    entry.engine.settle()
+    _put_to_sleep(entry.engine, TIERS[: TIERS.index(tier)], directories)
+
+
+def wake(model: nn.Module) -> None:
+    """Take the memory of a sleeping model again, and put all its values back.
+
+    Raises:
+        ValueError: the model is not attached.
+        RuntimeError: it is not asleep.
+        BudgetError, MemoryError: others have the memory; the model sleeps on.
+        OSError: the drive failed; the model sleeps on.
+    """
+    engine = attached(model).engine
+    bed = engine.executor.bed
+    if bed is None:
+        raise RuntimeError("offload.wake: the model is not asleep: offload.sleep(model) goes first")
+    _wake_up(engine, bed)
+
+
+@whole
+def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
+    executor = engine.executor
+    _let_go_of_all(engine)
+    bed = Bed(engine.plan, given, directories, executor.share)
+    try:
+        for value in bed.values():
+            bed.put(value, _home(engine, value), executor.step)
+    except BaseException:
+        bed.left()
+        raise
+    for tier in given:
+        executor.memory.give_back(tier)
+    executor.bed = bed
+    bed.asleep()
+
+
+def _let_go_of_all(engine: Engine) -> None:
+    """Let nothing be in use, under way, edited, shown in place, or remembered of the slots."""
+    engine.end_pass(finished=False)
+    for unit in engine.exposures.exposed_units():
+        engine.settle_edits(unit)
+    engine.gradients.settle_shown()
+    engine.gradients.let_go()
+    engine.passes.forget()
+    for kind, unit in itertools.product(PLACED, range(len(engine.units))):
+        engine.executor.quiesce(kind, unit)
+    for bound in engine.units:
+        bound.close()
+
+
+@whole
+def _wake_up(engine: Engine, bed: Bed) -> None:
+    executor, taken = engine.executor, list[Tier]()
+    bed.wakes()
+    try:
+        for tier in bed.given:
+            executor.memory.take(tier)
+            taken.append(tier)
+        for value in bed.values():
+            bed.get(value, _home(engine, value))
+    except BaseException:
+        for tier in taken:
+            executor.memory.give_back(tier)
+        bed.asleep()
+        raise
+    if executor.device.type != "cpu":
+        torch.accelerator.synchronize(executor.device)
+    executor.bed = None
+    bed.left()
+
+
+def _home(engine: Engine, value: Value) -> torch.Tensor:
+    """The bytes of a value at home in a memory tier."""
+    return engine.executor.memory.at(Use(engine.plan.home(value.kind, value.unit), value))

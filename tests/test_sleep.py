@@ -1,0 +1,269 @@
+"""Engines that sleep and wake, and engines that share a budget."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+import pickle
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.arena import host_tensor
+from tests.small import adamw, config, small, tokens, torch_step
+from tests.training import (
+    RESIDENT,
+    SAMPLED,
+    Net,
+    Run,
+    alone,
+    assert_same,
+    attached,
+    batch,
+    fp32,
+    plain,
+    result_of,
+    train,
+    train_alone,
+    without_idle_states,
+)
+
+EVERYWHERE = [RESIDENT, ("cpu", "cpu", "device"), ("device", "nvme", "cpu"), ("nvme",) * 3]
+
+
+def nap(run: Run, tier: Any) -> None:
+    offload.sleep(run.model, tier)
+    offload.wake(run.model)
+
+
+def slept(tier: str, run: Run, number: int) -> None:
+    """Asleep wherever a loop may stop: before, between micro-batches, before and after a step."""
+    here = partial(nap, run, tier) if hasattr(run.optimizer, "engine") else lambda: None
+    here()
+    loss = run.loss()
+    here()  # While autograd keeps handles of weights.
+    loss.backward()
+    held = run.model.head.weight.grad  # type: ignore[union-attr]
+    weight = run.model.head.weight.detach()  # type: ignore[union-attr,operator]
+    here()
+    run.loss().backward()
+    here()
+    run.extra.append([held.float().sum().item(), weight.float().sum().item()])  # type: ignore
+    run.optimizer.step()
+    here()
+    run.optimizer.zero_grad()
+    here()
+    plain(run, number)
+    run.model.blocks[1].up.bias.data.add_(0.01)  # type: ignore
+    here()
+    run.extra.append(weight.float().sum().item())
+
+
+@pytest.mark.parametrize(
+    ("placement", "tier"),
+    [
+        (EVERYWHERE[2], "cpu"),
+        *(
+            pytest.param(placement, tier, marks=pytest.mark.slow)
+            for placement in [*EVERYWHERE, *SAMPLED]
+            for tier in ("cpu", "nvme")
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "build", [Net, pytest.param(partial(Net, tied=True), marks=pytest.mark.slow)]
+)
+def test_sleeping_changes_no_bit(
+    placement: tuple[str, str, str], tier: str, build: Any, tmp_path: Path
+) -> None:
+    ours = train(placement, tmp_path, partial(slept, tier), **fp32(build=build, steps=2))
+    theirs = train_alone(partial(slept, tier), **fp32(build=build, steps=2))
+    assert_same(without_idle_states(ours), without_idle_states(theirs))
+
+
+@pytest.mark.parametrize(
+    ("tier", "placement"), [("cpu", RESIDENT), ("nvme", ("cpu", "cpu", "cpu"))]
+)
+def test_the_memory_is_given_back(tier: Any, placement: Any, tmp_path: Path) -> None:
+    with attached(placement, tmp_path) as run:
+        plain(run, 0)
+        memory = run.engine.executor.memory
+        before = {one: arena.tensor.data_ptr() for one, arena in memory.arenas.items()}
+        assert set(before) == {"device", "cpu"}
+        offload.sleep(run.model, tier)
+        assert set(memory.arenas) == ({"cpu"} if tier == "cpu" else set())
+        assert not [unit for unit in run.engine.units if unit.buffer is not None or unit._views]
+        offload.wake(run.model)
+        assert set(memory.arenas) == {"device", "cpu"}
+        plain(run, 1)
+
+
+ASLEEP: dict[str, Callable[[Run], Any]] = {
+    "forward": lambda run: run.model(batch(run.generator)),
+    "step": lambda run: run.optimizer.step(),
+    "zero_grad": lambda run: run.optimizer.zero_grad(),
+    "values": lambda run: next(run.model.parameters()).sum(),
+    "an edit": lambda run: next(run.model.parameters()).data.zero_(),
+    "a gradient": lambda run: next(run.model.parameters()).grad,
+    "state_dict": lambda run: run.model.state_dict(),
+    "the optimizer's state_dict": lambda run: run.optimizer.state_dict(),
+    "load_state_dict": lambda run: run.optimizer.load_state_dict({"state": {}, "param_groups": []}),
+    "a stream": lambda run: list(run.engine.stream_weights()),
+    "copies": lambda run: copy.deepcopy(run.model),
+    "pickles": lambda run: pickle.dumps(run.model),
+    "detach": lambda run: offload.detach(run.model),
+    "sleep": lambda run: offload.sleep(run.model),
+    "attach": lambda run: offload.attach(run.model, None),
+}
+
+
+def test_asleep_values_are_refused(tmp_path: Path) -> None:
+    with attached(("device", "cpu", "nvme"), tmp_path) as run:
+        plain(run, 0)
+        loss = run.loss()
+        offload.sleep(run.model, "nvme")
+        for how, call in {**ASLEEP, "backward": lambda run: loss.backward()}.items():
+            with pytest.raises((RuntimeError, ValueError), match=r"asleep|param"):
+                call(run)
+                raise AssertionError(how)
+        assert run.model.head.weight.shape == (50, 32)  # type: ignore[union-attr]
+        assert run.engine.report().steps == 1
+        offload.wake(run.model)
+        run.optimizer.zero_grad()
+        plain(run, 1)
+        with pytest.raises(RuntimeError, match="not asleep"):
+            offload.wake(run.model)
+
+
+def test_what_cannot_sleep_is_refused(tmp_path: Path) -> None:
+    model = small()
+    with pytest.raises(ValueError, match="attach it first"):
+        offload.sleep(model)
+    _, optimizer = offload.attach(model, adamw(model), offload.Config(device_memory="64MiB"))
+    with optimizer.engine:
+        with pytest.raises(ValueError, match="'device', expected"):
+            offload.sleep(model, "device")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="without nvme_path"):
+            offload.sleep(model, "nvme")
+        torch_step(model, optimizer)
+    narrow = small()
+    _, optimizer = offload.attach(
+        narrow, adamw(narrow), config(RESIDENT, tmp_path, cpu_memory=0, nvme_space="4KiB")
+    )
+    with optimizer.engine:
+        for tier, field in (("cpu", "cpu_memory"), ("nvme", "nvme_space")):
+            with pytest.raises(offload.BudgetError, match=rf"{field} is .*attach with {field} of"):
+                offload.sleep(narrow, tier)  # type: ignore[arg-type]
+        torch_step(narrow, optimizer)
+
+
+def test_a_drive_that_fails_leaves_it_awake_and_memory_that_is_gone_asleep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        plain(run, 0)
+        before = result_of(run)
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.store.Store.write", full)
+            with pytest.raises(OSError, match="No space"):
+                offload.sleep(run.model, "nvme")
+        assert_same(result_of(run), before)
+        offload.sleep(run.model, "nvme")
+        taken = iter([host_tensor, None])
+
+        def refused(size: int) -> torch.Tensor:
+            made = next(taken)
+            if made is None:
+                raise MemoryError("others have it")
+            return made(size)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.arena.host_tensor", refused)
+            with pytest.raises(MemoryError, match="others have it"):
+                offload.wake(run.model)
+        with pytest.raises(RuntimeError, match="asleep"):
+            run.loss()
+        offload.wake(run.model)
+        assert_same(result_of(run), before)
+        plain(run, 1)
+
+
+def test_closed_in_its_sleep(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        offload.sleep(run.model, "nvme")
+    with pytest.raises((RuntimeError, offload.EngineError)):
+        run.loss()
+
+
+# -- a shared budget ----------------------------------------------------------------------------
+
+
+def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
+    """Two models in one graph and one budget: the bits of the same without an engine."""
+
+    def losses(budget: offload.SharedBudget | None) -> list[float]:
+        policy, reference = small(torch.bfloat16), small(torch.bfloat16)
+        optimizer: Any = adamw(policy)
+        if budget is None:
+            optimizer = alone(optimizer)
+        else:
+            asked = offload.Config(nvme_path=str(tmp_path))
+            _, optimizer = offload.attach(policy, optimizer, asked, budget=budget)
+            offload.attach(reference, None, asked, budget=budget)
+            engines = [offload.engine_of(model) for model in (policy, reference)]
+            taken = [engine.plan.arena_bytes("device") for engine in engines]
+            assert 0 < sum(taken) <= 300 << 10
+            assert budget.left("device") == (300 << 10) - sum(taken)
+        found = []
+        for seed in range(3):
+            logits = policy(tokens(seed)).float().log_softmax(-1)
+            with torch.no_grad():
+                wanted = reference(tokens(seed)).float().log_softmax(-1)
+            loss = (wanted.exp() * (wanted - logits)).sum() - logits.mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        if budget is not None:
+            optimizer.engine.close()
+            offload.detach(reference)
+            assert budget.left("device") == 300 << 10
+        return found
+
+    shared = offload.SharedBudget(device_memory="300KiB", cpu_memory="1MiB", nvme_space="8MiB")
+    assert losses(shared) == losses(None)
+
+
+def test_one_sleeps_where_the_other_works(tmp_path: Path) -> None:
+    shared = offload.SharedBudget(device_memory="800KiB", cpu_memory="4MiB")
+    asked = config(RESIDENT, tmp_path, device_memory="800KiB", cpu_memory="4MiB")
+    one, other = small(), small()
+    _, optimizer = offload.attach(one, adamw(one), asked, budget=shared)
+    torch_step(one, optimizer)
+    with pytest.raises(offload.BudgetError, match="does not fit"):
+        offload.attach(other, adamw(other), asked, budget=shared)
+    offload.sleep(one)
+    _, second = offload.attach(other, adamw(other), asked, budget=shared)
+    torch_step(other, second)
+    with pytest.raises(offload.BudgetError, match=r"left of a shared device_memory of 800\.00 KiB"):
+        offload.wake(one)
+    offload.sleep(other)
+    offload.wake(one)
+    assert torch_step(one, optimizer, 8) != torch_step(one, optimizer, 8)
+    offload.sleep(one)
+    offload.wake(other)
+    torch_step(other, second)
+    for engine in (optimizer.engine, second.engine):
+        engine.close()
+    assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
+    assert shared.left("nvme") is None
