@@ -32,7 +32,8 @@ class Hooks:
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
         self._trains = trains
-        self._guards: list[tuple[nn.Module, SavingGuard]] = []
+        self._guards: list[tuple[nn.Module, SavingGuard, int]] = []
+        """Modules whose forward runs, each with its guard and autograd's number when it began."""
         self._in_forward = False
         self._handles: list[Any] = []
         keep = self._handles.append
@@ -76,7 +77,7 @@ class Hooks:
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
         left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard in left])
+        SavingGuard.leave([guard for _, guard, _ in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward and not in_backward():
@@ -88,7 +89,8 @@ class Hooks:
         for unit in used:
             self._engine.enter(unit)
         units = [self._engine.units[unit] for unit in used]
-        self._guards.append((module, SavingGuard(self._engine, units)))
+        guard = SavingGuard(self._engine, units)
+        self._guards.append((module, guard, _sequence_number()))
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
@@ -97,14 +99,15 @@ class Hooks:
             return None  # Its pre-hook was not reached: another hook raised before.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
-        self._guards.pop()[1].close()
+        _, guard, began = self._guards.pop()
+        guard.close()
         if torch.is_grad_enabled():
-            leaves: list[Any] = [*tensors_in(output)]
+            own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
             for unit in used:
                 if self._engine.units[unit].spec.backward:
-                    for leaf in leaves:
-                        if leaf.grad_fn is not None:
-                            leaf.register_hook(whole(partial(self._before_backward, unit)))
+                    for leaf in own:
+                        announce: Any = leaf.register_hook
+                        announce(whole(partial(self._before_backward, unit)))
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -114,6 +117,19 @@ class Hooks:
         _refuse_create_graph()
         self._engine.enter_backward()
         self._engine.hold(unit)
+
+
+def _made_since(number: int, tensor: torch.Tensor) -> bool:
+    """Whether autograd made `tensor` after it had come to `number`.
+
+    What a module only passes on (T5's position bias) is another's, and comes in the middle of that
+    one's backward: to bring this one into use then would take its weights from under it.
+    """
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= number
+
+
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number that autograd gives to the next operation of this thread."""
 
 
 class Hook:
