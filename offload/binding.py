@@ -164,6 +164,8 @@ class BoundUnit:
         """Calls of announcing modules under way."""
         self.held = False
         """In use beyond those calls: by backward, or lasting to the end of the pass."""
+        self.around: set[int] = set()
+        """Units in whose forward this one was called."""
         self.buffer: torch.Tensor | None = None
         """The flat weights in use, or None at rest."""
         self.task: Task | None = None

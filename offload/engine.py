@@ -207,6 +207,7 @@ class Engine:
         else:
             self.end_abandoned_backward()
             self.finality.called(unit)
+            bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
         self._use(bound)
         bound.depth += 1
 
@@ -238,9 +239,13 @@ class Engine:
             self._use(bound)
 
     def _release_held(self, but: BoundUnit | None = None) -> None:
-        """Put the units held at rest, but lasting ones, which stay to the end of the pass."""
+        """Put the units held at rest, but lasting ones, which stay to the end of the pass.
+
+        With `but` in another's forward, or the other way round, one's backward is in the other's.
+        """
         for bound in self.in_use:
-            if bound is not but and not bound.spec.lasting:
+            nested = but is not None and (bound.index in but.around or but.index in bound.around)
+            if bound is not but and not nested and not bound.spec.lasting:
                 bound.held = False
                 self.in_use.release(bound)
 

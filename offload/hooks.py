@@ -33,7 +33,8 @@ class Hooks:
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
         self._trains = trains
-        self._guards: list[tuple[nn.Module, SavingGuard]] = []
+        self._guards: list[tuple[nn.Module, SavingGuard, int]] = []
+        """Modules whose forward runs, each with its guard and autograd's number when it began."""
         self._in_forward = False
         self._looks: weakref.WeakKeyDictionary[nn.Module, list[int]]
         self._looks = weakref.WeakKeyDictionary()
@@ -83,7 +84,7 @@ class Hooks:
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
         left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard in left])
+        SavingGuard.leave([guard for _, guard, _ in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward and not in_backward():
@@ -96,7 +97,8 @@ class Hooks:
             self._engine.enter(unit)
             self._engine.casts.use(unit)
         units = [self._engine.units[unit] for unit in used]
-        self._guards.append((module, SavingGuard(self._engine, units)))
+        guard = SavingGuard(self._engine, units)
+        self._guards.append((module, guard, _sequence_number()))
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
@@ -105,18 +107,19 @@ class Hooks:
             return None  # Its pre-hook was not reached: another hook raised before.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
+        _, guard, began = self._guards.pop()
         looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
             _check_stashed(module, self._engine)
-        self._guards.pop()[1].close()
+        guard.close()
         if torch.is_grad_enabled():
-            leaves: list[Any] = [*tensors_in(output)]
+            own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
             for unit in used:
                 if self._engine.units[unit].spec.backward:
-                    for leaf in leaves:
-                        if leaf.grad_fn is not None:
-                            leaf.register_hook(whole(partial(self._before_backward, unit)))
+                    for leaf in own:
+                        announce: Any = leaf.register_hook
+                        announce(whole(partial(self._before_backward, unit)))
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -150,6 +153,19 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
                         "weight, which would show the values of another one later: keep it in a "
                         "local variable, take it from the parameter where it is used, or clone() it"
                     )
+
+
+def _made_since(number: int, tensor: torch.Tensor) -> bool:
+    """Whether autograd made `tensor` after it had come to `number`.
+
+    What a module only passes on (T5's position bias) is another's, and comes in the middle of that
+    one's backward: to bring this one into use then would take its weights from under it.
+    """
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= number
+
+
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+"""The number that autograd gives to the next operation of this thread."""
 
 
 class Hook:

@@ -5,7 +5,8 @@ A pass knows the order of units compiled from the profile and queues every fetch
 bound how far ahead they run. When the user's modules are used in another order, what has not begun
 is cancelled, and the pass goes on from where the unit used now stands in the order (or with that
 unit alone): the result stays right, the miss is counted. What a pass really used is recorded, and
-the next pass of its kind follows it.
+the next pass of its kind follows it; but a backward after a forward of another order than the
+last one's is taken to be that forward's reverse.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 
 from offload.executor import Executor
 from offload.layout import Place
+from offload.profile import profile_of
 from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
 from offload.task import Task
 
@@ -55,6 +57,8 @@ class Passes:
         self._executor = executor
         self._plan = executor.plan
         self.orders = {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(backward)}
+        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        """The order of the last finished backward, behind that of the forward before it."""
         self.number = 0
         """Passes opened so far; the pass under way, or the last one."""
         self.misses = 0
@@ -86,7 +90,13 @@ class Passes:
             return
         self._drop(ended)
         if finished and ended.used:
-            self.orders[ended.verb] = tuple(ended.used)
+            self.orders[ended.verb] = used = tuple(ended.used)
+            if ended.verb is Verb.BACKWARD:
+                self._seen = (self.orders[Verb.FORWARD], used)
+            elif self._seen is not None:
+                ahead, behind = self._seen
+                reverse = profile_of(self._plan.profile.units, used).backward
+                self.orders[Verb.BACKWARD] = behind if ahead == used else reverse
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from tests.training import VOCABULARY, Block, Net, Regions
 
@@ -187,6 +188,53 @@ class Islands(Layers):
         return x * self.gate(x.float()).sigmoid().to(x.dtype)
 
 
+class Recomputed(nn.Module):
+    """Blocks that checkpoint what is in them, as Hugging Face's do: no hook sees the recompute.
+
+    Each passes on a bias that the first has made, as T5's do, so that its gradient comes in the
+    middle of the first one's backward.
+    """
+
+    class Layer(nn.Module):
+        def __init__(self, first: bool):
+            super().__init__()
+            self.bias = nn.Linear(WIDTH, WIDTH) if first else None
+            self.block = Block(WIDTH)
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def inside(self, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
+            if self.bias is not None:
+                bias = self.bias(x).tanh()
+            return self.mix(self.block(x)) + bias, bias
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
+            return checkpoint(self.inside, x, bias, use_reentrant=False)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(index % 3 == 0) for index in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for layer in self.layers:
+            x, bias = layer(x, bias)
+        return x
+
+
+class Around(Recomputed):
+    """Such blocks that are called inside one another, by hooks on what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers: Any = self.layers
+        self.inner = nn.ModuleList(self.Layer(True) for _ in range(2))
+        layers[1].mix.register_forward_pre_hook(lambda _, args: self._through(0, args))
+        layers[4].block.register_forward_pre_hook(lambda _, args: self._through(1, args))
+
+    def _through(self, index: int, args: Any) -> Any:
+        return (args[0] + self.inner[index](args[0], None)[0],)
+
+
 class Parametrized(nn.Module):
     """Weights computed from others in every use, by torch's parametrizations."""
 
@@ -210,6 +258,92 @@ class Direct(Layers):
             inner = F.layer_norm(x, (WIDTH,), block.norm.weight, block.norm.bias)
             x = x + F.linear(F.gelu(F.linear(inner, block.up.weight)), block.down.weight)
         return x
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, which keep a list of their weights beside the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, num_layers=2, bidirectional=True, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(self.lstm(x)[0])[0]  # type: ignore[no-any-return]
+
+
+class Convolutions(nn.Module):
+    """Residual convolutions with running statistics, in sequences inside blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*(self._block(4) for _ in range(3)))
+
+    def _block(self, channels: int) -> nn.Module:
+        layers: list[nn.Module] = [nn.Conv2d(channels, channels, 3, padding=1, bias=False)]
+        return nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = x.reshape(x.shape[0], 4, -1, WIDTH)
+        for stage in self.stages:
+            image = image + stage(image)
+        return image.reshape(x.shape)
+
+
+class Hooked(Layers):
+    """Hooks of the user's: on the gradients of parameters, and around modules both ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks: Any = self.layers
+        blocks[0].up.weight.register_hook(lambda gradient: gradient * 0.5)
+        blocks[1].register_full_backward_hook(lambda module, inner, outer: (inner[0] * 1.5,))
+        blocks[2].register_full_backward_pre_hook(lambda module, outer: (outer[0] * 0.5,))
+        blocks[2].register_forward_pre_hook(lambda module, args: (args[0] * 1.25,))
+        blocks[3].register_forward_hook(lambda module, args, output: output + args[0] * 0.5)
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer that keeps its weight, and a view of it, past torch's own ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.transposed = weight, weight.t()
+        return x @ ctx.transposed
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,), (x,) = gradients, ctx.saved_tensors
+        flat, inputs = gradient.reshape(-1, WIDTH), x.reshape(-1, WIDTH)
+        return gradient @ ctx.transposed.t() + 0 * ctx.weight[0], flat.t() @ inputs
+
+
+class Keeping(nn.Module):
+    """Functions of the user's own that keep weights on their context."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _Product.apply(x, self.weight).tanh()  # type: ignore
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _torch_transformer() -> nn.Module:
+    """torch's own layers, which take a path of their own in evaluation."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
 
 
 def _shell(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -254,7 +388,14 @@ STRUCTURES: dict[str, Callable[[], nn.Module]] = {
     "no list of modules": _shell(Bare),
     "scalars and empty parameters": _shell(Odd),
     "float32 islands": _islands,
+    "checkpoints inside blocks": _shell(Recomputed),
+    "such blocks inside each other": _shell(Around),
     "parametrized weights": _shell(Parametrized),
+    "recurrent layers": _shell(Recurrent),
+    "convolutions": _shell(Convolutions),
+    "torch's own transformer": _shell(_torch_transformer),
+    "hooks of the user's": _shell(Hooked),
+    "functions that keep weights": _shell(Keeping),
     "weights read without a call": _shell(Direct),
     "checkpoints over several blocks": Regions,
     "dropout": lambda: Net(dropout=0.2),

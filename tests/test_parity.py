@@ -53,6 +53,16 @@ def test_a_sample_of_structures(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "model", ["checkpoints inside blocks", "such blocks inside each other", "experts in a list"]
+)
+def test_blocks_whose_backward_meets_that_of_others(model: str, tmp_path: Path) -> None:
+    """One slot for all of them: who is put at rest too early leaves another's weights behind."""
+    default = {factor: values[0] for factor, values in FACTORS.items()}
+    case = {**default, "model": model, "placement": "cpu-cpu-cpu", "budgets": "least"}
+    check(case, tmp_path)
+
+
 def test_a_sample_of_real_models(tmp_path: Path) -> None:
     """One test, so that one process imports transformers."""
     for name in ("Llama", "Qwen3-MoE"):
