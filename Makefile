@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* native/*)
 
 .PHONY: help train test test-slow check sanitize clean
 
