@@ -79,7 +79,8 @@ def attach(
     found = machine or probe(config.nvme_path, device_free_bytes=device_free_bytes(device))
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
-        return _Attaching(model, optimizer, config, groups, placed, device).run(initialize, pace)
+        attaching = _Attaching(model, optimizer, config, groups, placed, device, found.nvme_shares)
+        return attaching.run(initialize, pace)
 
 
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -166,6 +167,7 @@ class _Attaching:
         groups: list[Group],
         placed: Plan,
         device: torch.device,
+        nvme_shares: tuple[float, ...],
     ):
         self.model = model
         self.optimizer = optimizer
@@ -173,6 +175,7 @@ class _Attaching:
         self.groups = groups
         self.plan = placed
         self.device = device
+        self.nvme_shares = nvme_shares
         self._bound: list[BoundUnit] = []
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -186,7 +189,8 @@ class _Attaching:
         """Take the memory and the file, move everything, hook the model."""
         store = None
         if self.plan.file.extents:
-            store = Store(self.config.nvme_path, self.plan.file)
+            shares = self.nvme_shares or None
+            store = Store(self.config.nvme_path, self.plan.file, weights=shares)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:

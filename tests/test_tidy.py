@@ -20,14 +20,14 @@ FILE_LINES_MAX = 400
 TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
-PURE += ("task", "schedule", "rules", "variants", "verify", "simulate")
+PURE += ("disks", "task", "schedule", "rules", "variants", "verify", "simulate")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("interrupt", "outputs", "config", "profile", "records", "scoreboard"),
+    ("interrupt", "outputs", "config", "disks", "profile", "records", "scoreboard"),
     ("machine",),
     ("layout",),
     ("plan",),
@@ -65,7 +65,8 @@ NATIVE_SUFFIXES = (".cpp", ".h", ".inc")
 
 def native_sources() -> list[Path]:
     """Every C++ file of the project."""
-    found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("src/*")))
+    folders = [ROOT / "native", *(ROOT / package for package in PACKAGES)]
+    found = (path for folder in folders for path in sorted(folder.rglob("*")))
     return [path for path in found if path.suffix in NATIVE_SUFFIXES]
 
 
