@@ -3,6 +3,7 @@
 import errno
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -110,6 +111,34 @@ def test_without_the_engine():
         "backend.close()\n"
     )
     assert run(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
+
+
+@native
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of calls are of x86-64")
+def test_all_requests_of_linux_aio_are_taken():
+    """For real: contexts until the kernel has no room for another, in a process of its own."""
+    code = (
+        "import aio, ctypes, sys\n"
+        "setup = ctypes.CDLL(None, use_errno=True).syscall\n"
+        "size = 1 << 16\n"
+        "while size:\n"
+        "    if setup(206, size, ctypes.byref(ctypes.c_ulong(0))) != 0: size //= 2\n"
+        "assert ctypes.get_errno() == 11\n"
+        "found = {one.name: one for one in aio.probe()}\n"
+        "for name in ('linux_aio', 'libaio'): print(found[name].usable, found[name].reason)\n"
+        "try: aio.open_backend('linux_aio')\n"
+        "except ValueError as error: print(error, '|', error.__cause__)\n"
+    )
+    shown = run(code).splitlines()
+    for line in shown[:2]:
+        assert re.fullmatch(
+            r"False all requests that fs.aio-max-nr allows are taken \(\d+ of \d+\): raise it"
+            r"|False the Python package is missing.*",
+            line,
+        )
+    assert "allows are taken" in shown[2]
+    assert shown[2].endswith("[Errno 11] io_setup: Resource temporarily unavailable")
 
 
 @native
