@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* native/*)
 
 .PHONY: help train test test-slow parity check sanitize clean
 

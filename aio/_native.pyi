@@ -29,7 +29,8 @@ class Request:
     def failure(self) -> tuple[int, int, int, int, int, int, int] | None:
         """What failed, once done: errno, cause, offset, bytes, tries, last errno, bytes free.
 
-        Cause is 0 where the kernel refused, 1 at the end of the file, 2 without progress.
+        Cause is 0 where the kernel refused, 1 at the end of the file, 2 without progress, 3 where
+        the kernel refuses the calls of the queue (last errno).
         """
 
     def watch(self, signal: Signal) -> None:
@@ -52,6 +53,7 @@ class Engine:
         short_rate: float,
         retry_rate: float,
         refusal_rate: float,
+        broken_at: int,
     ) -> None: ...
     def submit(
         self,

@@ -102,7 +102,7 @@ def open_backend(
         except (ImportError, OSError) as error:
             raise ValueError(
                 f"asked for the backend {asked!r}; found that it does not work here: "
-                f"{_why(asked, error)}; leave the choice to aio, or try `offload doctor`"
+                f"{_why(asked, error)}; leave the choice to aio; `aio.probe()` says what works"
             ) from error
     for candidate in BACKEND_NAMES:
         try:

@@ -13,13 +13,13 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
 from aio.load import Load, memory_bytes
-from aio.sweep import Setting, Spent, Sweep, sweep
+from aio.sweep import Setting, Spent, Sweep, ranked, sweep
 from aio.system import IO
 
 BLOCKS_BYTES = tuple(1 << bits for bits in range(18, 25))
@@ -83,8 +83,8 @@ class Wanted:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory that it takes."""
-        return memory_bytes(max(self.blocks_bytes), self.under_way_bytes)
+        """Memory that it takes: of every path to the end, as all are measured together then."""
+        return len(self.paths) * memory_bytes(max(self.blocks_bytes), self.under_way_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,10 +213,10 @@ class _Path:
             second = self._swept(mode, others, seconds - main, base, whole)
         except Spent:
             return first.best
-        enough = PREFERRED_SHARE * second.rate(second.best)
-        ranked = sorted(second.rates, key=second.rate, reverse=True)
-        good = [second.best, *(s for s in ranked if second.rate(s) >= enough)]
-        return min(good, key=lambda setting: backends.index(setting.backend))
+        enough = PREFERRED_SHARE * max(map(second.rate, second.rates))
+        good = [s for s in second.rates if second.rate(s) >= enough]
+        backend = min((s.backend for s in good), key=backends.index)
+        return ranked(second, [s for s in good if s.backend == backend])[0]
 
     def _swept(
         self, mode: Mode, settings: Sequence[Setting], seconds: float, base: float, whole: float
@@ -290,6 +290,7 @@ def _together(
                 threads.submit(load.run, mode, figure.setting, 1.0)
                 for load, figure in zip(loads, chosen)
             ]
+            wait(jobs)  # also where one failed: a load is one thread's at a time
             try:
                 rate = sum(job.result().bytes_per_s for job in jobs)
             except Spent:

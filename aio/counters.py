@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 LATENCIES = 32
@@ -24,6 +25,32 @@ class Counters:
     """Operations that took from 2**k to 2**(k+1) microseconds; the first, all below 2."""
     cpu_seconds: float = 0.0
     """Processor time of the backend's threads; workers of the kernel's own are not in it."""
+
+    def __add__(self, other: Counters) -> Counters:
+        """Of both together; `depth_max` is that of the deeper one, as they had theirs apart."""
+        return Counters(
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            operations=self.operations + other.operations,
+            retries=self.retries + other.retries,
+            depth_max=max(self.depth_max, other.depth_max),
+            latencies=tuple(map(operator.add, self.latencies, other.latencies)),
+            cpu_seconds=self.cpu_seconds + other.cpu_seconds,
+        )
+
+    def seconds_at(self, share: float) -> float:
+        """Seconds within which this share of the operations was over, a power of two from above;
+        0 without any.
+
+        >>> Counters(latencies=(0, 3, 1, *[0] * 29)).seconds_at(0.5)
+        4e-06
+        """
+        wanted, seen = share * sum(self.latencies), 0
+        for bucket, count in enumerate(self.latencies):
+            seen += count
+            if count and seen >= wanted:
+                return float(2 ** (bucket + 1)) * 1e-6
+        return 0.0
 
 
 def latency_bucket(seconds: float) -> int:

@@ -53,23 +53,45 @@ _NO_ADVICE = (
     "look at `dmesg`, or give a directory on another drive",
 )
 
+SHORTENED = (
+    "something else has shortened it",
+    "keep other programs, and other parts of this one, away from it",
+)
+"""Likely cause, and what to try, where a file ends too early."""
+
+BROKEN = (
+    "a seccomp filter came up since, or something closed descriptors that are not its own",
+    "leave descriptors alone that others opened (os.closerange), or try AIO_BACKEND=threads",
+)
+"""The same where the kernel no longer serves a backend."""
+
 _OUT_OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def os_error(
-    code: int, asked: str, path: str, *, found: str | None = None, free: int | None = None
+    code: int,
+    asked: str,
+    path: str,
+    *,
+    found: str | None = None,
+    free: int | None = None,
+    why: tuple[str, str] | None = None,
 ) -> OSError:
     """An OSError of errno `code` about `path` whose message has all four parts.
 
     Args:
-        code: the errno; Python picks the subclass (FileNotFoundError and so on) by it.
+        code: the errno; Python picks the subclass (FileNotFoundError and so on) by it. ETIMEDOUT
+            becomes EIO.
         asked: what was asked, a noun phrase: `write of 4096 bytes at offset 0`.
         path: the file or directory.
         found: what was found; by default the system's text for `code`.
         free: bytes free on the file system, shown where space is what is missing.
+        why: the likely cause and one thing to try, where more is known than `code` says.
     """
     found = os.strerror(code) if found is None else found
+    if code == errno.ETIMEDOUT:  # TimeoutError is for those who do not want to wait any longer
+        code = errno.EIO
     if code in _OUT_OF_SPACE and free is not None:
         found += f" ({free} bytes are free)"
-    cause, attempt = _ADVICE.get(code, _NO_ADVICE)
+    cause, attempt = _ADVICE.get(code, _NO_ADVICE) if why is None else why
     return OSError(code, f"{asked} failed: {found}; likely {cause}; {attempt}", path)

@@ -77,6 +77,10 @@ class File(Region):
         self._close_fd = weakref.finalize(self, _close_fd, backend.io, fd, self._pid)
         self._close_fd.atexit = False  # at exit threads may still write; the system closes it
 
+    def counters(self) -> Counters:
+        """Those of its backend, for all files that it serves. RuntimeError in a forked child."""
+        return self._backend.counters()
+
     def sync(self) -> None:
         """See Region.sync."""
         self._check_open("sync")

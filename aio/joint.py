@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aio.ticket import Settable, Ticket
+from aio.ticket import Latch, Settable, Ticket
 
 if TYPE_CHECKING:
-    from threading import Event as Waiter
+    Waiter = Latch
 else:
-    try:  # what both kinds of tickets can set: those of the engine know no Event
+    try:  # what both kinds of tickets can set: those of the engine know no other
         from aio._native import Signal as Waiter
     except ImportError:
-        from threading import Event as Waiter
+        Waiter = Latch
 
 
 class JointTicket(Ticket):

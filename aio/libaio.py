@@ -18,6 +18,7 @@ from typing import Any
 import libaio
 import numpy as np
 
+from aio.errors import BROKEN
 from aio.request import RETRY_DELAY_S, Piece, Queued, Requests
 from aio.system import SystemIO
 
@@ -37,6 +38,19 @@ class _State(Requests):
         self.ended = False
         self.ready: list[Piece] = []  # the thread's alone, as are those submitted
         self.submitted = 0
+        self.live: set[Piece] = set()  # cut and not over
+
+    def take(self) -> Piece | None:
+        """See Requests.take."""
+        piece = super().take()
+        if piece is not None:
+            self.live.add(piece)
+        return piece
+
+    def end(self, piece: Piece, failure: OSError | None) -> None:
+        """See Requests.end."""
+        self.live.discard(piece)
+        super().end(piece, failure)
 
     def wake(self) -> None:
         """See Requests.wake."""
@@ -74,17 +88,35 @@ class LibAio(Queued):
 
 
 def _work(state: _State) -> None:
-    while _work_once(state):
-        pass
-    with state.changed:
-        state.ended = True
+    failure: Exception | None = None
+    try:
+        while _work_once(state):
+            pass
+    except Exception as error:  # the kernel refuses the very calls: nobody is left waiting
+        failure = error
+    with state.lock:
+        state.closing = state.ended = True
         os.close(state.event)
-    state.context.close()
+    try:
+        state.context.close()  # returns when nothing is under way
+    finally:
+        if failure is not None:
+            _give_up(state, failure)
+
+
+def _give_up(state: _State, error: Exception) -> None:
+    """Everything fails, and nothing more is taken on."""
+    text = f"libaio takes no more calls ({type(error).__name__}: {error})"
+    with state.lock:
+        for piece in list(state.live):
+            state.end(piece, piece.failed(state.io, errno.EIO, text, BROKEN))
+        while (one := state.take()) is not None:
+            state.end(one, one.failed(state.io, errno.EIO, text, BROKEN))
 
 
 def _work_once(state: _State) -> bool:
     """Cuts, submits, waits, takes what is over; False when closed and nothing is left to do."""
-    with state.changed:
+    with state.lock:
         if state.closing and not state.queue and not state.pieces:
             return False
         while state.pieces < state.depth and (piece := state.take()) is not None:
@@ -153,7 +185,7 @@ def _complete(state: _State, piece: Piece, result: int) -> None:
         failure = piece.without_progress(state.io, code)
         piece.due = time.monotonic() + RETRY_DELAY_S if piece.tries else 0.0
     again = failure is None and piece.view.nbytes > 0
-    with state.changed:
+    with state.lock:
         state.count(piece, moved, 1, int(again), time.monotonic() - piece.began)
         if again:
             state.ready.append(piece)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from aio import _native
 from aio.counters import Counters
-from aio.errors import os_error
+from aio.errors import BROKEN, SHORTENED, os_error
 from aio.request import Part, check_limits, described
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 DEPTH_MAX = 4096
 """Pieces that may be under way at once in one backend."""
 
-_END_OF_FILE, _NO_PROGRESS = 1, 2
+_END_OF_FILE, _NO_PROGRESS, _QUEUE_BROKEN = 1, 2, 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,8 @@ class Faults:
     """How often EINTR or EAGAIN is the answer."""
     refusal_rate: float = 0.0
     """How often the kernel has no room for a piece."""
+    broken_at: int = 0
+    """Number of the piece from which on the kernel refuses all; 0: it does not."""
 
 
 class NativeTicket(Ticket):
@@ -79,14 +81,17 @@ class NativeTicket(Ticket):
         if found is None:
             return None
         code, cause, offset, count, tries, last_code, free = found
-        text = None
+        text, why = None, None
         if cause == _END_OF_FILE:
-            text = f"the file ends at {offset}"
+            text, why = f"the file ends at {offset}", SHORTENED
         elif cause == _NO_PROGRESS:
             reason = os.strerror(last_code) if last_code else "nothing was transferred"
             text = f"{reason}, {tries} times in a row"
+        elif cause == _QUEUE_BROKEN:
+            text, why = f"the kernel takes no more calls ({os.strerror(last_code)})", BROKEN
         asked = f"{self.what.split()[0]} of {count} bytes at offset {offset}"
-        return os_error(code, asked, self._path, found=text, free=None if free < 0 else free)
+        free_bytes = None if free < 0 else free
+        return os_error(code, asked, self._path, found=text, free=free_bytes, why=why)
 
     def watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
         """See Ticket.watch."""
@@ -141,6 +146,7 @@ class Native:
             wrong.short_rate,
             wrong.retry_rate,
             wrong.refusal_rate,
+            wrong.broken_at,
         )
         self.io: IO = _EngineIO(self._engine, self._pid)
         self._finish = weakref.finalize(self, _finish, self._engine, self._pid)

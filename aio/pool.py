@@ -60,7 +60,7 @@ def _work_once(requests: Requests) -> bool:
 
     A function of its own, so that an idle thread keeps no file or buffer alive.
     """
-    with requests.changed:
+    with requests.lock:
         while (piece := requests.take()) is None:
             if requests.closing and not requests.queue:
                 return False
@@ -69,7 +69,7 @@ def _work_once(requests: Requests) -> bool:
     began = time.monotonic()
     moved, calls, failure = _transfer(requests.io, piece)
     took = time.monotonic() - began
-    with requests.changed:
+    with requests.lock:
         requests.count(piece, moved, calls, calls - 1, took)
         requests.end(piece, failure)
     return True

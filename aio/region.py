@@ -24,6 +24,26 @@ Vector: TypeAlias = Union["list[Any]", "tuple[Any, ...]"]
 """Several pieces of memory that are one transfer, or the offsets of each."""
 
 
+def _view_of(buffer: Memory) -> memoryview:
+    """The memory itself, never a copy. TypeError where it has none that can be moved."""
+    try:
+        view = memoryview(cast("Buffer", buffer))
+    except TypeError as error:
+        try:
+            view = np.from_dlpack(cast("npt.NDArray[Any]", buffer)).data
+        except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
+            raise TypeError(
+                f"asked for a transfer of memory; found {type(buffer).__name__}; likely it is on "
+                "another device, wants a gradient, or is of a type that buffers do not know, as "
+                "bfloat16; try tensor.detach().view(torch.uint8)"
+            ) from error
+    if "O" in view.format:
+        raise TypeError(
+            "asked for a transfer of memory; found objects of Python; try an array of numbers"
+        )
+    return view
+
+
 class Region(ABC):
     """Bytes on one drive or several. Transfers may be asked for by several threads at once.
 
@@ -49,8 +69,8 @@ class Region(ABC):
         """Starts to fill all of `buffer` from `offset` bytes into the region.
 
         Args:
-            buffer: C-contiguous writable memory (memoryview, NumPy array, mmap), or a list of
-                such. It belongs to the transfer until the ticket is done.
+            buffer: C-contiguous writable memory (memoryview, NumPy array, mmap, a tensor in CPU
+                memory), or a list of such. It belongs to the transfer until the ticket is done.
             offset: bytes from the start. Of several buffers a list with that of each, in any
                 order, or one number where they lie one behind the other.
 
@@ -104,10 +124,11 @@ class Region(ABC):
     ) -> tuple[Part, ...]:
         """What is to be moved, checked; what is empty is left out."""
         buffers = buffer if isinstance(buffer, (list, tuple)) else [buffer]
+        views = [_view_of(one) for one in buffers]
         if isinstance(offset, (list, tuple)):
             offsets = [operator.index(at) for at in offset]
         else:
-            sizes = (memoryview(cast("Buffer", one)).nbytes for one in buffers)
+            sizes = (view.nbytes for view in views)
             offsets = list(itertools.accumulate(sizes, initial=operator.index(offset)))[:-1]
         if len(offsets) != len(buffers):
             raise ValueError(
@@ -116,12 +137,11 @@ class Region(ABC):
                 "alone where they lie one behind the other"
             )
         self._check_open("write" if writing else "read")
-        checked = [Part(self._check(one, at, writing), at) for one, at in zip(buffers, offsets)]
+        checked = [Part(self._check(view, at, writing), at) for view, at in zip(views, offsets)]
         return tuple(part for part in checked if part.view.nbytes)
 
-    def _check(self, buffer: Memory, offset: int, writing: bool) -> memoryview:
-        """The bytes of `buffer`, once everything that can be wrong about them is ruled out."""
-        view = memoryview(cast("Buffer", buffer))
+    def _check(self, view: memoryview, offset: int, writing: bool) -> memoryview:
+        """The bytes of `view`, once everything that can be wrong about them is ruled out."""
         verb = "write" if writing else "read"
         asked = f"{verb} of {view.nbytes} bytes at offset {offset}"
         if not view.c_contiguous:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from aio.counters import LATENCIES, Counters, latency_bucket
-from aio.errors import os_error
+from aio.errors import SHORTENED, os_error
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Settable, Ticket
+from aio.ticket import Latch, Settable, Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,20 +84,20 @@ class QueuedTicket(Ticket):
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self._lock = threading.Lock()
-        self._done = threading.Event()
+        self._done = False
         self._waiters: list[Settable] = []
         self._failure: OSError | None = None
 
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
-        return self._done.is_set()
+        return self._done
 
     def finish(self, failure: OSError | None = None) -> None:
         """Once: the transfer is over and its buffers free."""
         with self._lock:
-            assert not self._done.is_set(), f"{self.what}: finished twice"
+            assert not self._done, f"{self.what}: finished twice"
             self._failure = failure
-            self._done.set()
+            self._done = True
             for waiter in self._waiters:
                 waiter.set()
             self._waiters.clear()
@@ -105,7 +105,7 @@ class QueuedTicket(Ticket):
     def watch(self, waiter: Settable) -> None:
         """See Ticket.watch."""
         with self._lock:
-            if self._done.is_set():
+            if self._done:
                 waiter.set()
             else:
                 self._waiters.append(waiter)
@@ -117,7 +117,12 @@ class QueuedTicket(Ticket):
                 self._waiters.remove(waiter)
 
     def _wait(self, timeout: float | None) -> bool:
-        return self._done.wait(timeout)
+        latch = Latch()
+        try:
+            self.watch(latch)
+            return latch.wait(timeout)
+        finally:
+            self.unwatch(latch)
 
     def _failed(self) -> OSError | None:
         return self._failure
@@ -187,17 +192,19 @@ class Piece:
         self.tries = 0 if count else self.tries + 1
         return count
 
-    def failed(self, io: IO, code: int, found: str | None = None) -> OSError:
+    def failed(
+        self, io: IO, code: int, found: str | None = None, why: tuple[str, str] | None = None
+    ) -> OSError:
         """What to raise where it failed with errno `code` at the point where it stands."""
         request = self.request
         verb = "write" if request.writing else "read"
         asked = f"{verb} of {self.view.nbytes} bytes at offset {self.offset}"
         free = io.free_bytes(request.file.fd) if code != errno.EIO else None
-        return os_error(code, asked, request.file.path, found=found, free=free)
+        return os_error(code, asked, request.file.path, found=found, free=free, why=why)
 
     def at_end_of_file(self, io: IO) -> OSError:
         """What to raise where a read found no bytes."""
-        return self.failed(io, errno.EIO, f"the file ends at {self.offset}")
+        return self.failed(io, errno.EIO, f"the file ends at {self.offset}", SHORTENED)
 
     def without_progress(self, io: IO, code: int) -> OSError | None:
         """What to raise where that goes on for too long; `code`: 0, or the last answer's errno."""
@@ -208,7 +215,9 @@ class Piece:
 
 
 class Requests:
-    """What callers and threads of one backend share; `changed` guards all of it.
+    """What callers and threads of one backend share; `lock` guards all of it.
+
+    It is taken as it is and not by way of `changed`: see Latch.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -220,7 +229,8 @@ class Requests:
         self.piece_bytes = piece_bytes
         self.inflight_bytes_max = inflight_bytes_max
         self.pid = os.getpid()
-        self.changed = threading.Condition()
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.queue: deque[Request] = deque()  # with bytes that are not yet cut
         self.pieces = 0  # cut and not over
         self.inflight_bytes = 0
@@ -237,7 +247,7 @@ class Requests:
 
     def add(self, request: Request) -> None:
         """Queues a request. ValueError where the backend or the file is closed."""
-        with self.changed:
+        with self.lock:
             what, closed = request.ticket.what, None
             if self.closing or request.file.closed:
                 closed = "pool" if self.closing else "file"
@@ -292,7 +302,7 @@ class Requests:
 
     def counters(self) -> Counters:
         """Totals so far."""
-        with self.changed:
+        with self.lock:
             return Counters(
                 self._bytes[False],
                 self._bytes[True],
@@ -339,12 +349,13 @@ class Queued:
 
     def drain(self, file: File) -> None:
         """Returns when no transfer of `file` is queued or running."""
-        with self._requests.changed:
+        with self._requests.lock:
             while file.pending:
                 self._requests.changed.wait()
 
     def counters(self) -> Counters:
         """Totals so far."""
+        self.check_process()
         return self._requests.counters()
 
     def check_process(self) -> None:
@@ -383,6 +394,6 @@ def _close_all() -> None:
 def _tell_to_end(requests: Requests) -> None:
     if os.getpid() != requests.pid:
         return
-    with requests.changed:
+    with requests.lock:
         requests.closing = True
         requests.wake()

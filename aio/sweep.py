@@ -22,6 +22,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 TURN_SECONDS_MAX = 0.5
+PLATEAU_SHARE = 0.98
+"""Of the fastest rate seen: what reaches it counts as equal to it."""
 UNDER_WAY_SECONDS_MAX = 0.25
 
 
@@ -54,7 +56,8 @@ class Sweep:
 
     Attributes:
         rates: by setting, bytes per second of each turn.
-        left: settings that are still in the race, the fastest first once a round is over.
+        left: settings that are still in the race, the best first once a round is over: the fastest,
+            and of those that are about as fast the one with the fewest bytes under way.
     """
 
     rates: dict[Setting, list[float]] = field(default_factory=dict)
@@ -62,7 +65,7 @@ class Sweep:
 
     @property
     def best(self) -> Setting:
-        """The fastest of those still in the race."""
+        """The best of those still in the race."""
         return self.left[0]
 
     def rate(self, setting: Setting) -> float:
@@ -108,11 +111,22 @@ def sweep(
             if not found.rates:
                 raise
             seconds = 0.0
-        found.left = sorted((s for s in found.left if s in found.rates), key=found.rate)[::-1]
+        found.left = ranked(found, [s for s in found.left if s in found.rates])
         if clock() - started >= seconds:
             break
         found.left = found.left[: max(1, -(-len(found.left) // 2))]
     return found
+
+
+def ranked(found: Sweep, settings: Collection[Setting]) -> list[Setting]:
+    """Measured settings, the best first: see Sweep.left."""
+    enough = PLATEAU_SHARE * max(map(found.rate, found.rates))
+
+    def rank(setting: Setting) -> tuple[bool, float]:
+        rate = found.rate(setting)
+        return (rate < enough, -rate if rate < enough else setting.under_way_bytes)
+
+    return sorted(settings, key=rank)
 
 
 def _order(found: Sweep, turns: int, choice: random.Random) -> Iterator[Setting]:

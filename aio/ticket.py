@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from abc import ABC, abstractmethod
 from typing import Protocol
 
@@ -12,6 +14,31 @@ class Settable(Protocol):
 
     def set(self) -> None:
         """It is done."""
+
+
+class Latch:
+    """Something that happens once, for one thread to wait for.
+
+    Not a threading.Event: a signal handler that raises in the midst of one of those, which are
+    written in Python, leaves its lock held for ever, and whoever sets it next hangs.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """It has happened; once more is fine."""
+        with contextlib.suppress(RuntimeError):
+            self._lock.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has happened, after at most so many seconds."""
+        return self._lock.acquire(
+            timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
+        )
 
 
 class Ticket(ABC):
@@ -38,7 +65,8 @@ class Ticket(ABC):
             timeout: seconds to wait at most; None waits without limit.
 
         Raises:
-            OSError: a piece failed; with errno, path, offset, length, the first by offset.
+            OSError: a piece failed; with errno, path, offset, length, the first by offset. Never a
+                TimeoutError: a drive that timed out is EIO.
             TimeoutError: not over within `timeout`; the transfer goes on.
             RuntimeError: called in a forked child, where the transfer cannot end.
         """

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from aio.counters import Counters
 from aio.errors import os_error
 from aio.file import Backend, File
 from aio.joint import JointTicket, wait_all
@@ -180,6 +181,14 @@ class Volume(Region):
     def operations(self) -> int:
         """System calls so far."""
         return sum(file.operations for file in self.files)
+
+    def counters(self) -> tuple[Counters, ...]:
+        """Of the backend of each of `files`; `sum(volume.counters(), Counters())` adds them up.
+
+        Raises:
+            RuntimeError: called in a forked child.
+        """
+        return tuple(file.counters() for file in self.files)
 
     def path_of(self, offset: int, length: int) -> str:
         """The files that hold `length` bytes from `offset` on, for messages."""

@@ -95,7 +95,8 @@ def attach(
     found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
     placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
-        attaching = _Attaching(model, optimizer, config, groups, placed, device, budget)
+        shares = found.nvme_shares
+        attaching = _Attaching(model, optimizer, config, groups, placed, device, shares, budget)
         return attaching.run(initialize, pace)
 
 
@@ -192,6 +193,7 @@ class _Attaching:
         groups: list[Group],
         placed: Plan,
         device: Device,
+        nvme_shares: tuple[float, ...],
         budget: SharedBudget | None,
     ):
         self.model = model
@@ -201,6 +203,7 @@ class _Attaching:
         self.groups = groups
         self.plan = placed
         self.device = device
+        self.nvme_shares = nvme_shares
         self._bound: list[BoundUnit] = []
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
@@ -214,7 +217,8 @@ class _Attaching:
         """Take the memory and the file, move everything, hook the model."""
         store = None
         if self.plan.file.extents:
-            store = Store(self.config.nvme_path, self.plan.file)
+            shares = self.nvme_shares or None
+            store = Store(self.config.nvme_path, self.plan.file, weights=shares)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:

@@ -89,8 +89,9 @@ class Config:
     """Tier of the optimizer states (moments, and what the weights lack to fp32)."""
 
     nvme_path: tuple[str, ...] = ()
-    """Directory for the nvme tier, or several on drives of about one speed, over which it is
-    striped in equal shares; needed when anything lives there."""
+    """Directory for the nvme tier, or several on different drives, over which it is striped: by
+    the speeds that `offload bench nvme` has measured, in equal shares unless it has measured all
+    of them. Needed when anything lives there."""
 
     device_memory: int | str | None = None
     """Most bytes taken of the compute device's memory, activations aside. Default: half of

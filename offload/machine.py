@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import reprlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import psutil
+
+from offload.disks import same_drive
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +34,8 @@ class Machine:
     device_bytes: int
     cpu_bytes: int
     nvme_bytes: int = 0
+    nvme_shares: tuple[float, ...] = ()
+    """By directory of the nvme tier, its share of all that is there; none: the same for each."""
     device_is_cpu: bool = False
     """The compute device is the CPU: device and cpu tier share one memory."""
     h2d_bytes_per_s: float = 20e9
@@ -101,14 +108,27 @@ def host_free_bytes() -> int:
     return available if limited is None else min(available, limited)
 
 
-def nvme_free_bytes(paths: tuple[str, ...]) -> int:
-    """Free bytes for an ordinary user, striped in equal shares over `paths`; 0 without one.
+def nvme_free_bytes(paths: tuple[str, ...], shares: tuple[float, ...] = ()) -> int:
+    """Free bytes for an ordinary user, striped over `paths` in such shares; 0 without a path.
 
-    The fullest drive limits all of them. Paths on one file system share what is free on it.
+    What is full first limits all of them. Paths on one file system share what is free on it.
+    Stripes keep to shares that are not equal within a tenth only: a budget leaves that free.
+
+    Args:
+        shares: by path, of a sum of 1; none: the same for each.
     """
-    found = [_usable(path) for path in paths]
-    drives = [drive for _, drive in found]
-    return min((free // drives.count(drive) for free, drive in found), default=0) * len(paths)
+    free: dict[int, int] = {}
+    taken: dict[int, Fraction] = {}
+    for path, share in zip(paths, _exactly(shares, len(paths))):
+        free_bytes, system = _usable(path)
+        free[system] = free_bytes
+        taken[system] = taken.get(system, Fraction(0)) + share
+    return min((math.floor(free[system] / taken[system]) for system in free), default=0)
+
+
+def _exactly(shares: tuple[float, ...], count: int) -> list[Fraction]:
+    found = [Fraction(share) for share in shares] or [Fraction(1, max(1, count))] * count
+    return [share / sum(found) for share in found]
 
 
 def _usable(path: str) -> tuple[int, int]:
@@ -164,7 +184,7 @@ def ranks_on_host() -> int:
 
 
 def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
-    """The capacities of this host and what is known of its drive, each rank taking its share.
+    """The capacities of this host and what is known of its drives, each rank taking its share.
 
     Args:
         paths: directories of the nvme tier.
@@ -176,19 +196,25 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
     """
     ranks = ranks_on_host()
     host = host_free_bytes() // ranks
+    nvme_free_bytes(paths)  # refuses what is no directory on a disk
+    speeds = measured_speeds(paths)
+    shares = shares_of(speeds)
     found = Machine(
         device_bytes=host if device_free_bytes is None else device_free_bytes,
         cpu_bytes=host,
-        nvme_bytes=nvme_free_bytes(paths) // ranks,
+        nvme_bytes=nvme_free_bytes(paths, shares) // ranks,
+        nvme_shares=shares,
         device_is_cpu=device_free_bytes is None,
     )
-    speed = saved_speeds().get(mount_point(paths[0])) if paths else None
-    if speed is None:
+    equal = [1 / max(1, len(paths))] * len(paths)
+    known = [(speed, share) for speed, share in zip(speeds, shares or equal) if speed]
+    if not known:
         return found
+    # A transfer is over when the last drive has moved its share.
     return replace(
         found,
-        disk_read_bytes_per_s=speed.read_bytes_per_s / ranks,
-        disk_write_bytes_per_s=speed.write_bytes_per_s / ranks,
+        disk_read_bytes_per_s=min(s.read_bytes_per_s / share for s, share in known) / ranks,
+        disk_write_bytes_per_s=min(s.write_bytes_per_s / share for s, share in known) / ranks,
     )
 
 
@@ -212,8 +238,9 @@ class DriveSpeed:
     """When, in ISO 8601."""
 
     def __post_init__(self) -> None:
-        if not min(self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s) > 0:
-            raise ValueError(f"speeds of a drive must be positive: {self}")
+        rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
+        if not all(0 < rate < math.inf for rate in rates):
+            raise ValueError(f"speeds of a drive must be positive and finite: {self}")
 
 
 def profile_path() -> Path:
@@ -232,8 +259,41 @@ def saved_speeds() -> dict[str, DriveSpeed]:
     try:
         drives = json.loads(profile_path().read_text("utf-8"))["drives"]
         return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
+
+
+def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
+    """By directory what was measured of its drive, None where nothing was.
+
+    Of several directories on one drive each has its part of what the drive does.
+    """
+    saved, drives = saved_speeds(), same_drive(paths)
+    alone = [saved.get(mount_point(path)) for path in paths]
+    found: list[DriveSpeed | None] = []
+    for drive in drives:
+        known = [speed for speed, other in zip(alone, drives) if speed and other == drive]
+        slowest = min(known, key=lambda speed: speed.both_bytes_per_s, default=None)
+        found.append(slowest and _part(slowest, drives.count(drive)))
+    return tuple(found)
+
+
+def shares_of(speeds: Sequence[DriveSpeed | None]) -> tuple[float, ...]:
+    """By directory its share of all transfers, in proportion to what its drive reads and writes at
+    once; none, which is the same for each, unless every drive was measured."""
+    rates = [speed.both_bytes_per_s for speed in speeds if speed is not None]
+    if len(rates) < max(1, len(speeds)):
+        return ()
+    return tuple(rate / sum(rates) for rate in rates)
+
+
+def _part(speed: DriveSpeed, parts: int) -> DriveSpeed:
+    return replace(
+        speed,
+        read_bytes_per_s=speed.read_bytes_per_s / parts,
+        write_bytes_per_s=speed.write_bytes_per_s / parts,
+        both_bytes_per_s=speed.both_bytes_per_s / parts,
+    )
 
 
 def save_speed(path: str, speed: DriveSpeed) -> Path:

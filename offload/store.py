@@ -38,8 +38,10 @@ class Store:
         io: the system's calls, or a simulation of them.
         depth: pieces of transfers that are under way at once on each drive.
         unit_bytes: bytes on one drive before the next one's turn.
+        weights: by directory its share, best its measured speed; by default all are equal.
 
     Raises:
+        ValueError: a weight is none, or so small that its drive would only slow the others down.
         OSError: a file cannot be made or its space not be had; nothing is left behind.
     """
 
@@ -50,6 +52,7 @@ class Store:
         io: aio.IO | None = None,
         depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
+        weights: Sequence[float] | None = None,
     ) -> None:
         self.layout = layout
         self._pid = os.getpid()
@@ -64,6 +67,7 @@ class Store:
             layout.bytes,
             partial(aio.open_backend, depth=depth, io=io),
             unit_bytes=unit_bytes,
+            weights=weights,
         )
         try:
             self._put_block(records.pack_file_header(layout), 0)
@@ -100,6 +104,10 @@ class Store:
     def bytes_written(self) -> int:
         """Bytes written so far, headers included."""
         return self._volume.bytes_written
+
+    def counters(self) -> tuple[aio.Counters, ...]:
+        """What the backend of each of `files` has done so far."""
+        return self._volume.counters()
 
     def read(self, kind: str, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
         """Fills `into` with a chunk as it was last written, or with the whole extent.

@@ -297,3 +297,28 @@ def test_strided_tensors_and_versions() -> None:
     with torch.inference_mode():
         native.accumulate(torch.zeros(10), torch.ones(10))
     assert choice.kernel().reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILED, reason="no kernel here")
+def test_daemon_threads_at_exit():
+    """Threads in the midst of native calls, at whatever point, when the interpreter ends.
+
+    Without operations of torch, which end such a process by an abort of their own (torch 2.13).
+    """
+    code = (
+        "import threading, time, numpy\n"
+        "from cpu_adam import _kernels\n"
+        "data = numpy.zeros(1 << 20, numpy.uint8)\n"
+        "def work():\n"
+        "    while True:\n"
+        "        _kernels.crc32c(0, data, 0, True)\n"
+        "        begun.set()\n"
+        "begun = threading.Event()\n"
+        "for _ in range(3): threading.Thread(target=work, daemon=True).start()\n"
+        "begun.wait()\n"
+        "time.sleep(0.05)\n"
+    )
+    for _ in range(8):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

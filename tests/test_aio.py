@@ -1,15 +1,12 @@
 """aio: every byte arrives, every failure is told, nothing is left behind."""
 
 import errno
-import gc
 import itertools
-import mmap
 import os
 import random
 import re
 import threading
 import time
-import weakref
 
 import numpy as np
 import pytest
@@ -36,35 +33,6 @@ class GateIO(aio.MemoryIO):
 def _nothing_leaks():
     with nothing_leaks():
         yield
-
-
-@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
-def test_bytes_arrive(tmp_path, directory):
-    """Random overlapping writes and reads against a plain array."""
-    if directory == "disk":
-        directory = tmp_path
-    elif not os.path.isdir(directory):
-        pytest.skip("no tmpfs here")
-    rng = np.random.default_rng(7)
-    size = 64 * BLOCK
-    truth = np.zeros(size, dtype=np.uint8)
-    memory = aligned(size)
-    with aio.Pool(3, piece_bytes=2 * BLOCK) as pool, scratch(pool, size, directory) as file:
-        for _ in range(200):
-            start, stop = sorted(rng.choice(65, 2, replace=False) * BLOCK)
-            part = memory[start:stop]
-            if rng.random() < 0.5:
-                part[:] = rng.integers(0, 256, stop - start, dtype=np.uint8)
-                truth[start:stop] = part
-                file.write_from(part, int(start)).wait()
-            else:
-                file.read_into(part, int(start)).wait(timeout=20)
-                assert np.array_equal(part, truth[start:stop])
-        file.sync()
-        assert file.bytes_read > 0
-        assert file.bytes_written > 0
-        assert file.operations >= 200
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -110,20 +78,6 @@ def test_every_call_can_fail(code):
         assert error.filename.startswith("/simulated")
         assert code != errno.ENOSPC or "bytes are free" in error.strerror
     assert number == len(io.calls) + 1 == 15
-
-
-def test_first_failure_by_offset_and_no_more_pieces():
-    io = aio.MemoryIO()
-    broken = aio.SimulatedIO(0, io, errors={5: errno.EIO})
-    with aio.Pool(1, broken, piece_bytes=BLOCK) as pool, scratch(pool, 8 * BLOCK) as file:
-        ticket = file.write_from(aligned(8 * BLOCK), 0)
-        with pytest.raises(OSError, match=r"offset 0 failed.*dmesg"):
-            ticket.wait()
-        assert ticket.done()
-        with pytest.raises(OSError, match="offset 0"):  # as often as one asks
-            ticket.wait()
-        assert len(broken.calls) == 5
-        file.write_from(aligned(8 * BLOCK), 0).wait()
 
 
 def test_endless_retries_and_end_of_file_and_broken_io():
@@ -222,23 +176,6 @@ def test_bytes_in_flight_are_limited():
     with aio.Pool(6, io, **limits) as pool, scratch(pool, 32 * BLOCK) as file:
         file.write_from(aligned(32 * BLOCK), 0).wait()
     assert BLOCK <= io.most <= 2 * BLOCK
-
-
-def test_nothing_holds_a_finished_buffer():
-    with aio.Pool(2, aio.MemoryIO()) as pool, scratch(pool) as file:
-        memory = mmap.mmap(-1, 1 << 20)
-        ticket = file.write_from(memory, 0)
-        ticket.wait()
-        memory.close()  # BufferError if anything still pointed into it
-
-
-def test_dropped_objects_are_given_back(tmp_path):
-    pool = aio.Pool(2)
-    seen = weakref.ref(pool)
-    file = aio.create_scratch(tmp_path, BLOCK, pool)
-    del pool, file
-    gc.collect()
-    assert seen() is None
 
 
 def test_forked_child_touches_nothing(tmp_path):

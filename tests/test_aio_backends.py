@@ -18,6 +18,7 @@ import weakref
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -176,14 +177,16 @@ def test_every_piece_can_fail(name, code, tmp_path):
 
 @pytest.mark.parametrize("name", ENGINE)
 def test_first_failure_by_offset(name, tmp_path):
-    faults = Faults(errors={2: errno.EIO, 3: errno.ENOSPC})
+    """Not the first that happened: of all that failed while nothing else was left to begin."""
+    faults = Faults(errors={2: errno.ENOSPC, 3: errno.EIO})
     with (
-        engine(name, faults, piece_bytes=BLOCK) as backend,
+        engine(name, faults, depth=4, piece_bytes=BLOCK) as backend,
         scratch(backend, 8 * BLOCK, tmp_path) as file,
     ):
-        ticket = file.write_from(aligned(8 * BLOCK), 0)
+        parts = [aligned(BLOCK) for _ in range(3)]
+        ticket = file.write_from(parts, [6 * BLOCK, 5 * BLOCK, 2 * BLOCK])
         for _ in range(2):  # as often as one asks
-            with pytest.raises(OSError, match=f"4096 bytes at offset {BLOCK} failed.*dmesg"):
+            with pytest.raises(OSError, match=f"4096 bytes at offset {2 * BLOCK} failed.*dmesg"):
                 ticket.wait()
         assert ticket.done()
         file.write_from(aligned(8 * BLOCK), 0).wait()
@@ -199,6 +202,42 @@ def test_endless_retries(name, tmp_path):
         assert backend.counters().retries == 64
 
 
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_queue_that_breaks_ends_everything(name, tmp_path):
+    """The kernel refuses the calls of the queue itself: what is under way and all later fails."""
+    with engine(name, Faults(broken_at=3), depth=2, piece_bytes=BLOCK) as backend:
+        with scratch(backend, 64 * BLOCK, tmp_path) as file:
+            tickets = [file.write_from(aligned(8 * BLOCK), n * 8 * BLOCK) for n in range(8)]
+            tickets.append(file.read_into(aligned(BLOCK), 0))
+            for ticket in tickets:
+                with pytest.raises(OSError, match=r"takes no more calls.*AIO_BACKEND") as caught:
+                    ticket.wait(20)
+                assert caught.value.errno == errno.EIO
+            with pytest.raises(OSError, match=r"of 4096 bytes at offset 4096 .*no more calls"):
+                file.read_into(aligned(BLOCK), BLOCK).wait(20)
+        assert not backend.register(aligned(BLOCK)).registered
+        backend.counters()
+
+
+@pytest.mark.parametrize("name", [name for name in ENGINE if name != "threads"])
+def test_somebody_closes_our_descriptors(name, tmp_path):
+    code = (
+        "import aio, mmap, os, sys, time\n"
+        "backend = aio.open_backend(sys.argv[2])\n"
+        "file = aio.create_scratch(sys.argv[1], 1 << 16, backend)\n"
+        "file.write_from(mmap.mmap(-1, 1 << 16), 0).wait()\n"
+        "links = {fd: os.readlink(f'/proc/self/fd/{fd}') for fd in range(3, file.fd)}\n"
+        "for fd in [fd for fd, link in links.items() if 'anon_inode' in link]: os.close(fd)\n"
+        "try: file.write_from(mmap.mmap(-1, 1 << 16), 0).wait(60)\n"
+        "except OSError as error: print(error)\n"
+        "backend.close()\n"
+        "assert time.process_time() < 20\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100)
+    assert "takes no more calls (Bad file descriptor)" in done.stdout + done.stderr
+
+
 def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):
     with opened(name) as backend, scratch(backend, 4 * BLOCK, tmp_path) as file:
         os.ftruncate(file.fd, BLOCK)
@@ -212,6 +251,23 @@ def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):
             file.read_into(aligned(BLOCK), 0).wait()
         assert caught.value.errno == errno.EBADF
         file.fd = whole
+
+
+def test_tensors_and_what_is_no_memory(name, tmp_path):
+    with opened(name) as backend, scratch(backend, 16 * BLOCK, tmp_path) as file:
+        data = torch.from_numpy(aligned(BLOCK)).view(torch.int32)
+        data.copy_(torch.arange(BLOCK // 4))
+        back = torch.from_numpy(aligned(BLOCK)).view(torch.float32)
+        file.write_from(data, 0).wait()
+        file.read_into([back], [0]).wait()  # into the tensor itself
+        assert torch.equal(back.view(torch.int32), data)
+        half = torch.zeros(BLOCK // 2, dtype=torch.bfloat16)
+        for wrong in (half, torch.zeros(BLOCK // 4, requires_grad=True), [1, 2], None):
+            with pytest.raises(TypeError, match=r"transfer of memory; found|bytes-like"):
+                file.read_into([wrong], 0)
+        with pytest.raises(TypeError, match="objects of Python"):
+            file.read_into(np.empty(BLOCK // 8, object), 0)
+        file.read_into(bytearray(0), 0).wait()
 
 
 def test_a_file_size_limit_is_told(name, tmp_path):
@@ -276,18 +332,16 @@ def test_nothing_holds_a_finished_buffer(name, tmp_path):
 
 @pytest.mark.parametrize("name", few(USABLE))
 def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
-    with opened(name, depth=2, piece_bytes=BLOCK) as backend:
-        with scratch(backend, 1 << 20, tmp_path) as file:
-            for number in range(1, 6):
-                file.write_from(aligned(1 << 20, bytes([number]) * (1 << 20)), 0)
-                gc.collect()
-        with scratch(backend, 1 << 20, tmp_path) as file:
-            file.write_from(aligned(1 << 20, b"x" * (1 << 20)), 0)
-            back = aligned(1 << 20)
-            while file.pending and not file.bytes_written:
-                file.read_into(back[:BLOCK], 0).wait()
-            file.read_into(back, 0).wait()
-            assert bytes(back[-5:]) == b"xxxxx"
+    with (
+        opened(name, depth=2, piece_bytes=BLOCK) as backend,
+        scratch(backend, 1 << 20, tmp_path) as file,
+    ):
+        file.write_from(aligned(1 << 20, b"x" * (1 << 20)), 0)
+        back = aligned(1 << 20)
+        while file.pending and not file.bytes_written:
+            file.read_into(back[:BLOCK], 0).wait()
+        file.read_into(back, 0).wait()
+        assert bytes(back[-5:]) == b"xxxxx"
 
 
 def test_several_buffers_are_one_transfer(name, tmp_path):

@@ -130,22 +130,6 @@ def test_file_size_limit(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_exit_without_closing(tmp_path):
-    """An interpreter that ends in the middle of its work ends well and says nothing."""
-    code = (
-        "import sys, aio\n"
-        "pool = aio.Pool(3)\n"
-        "file = aio.create_scratch(sys.argv[1], 8 << 20, pool)\n"
-        "import mmap\n"
-        "tickets = [file.write_from(mmap.mmap(-1, 1 << 20), n << 20) for n in range(8)]\n"
-    )
-    for _ in range(3):
-        run = [sys.executable, "-W", "error", "-c", code, str(tmp_path)]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert os.listdir(tmp_path) == []
-
-
 def test_killed_process_leaves_nothing(tmp_path):
     code = (
         "import sys, mmap, aio\n"

@@ -1,14 +1,22 @@
 """Tickets of several parts, which end while they are looked at."""
 
 import errno
+import signal
 
 import pytest
 
 import aio
-from tests.backends import USABLE
-from tests.faults import aligned, nothing_leaks
+from aio.ticket import Latch
+from tests.backends import ENGINE, USABLE, opened
+from tests.faults import aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
+KINDS = [Latch]
+
+if ENGINE:
+    from aio._native import Signal
+
+    KINDS.append(Signal)
 
 
 @pytest.mark.parametrize("name", USABLE)
@@ -63,10 +71,58 @@ def test_an_end_between_two_looks():
 
 
 def test_a_drive_that_times_out_is_no_wait_that_does():
-    failure = OSError(errno.ETIMEDOUT, "the drive gave up", "/drive0")
-    ticket = aio.JointTicket("joint", [Late(), Late(failure)])
-    with pytest.raises(TimeoutError, match="not finished"):
-        ticket.wait(0)
-    with pytest.raises(TimeoutError, match="gave up") as caught:
-        ticket.wait(0)
-    assert (caught.value.errno, caught.value.filename) == (errno.ETIMEDOUT, "/drive0")
+    with aio.Pool(1, aio.SimulatedIO(0, errors={9: errno.ETIMEDOUT})) as pool:
+        with scratch(pool, BLOCK) as file, pytest.raises(OSError, match="timed out") as caught:
+            for _ in range(9):
+                file.write_from(aligned(BLOCK), 0).wait()
+        assert (type(caught.value), caught.value.errno) == (OSError, errno.EIO)
+
+
+@pytest.mark.parametrize("name", [name for name in ("libaio", "python") if name in USABLE])
+def test_a_signal_in_the_midst_of_a_call_leaves_no_lock(name, tmp_path):
+    """A handler that raises, at any moment of 400 transfers, and all goes on."""
+
+    class Interrupted(Exception):
+        pass
+
+    def raise_it(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    interrupts = 0
+    try:
+        with opened(name) as backend, scratch(backend, BLOCK, tmp_path) as file:
+            memory = aligned(BLOCK)
+            for turn in range(400):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, 2e-5 + turn % 100 * 2e-6)
+                    file.write_from(memory, 0).wait(20)
+                    backend.counters()
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except Interrupted:
+                    interrupts += 1
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+            file.read_into(memory, 0).wait(20)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 10
+
+
+@pytest.mark.parametrize("timeout", [0, 0.01, 1e-9])
+def test_waiting_ends(timeout):
+    for kind in KINDS:
+        waiter = kind()
+        assert not waiter.wait(timeout)
+        waiter.set()
+        waiter.set()
+        assert waiter.wait(timeout)
+
+
+def test_timeouts_that_are_no_numbers():
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"NaN|no number"):
+            kind().wait(float("nan"))
+        waiter = kind()
+        waiter.set()
+        assert waiter.wait(float("inf"))

@@ -82,7 +82,7 @@ def test_json_has_every_figure_and_nothing_else(capsys, tmp_path):
     tried = {
         (c["mode"], c["setting"]["block_bytes"], c["setting"]["depth"]) for c in found["cells"]
     }
-    assert len(tried) <= 12
+    assert 3 <= len(tried) <= 12
     assert found["file_bytes"] < found["bytes_written"] <= 256 << 20
     assert [row["name"] for row in result["formats"]] == [*FORMATS]
     assert "7B model" in result["verdict"]
@@ -111,6 +111,8 @@ def test_several_paths_are_measured_together_at_the_end(capsys, tmp_path):
     assert command(*paths, *TINY, "--json") == 0
     shown = capsys.readouterr()
     assert "[red]b" in "".join(shown.err.split())
+    assert "are on one drive" in shown.err
+    assert "through this drive each second" in shown.out + json.loads(shown.out)["verdict"]
     result = json.loads(shown.out)
     assert [found["path"] for found in result["found"]] == [*map(str, paths)]
     assert [one["mode"] for one in result["together"]] == [*MODES]
@@ -256,7 +258,7 @@ def test_load_on_a_simulated_drive_finds_its_speed():
 
 def test_a_limit_of_writes_holds_and_is_told():
     io = DriveIO(Drive(read=Direction(bytes_per_s=1e9), write=Direction(bytes_per_s=1e9)))
-    (found,) = bench.measure(wanted(written_bytes_max=4 << 20, seconds=2.0, io=io))
+    (found,) = bench.measure(wanted(written_bytes_max=4 << 20, io=io))
     assert found.bytes_written <= 4 << 20
     (found,) = bench.measure(wanted(written_bytes_max=2 << 20, io=io))
     assert found.bytes_written == 2 << 20
@@ -322,14 +324,28 @@ def test_the_verdict_is_arithmetic():
     assert (exact.written_bytes_per_step, exact.steps_endured) == (1e10, 1e4)
 
 
-def test_each_way_is_at_once_or_in_turns():
-    def found(**rates):
-        samples = {mode: Sample(1.0, int(rate), 0, 0.1, (1,)) for mode, rate in rates.items()}
-        figures = [Figure.of(m, Setting("python", 4096, 1), [s]) for m, s in samples.items()]
-        return Found(
-            path="/", file_bytes=1, file_system="ext4", direct=True, notice=None,
-            fill_bytes_per_s=1e9, bytes_written=0, cells=(), figures=tuple(figures),
-        )  # fmt: skip
+def found(**rates):
+    samples = {mode: Sample(1.0, int(rate), 0, 0.1, (1,)) for mode, rate in rates.items()}
+    figures = [Figure.of(m, Setting("python", 4096, 1), [s]) for m, s in samples.items()]
+    return Found(
+        path="/", file_bytes=1, file_system="ext4", direct=True, notice=None,
+        fill_bytes_per_s=1e9, bytes_written=0, cells=(), figures=tuple(figures),
+    )  # fmt: skip
 
+
+def test_paths_on_one_drive_count_once():
+    def of(drives):
+        report = bench_nvme_report.Report(drives=drives)
+        for rate in (2e9, 4e9, 1e9):
+            report.add(found(read=rate, write=rate))
+        return report
+
+    assert (of(()).count, of((0, 1, 0)).count, of((0, 0, 0)).count) == (3, 2, 1)
+    assert of(()).each_way_bytes_per_s() == pytest.approx(3.5e9)
+    assert of((0, 1, 0)).each_way_bytes_per_s() == pytest.approx(3e9)
+    assert of((0, 0, 0)).each_way_bytes_per_s() == pytest.approx(2e9)
+
+
+def test_each_way_is_at_once_or_in_turns():
     assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=3e9)) == pytest.approx(2e9)
     assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=6e9)) == pytest.approx(3e9)

@@ -10,6 +10,8 @@ import pytest
 
 from offload.machine import (
     DriveSpeed,
+    Machine,
+    _part,
     cgroup_free_bytes,
     host_free_bytes,
     mount_point,
@@ -134,7 +136,7 @@ def test_ranks_share_the_host_and_the_drive(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("offload.machine.host_free_bytes", lambda: 1000)
-    monkeypatch.setattr("offload.machine.nvme_free_bytes", lambda paths: 500)
+    monkeypatch.setattr("offload.machine.nvme_free_bytes", lambda *_: 500)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     machine = probe((str(tmp_path),), device_free_bytes=77)
     assert (machine.device_bytes, machine.cpu_bytes, machine.nvme_bytes) == (77, 250, 125)
@@ -152,16 +154,18 @@ def test_free_space_of_a_drive(tmp_path: Path) -> None:
 
 
 def test_free_space_of_several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equal shares: the fullest drive limits all, and paths on one drive share what it has."""
-    for free, drives, expected in (
-        ((700, 100, 900), (1, 2, 3), 300),
-        ((700, 100, 700), (1, 2, 1), 300),
-        ((700, 400, 700), (1, 2, 1), 1050),
-        ((100, 100, 100), (1, 1, 1), 99),
+    """What is full first limits all, and paths on one file system share what it has."""
+    for free, drives, shares, expected in (
+        ((700, 100, 900), (1, 2, 3), (), 300),
+        ((700, 100, 700), (1, 2, 1), (), 300),
+        ((700, 400, 700), (1, 2, 1), (), 1050),
+        ((100, 100, 100), (1, 1, 1), (), 100),
+        ((700, 100, 900), (1, 2, 3), (0.25, 0.25, 0.5), 400),
+        ((700, 100, 700), (1, 2, 1), (0.5, 0.1, 0.4), 777),
     ):
         found = dict(zip("abc", zip(free, drives)))
         monkeypatch.setattr("offload.machine._usable", found.__getitem__)
-        assert nvme_free_bytes(("a", "b", "c")) == expected
+        assert nvme_free_bytes(("a", "b", "c"), shares) == expected
 
 
 def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
@@ -223,6 +227,52 @@ def test_damaged_speeds_are_as_none(
     assert saved_speeds() == {}
     save_speed(str(tmp_path), SPEED)
     assert list(saved_speeds().values()) == [SPEED]
+
+
+def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -> None:
+    """Drives /a, /b ... that read at 4, write at 2 and do both at 3 times such rates."""
+    unit = replace(SPEED, read_bytes_per_s=4.0, write_bytes_per_s=2.0, both_bytes_per_s=3.0)
+    saved = {name: _part(unit, 1 / rate) for name, rate in rates.items() if rate is not None}
+    monkeypatch.setattr("offload.machine.saved_speeds", lambda: saved)
+    monkeypatch.setattr("offload.machine.mount_point", lambda path: path[:2])
+    places = [*rates]
+    monkeypatch.setattr(
+        "offload.machine.same_drive",
+        lambda paths: tuple([p[:2] for p in paths].index(path[:2]) for path in paths),
+    )
+    monkeypatch.setattr("offload.machine._usable", lambda path: (10**12, places.index(path[:2])))
+
+
+def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0, "/c": 1.0, "/d": None})
+    found = probe(("/a", "/b", "/c"))
+    assert found.nvme_shares == pytest.approx((0.6, 0.3, 0.1))
+    assert found.disk_read_bytes_per_s == pytest.approx(4 * 10)
+    assert found.disk_write_bytes_per_s == pytest.approx(2 * 10)
+    # One that was not measured: equal shares, and the slowest known is what they wait for.
+    found = probe(("/a", "/d", "/b"))
+    assert found.nvme_shares == ()
+    assert found.disk_read_bytes_per_s == pytest.approx(4 * 3 * 3)
+    usual = Machine(device_bytes=1, cpu_bytes=1)
+    assert probe(("/d", "/d")).disk_read_bytes_per_s == usual.disk_read_bytes_per_s
+
+
+def test_directories_on_one_drive_are_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0})
+    found = probe(("/a/1", "/b", "/a/2"))
+    assert found.nvme_shares == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert found.disk_read_bytes_per_s == pytest.approx(4 * 9)
+
+
+def test_a_drive_that_reads_slower_than_it_writes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speeds_of(monkeypatch, {"/a": 1.0, "/b": 1.0})
+    odd = replace(SPEED, read_bytes_per_s=1.0, write_bytes_per_s=5.0, both_bytes_per_s=3.0)
+    even = replace(odd, read_bytes_per_s=4.0, write_bytes_per_s=4.0)
+    monkeypatch.setattr("offload.machine.saved_speeds", lambda: {"/a": odd, "/b": even})
+    found = probe(("/a", "/b"))
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == pytest.approx((2, 8))
 
 
 def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

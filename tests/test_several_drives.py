@@ -82,6 +82,49 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
         offload.attach(model, adamw(model), asked, machine=machine)
 
 
+def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    free, shares = 1 << 30, (0.125, 0.625, 0.25)
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, nvme_shares=shares)
+    model = small()
+    asked = config(EVERYTHING, folders(tmp_path))
+    _, optimizer = offload.attach(model, adamw(model), asked, machine=machine)
+    store = optimizer.engine.executor.store
+    size = sum(file.bytes for file in store.files)
+    found = [file.bytes / size for file in store.files]
+    assert found == pytest.approx(shares, abs=8 * BLOCK_BYTES / size)
+    offload.detach(model)
+
+
+@pytest.mark.parametrize("speeds", [(3e6, 1e6), (1e6, 6e6, 2e6)])
+def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
+    """On drives of known speeds, whose busy seconds are counted and not slept."""
+    layout = lay_out_file([ValueSpec("state", "u", (ChunkSpec(16 << 20, ()),))])
+    for weights in (speeds, None):
+        busy = [0.0] * len(speeds)
+
+        def sleep(seconds: float, drive: int, busy: list[float] = busy) -> None:
+            busy[drive] += seconds
+
+        turns = iter(
+            aio.DriveIO(
+                aio.Drive(read=aio.Direction(bytes_per_s=s), write=aio.Direction(bytes_per_s=s)),
+                sleep=partial(sleep, drive=drive),
+            )
+            for drive, s in enumerate(speeds)
+        )
+        names = [f"/drive{n}" for n in range(len(speeds))]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(aio, "open_backend", lambda turns=turns, **_: aio.Pool(1, next(turns)))
+            with Store(names, layout, unit_bytes=64 << 10, weights=weights) as store:
+                store.write("state", "u", aligned_tensor(16 << 20, 1), 1)
+        ideal = (16 << 20) / sum(speeds)
+        if weights:
+            assert max(busy) < 1.05 * ideal
+        else:
+            assert max(busy) > 1.3 * ideal  # what it is good for
+
+
 class OneFull(aio.MemoryIO):
     """Drives without limit, but for a directory that has a block left."""
 

@@ -119,7 +119,9 @@ def run_all(store):
             assert store.read_header(extent.kind, extent.unit).entries[0].step == step
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(
+    "code", [errno.EIO, *(pytest.param(c, marks=pytest.mark.slow) for c in (28, errno.EDQUOT))]
+)
 def test_every_call_can_fail(code):
     """The n-th call fails for every n: a clear error, and the store can be used again."""
 

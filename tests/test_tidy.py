@@ -22,6 +22,7 @@ TEST_FILE_LINES_MAX = 500
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
 PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
+PURE += ("disks",)
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
@@ -29,7 +30,7 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed_keys", "intervals", "runs"),
-    ("breakdown",),
+    ("breakdown", "disks"),
     ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("layout",),
@@ -71,7 +72,8 @@ NATIVE_SUFFIXES = (".cpp", ".h", ".inc")
 
 def native_sources() -> list[Path]:
     """Every C++ file of the project."""
-    found = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("src/*")))
+    folders = [ROOT / "native", *(ROOT / package for package in PACKAGES)]
+    found = (path for folder in folders for path in sorted(folder.rglob("*")))
     return [path for path in found if path.suffix in NATIVE_SUFFIXES]
 
 

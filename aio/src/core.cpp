@@ -1,9 +1,11 @@
 // The engine's thread: it cuts, submits, reaps, tries again, counts.
 #include "core.h"
 
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/statvfs.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -26,6 +28,10 @@ int64_t cpu_ns_of_this_thread() {
     return used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
 }
 
+constexpr int64_t TRY_OUT_NS = 1'000'000'000;
+constexpr int64_t SLEEP_NS_MAX = 1'000'000'000;  // a wake gets lost where its descriptor was closed
+constexpr int64_t BLOCK_BYTES = 4096;
+
 // Bytes free on the file system of a file, for a message; -1 where it does not say.
 int64_t free_bytes_of(int fd) {
     struct statvfs found;
@@ -35,13 +41,55 @@ int64_t free_bytes_of(int fd) {
 
 }  // namespace
 
-std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
+namespace {
+
+std::unique_ptr<Queue> opened_queue(Kind kind, int depth) {
     switch (kind) {
         case Kind::io_uring: return open_io_uring(depth);
         case Kind::linux_aio: return open_linux_aio(depth);
         case Kind::threads: return open_thread_pool(depth);
     }
     throw std::system_error(EINVAL, std::generic_category(), "kind of queue");
+}
+
+[[noreturn]] void not_working(const char* what, int code = ETIME) {
+    throw std::system_error(code, std::generic_category(), what);
+}
+
+// Wakes the queue and has it read a block of a file in memory.
+void try_out(Queue& queue) {
+    std::vector<Completion> over;
+    queue.wake();
+    if (!queue.reap(over, TRY_OUT_NS)) not_working("it cannot be woken");
+    const int fd = memfd_create("aio", MFD_CLOEXEC);
+    if (fd < 0) return;  // that is not its fault
+    auto block = std::make_unique<std::byte[]>(BLOCK_BYTES);
+    Piece piece{fd, false, block.get(), BLOCK_BYTES, 0};
+    Piece* const pieces[] = {&piece};
+    const bool sized = ftruncate(fd, BLOCK_BYTES) == 0;
+    size_t taken = 0;
+    const int64_t end = now_ns() + TRY_OUT_NS;
+    while (sized && over.empty() && now_ns() < end) {
+        if (taken == 0) taken = queue.submit(pieces);
+        queue.reap(over, TRY_OUT_NS / 100);
+    }
+    queue.forget(fd);
+    close(fd);
+    if (!sized) return;
+    if (over.empty()) {
+        static_cast<void>(block.release());  // it may come after all
+        not_working("it takes transfers and does not do them");
+    }
+    if (over[0].result != BLOCK_BYTES)
+        not_working("read of a file in memory", over[0].result < 0 ? int(-over[0].result) : EIO);
+}
+
+}  // namespace
+
+std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
+    auto queue = opened_queue(kind, depth);
+    try_out(*queue);
+    return queue;
 }
 
 void Request::finish() {
@@ -65,22 +113,59 @@ void Core::run(Signal& opened, std::exception_ptr& failure) {
     }
     const bool works = failure == nullptr;
     opened.set();
-    while (works && take_inbox()) {
-        give();
-        reap();
+    try {
+        while (works && take_inbox()) {
+            give();
+            reap();
+        }
+    } catch (const std::system_error& error) {
+        give_up(error.code().value());
     }
-    std::lock_guard lock(mutex_);
-    open_ = false;
-    if (queue_) cpu_ns_at_end_ = queue_->cpu_ns();
-    queue_.reset();
-    cpu_ns_at_end_ += cpu_ns_of_this_thread();
+    close_queue();
+}
+
+// Without the lock, which callers may take with one of their own: some kernels take 40 ms for it.
+void Core::close_queue() {
+    std::unique_ptr<Queue> queue;
+    {
+        std::lock_guard lock(mutex_);
+        open_ = asleep_ = idle_ = false;
+        if (queue_) cpu_ns_at_end_ = queue_->cpu_ns() + cpu_ns_of_this_thread();
+        queue = std::move(queue_);
+    }
+}
+
+// The queue is out of order, and nothing more comes back from it: everything fails.
+void Core::give_up(int code) {
+    {
+        std::lock_guard lock(mutex_);
+        broken_ = code;
+        open_ = false;
+        std::move(inbox_.begin(), inbox_.end(), std::back_inserter(requests_));
+        inbox_.clear();
+        taken_calls_.swap(calls_);
+    }
+    close_queue();  // first: what the kernel has of ours is let go of
+    for (Call* call : taken_calls_) call->done.set();
+    taken_calls_.clear();
+    const Failure failure{.code = EIO, .cause = Cause::queue_broken, .last_code = code};
+    for (Flight& flight : flights_)
+        if (flight.request != nullptr) end(flight, failure);
+    for (; !requests_.empty(); requests_.pop_front()) {
+        Request& request = *requests_.front();
+        const Part& part = request.transfer_.parts[request.part_];
+        request.failure_ = failure;
+        request.failure_.offset = part.offset + request.given_;
+        request.failure_.bytes = part.bytes - request.given_;
+        finish(request);
+    }
 }
 
 // False when the engine is closed and nothing is left to do.
 bool Core::take_inbox() {
     {
         std::lock_guard lock(mutex_);
-        asleep_ = false;
+        asleep_ = idle_ = false;
         taken_.swap(inbox_);
         taken_calls_.swap(calls_);
         const bool idle = taken_.empty() && requests_.empty() && free_.size() == flights_.size();
@@ -112,6 +197,14 @@ void Core::give() {
     const size_t taken = queue_->submit(ready_);
     ready_.erase(ready_.begin(), ready_.begin() + ptrdiff_t(taken));
     submitted_ += taken;
+    refusals_ = submitted_ > 0 ? 0 : refusals_ + 1;
+    if (refusals_ > RETRIES_MAX) {
+        Flight& first = static_cast<Flight&>(*ready_.front());
+        ready_.erase(ready_.begin());
+        end(first, {.code = EIO, .cause = Cause::no_progress, .tries = refusals_,
+                    .last_code = EAGAIN});
+        refusals_ = 0;
+    }
     depth_max_.add(std::max<int64_t>(0, int64_t(submitted_) - depth_max_.get()));
 }
 
@@ -140,18 +233,25 @@ void Core::cut() {
     }
 }
 
+// How long to wait for what is over. A new request is worth being woken for only where it could be
+// cut at once; else it is found when something is over, which is when there is room for it.
 int64_t Core::time_to_sleep() {
-    std::lock_guard lock(mutex_);
-    if (!inbox_.empty() || !calls_.empty()) return 0;
-    if (closing_ && requests_.empty() && free_.size() == flights_.size()) return 0;
-    asleep_ = true;
+    int64_t wait_ns = SLEEP_NS_MAX;
     if (!resting_.empty()) {
         const auto earlier = [](const Flight* a, const Flight* b) { return a->due < b->due; };
         const int64_t due = (*std::min_element(resting_.begin(), resting_.end(), earlier))->due;
-        return std::max<int64_t>(0, due - now_ns());
+        wait_ns = std::max<int64_t>(0, due - now_ns());
+    } else if (!ready_.empty() && submitted_ == 0) {
+        wait_ns = RETRY_DELAY_NS;  // what the queue had no room for
     }
-    // What the queue had no room for is tried again when something is over.
-    return !ready_.empty() && submitted_ == 0 ? RETRY_DELAY_NS : FOREVER;
+    const bool room = requests_.empty() && !free_.empty() &&
+                      inflight_bytes_ < options_.inflight_bytes_max;
+    const bool nothing = requests_.empty() && free_.size() == flights_.size();
+    std::lock_guard lock(mutex_);
+    if (!calls_.empty() || (room && !inbox_.empty()) || (closing_ && nothing)) return 0;
+    asleep_ = wait_ns != 0;
+    idle_ = asleep_ && room;
+    return wait_ns;
 }
 
 void Core::reap() {

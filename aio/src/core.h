@@ -21,6 +21,7 @@
 
 namespace aio {
 
+// Opened and tried: throws std::system_error where it cannot be had or does not work.
 std::unique_ptr<Queue> open_queue(Kind kind, int depth);
 
 // A count that one thread adds to and others read.
@@ -72,6 +73,8 @@ private:
     void finish(Request& request);
     void count(const Flight& flight, int64_t now);
     void wake_if_asleep();
+    void give_up(int code);
+    void close_queue();
 
     const Options options_;
     std::thread thread_;
@@ -83,7 +86,10 @@ private:
     std::vector<std::shared_ptr<Request>> inbox_;
     std::vector<Call*> calls_;
     std::unordered_map<int, int64_t> pending_;  // requests by descriptor
-    bool asleep_ = false, closing_ = false, open_ = false, joining_ = false, joined_ = false;
+    bool asleep_ = false;  // the thread, until it is woken,
+    bool idle_ = false;    // and it could begin with a new request at once
+    bool closing_ = false, open_ = false, joining_ = false, joined_ = false;
+    int broken_ = 0;  // errno of the queue
     int64_t cpu_ns_at_end_ = 0;
 
     // The engine's thread alone knows these.
@@ -97,6 +103,7 @@ private:
     std::vector<Completion> over_;
     int64_t inflight_bytes_ = 0;
     size_t submitted_ = 0;
+    int refusals_ = 0;  // in a row, of all that is ready, while nothing is under way
 
     Count bytes_read_, bytes_written_, operations_, retries_, depth_max_;
     std::array<Count, LATENCIES> latencies_;

@@ -6,7 +6,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
+#include <stdexcept>
 #include <system_error>
 #include <utility>
 
@@ -25,8 +27,18 @@ void Request::unwatch(const std::shared_ptr<Signal>& signal) {
     std::erase(watchers_, signal);
 }
 
+static const Options& checked(const Options& options) {
+    if (options.depth < 1 || options.depth > DEPTH_MAX)
+        throw std::invalid_argument("depth: expected 1 to 4096");
+    if (options.piece_bytes < 1 || options.piece_bytes > PIECE_BYTES_MAX)
+        throw std::invalid_argument("piece_bytes: expected 1 to 1 GiB");
+    if (options.inflight_bytes_max < options.piece_bytes)
+        throw std::invalid_argument("inflight_bytes_max: expected at least piece_bytes");
+    return options;
+}
+
 Core::Core(const Options& options)
-    : options_(options), flights_(size_t(options.depth)) {
+    : options_(checked(options)), flights_(size_t(options.depth)) {
     for (Flight& flight : flights_) free_.push_back(&flight);
     Signal opened;
     std::exception_ptr failure;
@@ -51,7 +63,7 @@ Core::Core(const Options& options)
 // Called with the lock held, after something was put where the thread looks before it sleeps.
 void Core::wake_if_asleep() {
     if (!asleep_) return;
-    asleep_ = false;
+    asleep_ = idle_ = false;
     queue_->wake();
 }
 
@@ -60,14 +72,19 @@ std::shared_ptr<Request> Core::submit(Transfer transfer) {
     auto request = std::make_shared<Request>(std::move(transfer));
     std::unique_lock lock(mutex_);
     if (closing_) return nullptr;
-    if (request->transfer_.parts.empty()) {
+    const std::vector<Part>& parts = request->transfer_.parts;
+    if (parts.empty() || broken_ != 0) {
+        if (!parts.empty())
+            request->failure_ = {.code = EIO, .cause = Cause::queue_broken,
+                                 .offset = parts[0].offset, .bytes = parts[0].bytes,
+                                 .last_code = broken_};
         lock.unlock();
         request->finish();
         return request;
     }
     pending_[request->transfer_.fd]++;
     inbox_.push_back(request);
-    wake_if_asleep();
+    if (idle_) wake_if_asleep();
     return request;
 }
 
@@ -144,33 +161,29 @@ void Engine::forget(int fd) {
 }
 
 int Engine::register_buffer(std::byte* data, int64_t bytes) {
-    int code = ESHUTDOWN;
-    core_->call([&](Queue& queue) {
-        for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) {
+    for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) {
+        int code = ESHUTDOWN;
+        core_->call([&](Queue& queue) {  // for each: transfers go on in between
             code = queue.register_buffer(data + at, std::min(BUFFER_BYTES_MAX, bytes - at));
-            if (code == 0) continue;
-            while ((at -= BUFFER_BYTES_MAX) >= 0) queue.unregister_buffer(data + at);
-            return;
-        }
-    });
-    return code;
+        });
+        if (code == 0) continue;
+        unregister_buffer(data, at);
+        return code;
+    }
+    return 0;
 }
 
 void Engine::unregister_buffer(std::byte* data, int64_t bytes) {
-    core_->call([&](Queue& queue) {
-        for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) queue.unregister_buffer(data + at);
-    });
+    for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX)
+        core_->call([&](Queue& queue) {
+            queue.unregister_buffer(data + at, std::min(BUFFER_BYTES_MAX, bytes - at));
+        });
 }
 
 Counters Engine::counters() { return core_->counters(); }
 
 void Engine::close() { core_->close(); }
 
-void probe(Kind kind) {
-    const auto queue = open_queue(kind, 1);
-    std::vector<Completion> none;
-    queue->wake();
-    queue->reap(none, 1'000'000'000);
-}
+void probe(Kind kind) { open_queue(kind, 1); }
 
 }  // namespace aio

@@ -20,6 +20,8 @@
 
 namespace aio {
 
+constexpr int DEPTH_MAX = 4096;
+constexpr int64_t PIECE_BYTES_MAX = int64_t(1) << 30;
 constexpr int RETRIES_MAX = 64;  // calls in a row without progress before giving up
 constexpr int64_t RETRY_DELAY_NS = 1'000'000;
 constexpr size_t LATENCIES = 32;
@@ -50,14 +52,15 @@ struct Transfer {
     std::function<void(int64_t moved, int64_t operations)> finished = {};
 };
 
-enum class Cause { refused, end_of_file, no_progress };
+enum class Cause { refused, end_of_file, no_progress, queue_broken };
 
 // What failed, the first by offset. `offset` and `bytes` are of the piece, from where it stood.
 struct Failure {
     int code = 0;  // errno; 0: nothing failed
     Cause cause = Cause::refused;
     int64_t offset = 0, bytes = 0;
-    int tries = 0, last_code = 0;  // of a piece without progress; 0: nothing was transferred
+    int tries = 0;
+    int last_code = 0;  // of a piece without progress, 0: nothing was transferred; of the queue
     int64_t free_bytes = -1;       // where space was missing and the file system says
 };
 
@@ -100,10 +103,14 @@ struct Counters {
 // knows the queue. Callers hand it requests and calls through an inbox under a lock, and wake it
 // only where it sleeps. It takes no lock of Python's, and nothing it waits for waits for Python.
 //
+// Where the kernel refuses the calls of the queue itself, everything under way fails with that, and
+// so does everything submitted later.
+//
 // A forked child has no such thread: there nothing may be called, and the destructor does nothing.
 class Engine {
 public:
-    // Throws std::system_error where the queue cannot be had: what() names the call.
+    // Throws std::system_error where the queue cannot be had or does not work: what() names the
+    // call; std::invalid_argument where an option is out of its range.
     explicit Engine(const Options& options);
     ~Engine();  // closes
     Engine(const Engine&) = delete;

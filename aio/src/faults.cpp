@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <random>
+#include <system_error>
 #include <unordered_map>
 #include <utility>
 
@@ -26,12 +27,14 @@ public:
         return taken;
     }
 
-    void reap(std::vector<Completion>& out, int64_t wait_ns) override {
+    bool reap(std::vector<Completion>& out, int64_t wait_ns) override {
+        if (faults_.broken_at > 0 && number_ >= faults_.broken_at)
+            throw std::system_error(EBADF, std::generic_category(), "reap");
         const bool made = !made_.empty();
         out.insert(out.end(), made_.begin(), made_.end());
         made_.clear();
         const size_t first = out.size();
-        inner_->reap(out, made ? 0 : wait_ns);
+        const bool woken = inner_->reap(out, made ? 0 : wait_ns);
         for (size_t i = first; i < out.size(); i++) {
             const auto cut = cuts_.find(out[i].piece);
             if (cut == cuts_.end()) continue;
@@ -39,6 +42,7 @@ public:
             out[i].result = std::min(out[i].result, cut->second.told);
             cuts_.erase(cut);
         }
+        return woken;
     }
 
     void wake() override { inner_->wake(); }
@@ -46,7 +50,9 @@ public:
     int register_buffer(std::byte* data, int64_t bytes) override {
         return inner_->register_buffer(data, bytes);
     }
-    void unregister_buffer(std::byte* data) override { inner_->unregister_buffer(data); }
+    void unregister_buffer(std::byte* data, int64_t bytes) override {
+        inner_->unregister_buffer(data, bytes);
+    }
     int64_t cpu_ns() override { return inner_->cpu_ns(); }
 
 private:

@@ -14,9 +14,11 @@ struct Faults {
     double short_rate = 0;          // that move a part only
     double retry_rate = 0;          // that fail with EINTR or EAGAIN
     double refusal_rate = 0;        // before which the queue says that it has no room
+    int64_t broken_at = 0;          // number of the piece after which the queue itself fails
 
     bool any() const {
-        return !errors.empty() || short_rate > 0 || retry_rate > 0 || refusal_rate > 0;
+        return !errors.empty() || short_rate > 0 || retry_rate > 0 || refusal_rate > 0 ||
+               broken_at > 0;
     }
 };
 

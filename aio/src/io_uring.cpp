@@ -92,8 +92,11 @@ public:
     }
 
     ~IoUring() override {
-        files_.fill(-1);  // at once: the kernel takes a ring apart in its own time
+        // At once: the kernel takes a ring apart in its own time, and not before a child that was
+        // forked with it ends.
+        files_.fill(-1);
         update_files(0, FILES_MAX);
+        if (!buffers_.empty()) call_register(UNREGISTER_BUFFERS, nullptr, 0);
     }
 
     size_t submit(std::span<Piece* const> pieces) override {
@@ -121,7 +124,7 @@ public:
         return count;
     }
 
-    void reap(std::vector<Completion>& out, int64_t wait_ns) override {
+    bool reap(std::vector<Completion>& out, int64_t wait_ns) override {
         if (!armed_) arm();
         const bool waits = wait_ns != 0 && cq_empty();
         uint32_t flags = ENTER_GETEVENTS | ENTER_EXT_ARG;
@@ -132,9 +135,13 @@ public:
             .store(tail_, std::memory_order_release);
         const long sent = syscall(ENTER_CALL, int(ring_), unsent_, waits ? 1 : 0, flags, &argument,
                                   sizeof argument);
-        // Failures here (EINTR, ETIME, EAGAIN, EBUSY) leave everything as it is for the next call.
+        const int code = sent < 0 ? errno : 0;
         if (sent > 0) unsent_ -= uint32_t(sent);
-        drain(out);
+        const bool woken = drain(out);
+        // These leave everything as it is for the next call.
+        const bool passes = code == EINTR || code == ETIME || code == EAGAIN || code == EBUSY;
+        if (code != 0 && !passes && out.empty()) fail("io_uring_enter", code);
+        return woken;
     }
 
     void wake() override {
@@ -165,11 +172,13 @@ public:
         return code;
     }
 
-    void unregister_buffer(std::byte* data) override {
+    void unregister_buffer(std::byte* data, int64_t bytes) override {
         for (size_t slot = 0; slot < buffers_.size(); slot++) {
-            if (buffers_[slot].iov_base != data) continue;
+            const iovec& known = buffers_[slot];
+            if (known.iov_base != data || known.iov_len != size_t(bytes)) continue;
             buffers_[slot] = {};
             update_buffer(slot);
+            return;  // another like it was registered for somebody else
         }
     }
 
@@ -208,19 +217,25 @@ private:
 
     bool cq_empty() const { return cq_tail() == *rings_.at<uint32_t>(params_.cq.head); }
 
-    void drain(std::vector<Completion>& out) {
+    // Takes what is over; whether the eventfd was read, which is `wake`.
+    bool drain(std::vector<Completion>& out) {
+        int wake_result = 0;
         uint32_t& shared_head = *rings_.at<uint32_t>(params_.cq.head);
         uint32_t head = shared_head;
         for (const uint32_t end = cq_tail(); head != end; head++) {
             const Cqe& cqe = rings_.at<Cqe>(params_.cq.cqes)[head & (params_.cq_entries - 1)];
             if (cqe.user_data == WAKE) {
                 armed_ = false;
+                wake_result = cqe.result;
                 continue;
             }
             out.push_back({reinterpret_cast<Piece*>(uintptr_t(cqe.user_data)), cqe.result});
             under_way_--;
         }
         std::atomic_ref(shared_head).store(head, std::memory_order_release);
+        const bool again = wake_result == -EINTR || wake_result == -EAGAIN;
+        if (wake_result < 0 && !again && out.empty()) fail("read of the eventfd", -wake_result);
+        return wake_result > 0;
     }
 
     long call_register(unsigned operation, const void* argument, unsigned count) const {

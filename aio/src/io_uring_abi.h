@@ -21,7 +21,8 @@ constexpr uint8_t SQE_FIXED_FILE = 1u << 0;
 
 constexpr uint64_t OFFSET_OF_RINGS = 0, OFFSET_OF_SQES = 0x10000000;
 
-constexpr unsigned REGISTER_FILES = 2, REGISTER_FILES_UPDATE = 6, REGISTER_BUFFERS2 = 15,
+constexpr unsigned UNREGISTER_BUFFERS = 1, REGISTER_FILES = 2, REGISTER_FILES_UPDATE = 6,
+                   REGISTER_BUFFERS2 = 15,
                    REGISTER_BUFFERS_UPDATE = 16;
 constexpr uint32_t REGISTER_SPARSE = 1u << 0;  // Linux 5.19
 

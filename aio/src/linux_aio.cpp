@@ -56,27 +56,31 @@ public:
         return done;
     }
 
-    void reap(std::vector<Completion>& out, int64_t wait_ns) override {
+    bool reap(std::vector<Completion>& out, int64_t wait_ns) override {
         if (!refused_.empty()) wait_ns = 0;
         out.insert(out.end(), refused_.begin(), refused_.end());
         refused_.clear();
         if (wait_ns != 0) {
             const timespec span{wait_ns / 1'000'000'000, wait_ns % 1'000'000'000};
             pollfd awaited{wake_, POLLIN, 0};
-            ppoll(&awaited, 1, wait_ns == FOREVER ? nullptr : &span, nullptr);
+            const int found = ppoll(&awaited, 1, wait_ns == FOREVER ? nullptr : &span, nullptr);
+            if (found < 0 && errno != EINTR) fail("ppoll");
+            if (found > 0 && awaited.revents & POLLNVAL) fail("ppoll of the eventfd", EBADF);
         }
         uint64_t ignored;
-        if (read(wake_, &ignored, sizeof ignored) < 0) ignored = 0;
+        const bool signalled = read(wake_, &ignored, sizeof ignored) > 0;
         io_event events[EVENTS_MAX];
         timespec none{};
         for (long found = EVENTS_MAX; found == long(EVENTS_MAX);) {
             found = syscall(SYS_io_getevents, context_, 0, EVENTS_MAX, events, &none);
+            if (found < 0 && errno != EINTR) fail("io_getevents");
             for (long i = 0; i < found; i++) {
                 out.push_back({reinterpret_cast<Piece*>(uintptr_t(events[i].data)),
                                int64_t(events[i].res)});
                 free_.push_back(reinterpret_cast<iocb*>(uintptr_t(events[i].obj)));
             }
         }
+        return signalled;
     }
 
     void wake() override {

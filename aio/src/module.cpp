@@ -7,70 +7,26 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <pthread.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <system_error>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "engine.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace aio;
+using without_gil::must_not_ask;
+using without_gil::Passing;
+using without_gil::WithoutGil;
 
 constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
-
-// [Note: The end of Python]
-// A daemon thread that asks for the GIL when the interpreter has begun to end is ended by Python
-// with an unwinding that C++ does not survive. So at exit, while Python still runs, those that
-// wait here without the GIL are told to sleep for ever instead of coming back; nobody begins what
-// may let the GIL go; and those in the midst of it are let through first.
-static std::atomic<bool> ending{false};
-static std::atomic<int> passing{0};  // threads that may be asking for the GIL
-static pthread_t ending_thread;
-
-static thread_local int passes = 0;  // how often this thread is among them
-
-// For what may let the GIL go and take it again.
-struct Passing {
-    Passing() { passing++, passes++; }
-    Passing(const Passing&) = delete;
-    ~Passing() { passes--, passing--; }
-};
-
-static bool must_not_ask() {
-    return ending && passes == 0 && !pthread_equal(pthread_self(), ending_thread);
-}
-
-class WithoutGil {
-public:
-    WithoutGil() : state_(PyEval_SaveThread()) {}
-    WithoutGil(const WithoutGil&) = delete;
-    ~WithoutGil() {
-        passing++;
-        if (must_not_ask()) {
-            passing--;
-            while (true) pause();
-        }
-        PyEval_RestoreThread(state_);
-        passing--;
-    }
-
-private:
-    PyThreadState* state_;
-};
-
-static void end() {
-    ending_thread = pthread_self();
-    ending = true;
-    const WithoutGil released;
-    while (passing > 0) usleep(100);
-}
 
 // [Note: Buffers under way]
 // What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
@@ -109,6 +65,7 @@ static void put_on_list(Held* held) {
 
 // Wait by slices, without the GIL, until `wait(nanoseconds)` says yes or the time is up.
 template <class Wait> static bool wait_interruptibly(std::optional<double> seconds, Wait wait) {
+    if (seconds && std::isnan(*seconds)) throw nb::value_error("a timeout that is no number");
     double left = seconds.value_or(0) * 1e9;
     while (true) {
         const int64_t slice =
@@ -169,7 +126,10 @@ static std::shared_ptr<Request> submit(Engine& engine, nb::object file, bool wri
     add(file, "pending", 1);
     held.release();
     auto request = engine.submit(std::move(transfer));
-    if (request == nullptr) put_on_list(kept);  // closed
+    if (request == nullptr) {  // closed
+        put_on_list(kept);
+        settle();
+    }
     return request;
 }
 
@@ -206,15 +166,17 @@ static void bind_engine(nb::module_& m) {
         .def("__init__",
              [](Engine* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max,
                 const std::map<int64_t, int>& errors, uint64_t seed, double short_rate,
-                double retry_rate, double refusal_rate) {
+                double retry_rate, double refusal_rate, int64_t broken_at) {
                  const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max,
-                                       {errors, seed, short_rate, retry_rate, refusal_rate}};
+                                       {errors, seed, short_rate, retry_rate, refusal_rate,
+                                        broken_at}};
                  const WithoutGil released;
                  new (self) Engine(options);
              },
              nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
              nb::arg("inflight_bytes_max"), nb::arg("errors"), nb::arg("seed"),
-             nb::arg("short_rate"), nb::arg("retry_rate"), nb::arg("refusal_rate"))
+             nb::arg("short_rate"), nb::arg("retry_rate"), nb::arg("refusal_rate"),
+             nb::arg("broken_at"))
         .def("submit", &submit, nb::arg("file"), nb::arg("writing"), nb::arg("align"),
              nb::arg("buffers"), nb::arg("offsets"))
         .def("drain",
@@ -282,6 +244,5 @@ NB_MODULE(_native, m) {
         const WithoutGil released;
         probe(Kind(kind));
     });
-    pthread_atfork(nullptr, nullptr, [] { passing = 0; });
-    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&end));
+    without_gil::prepare_for_the_end();
 }

@@ -26,8 +26,8 @@ struct Completion {
 
 // [Note: Queues]
 // A queue is opened, used and destroyed by one thread, the engine's; only `wake` and `cpu_ns` are
-// for others. Nothing may be under way when it is destroyed. It moves what it is told and reports
-// what the kernel said: cutting, retrying and counting are the engine's.
+// for others. Nothing may be under way when it is destroyed, unless it threw. It moves what it is
+// told and reports what the kernel said: cutting, retrying and counting are the engine's.
 class Queue {
 public:
     virtual ~Queue() = default;
@@ -36,7 +36,9 @@ public:
     virtual size_t submit(std::span<Piece* const> pieces) = 0;
 
     // Add what is over to `out`. Where nothing is, wait for something, for `wake`, or so long.
-    virtual void reap(std::vector<Completion>& out, int64_t wait_ns) = 0;
+    // Whether there was a `wake`, if nothing is over. Throws std::system_error, with the call,
+    // where the kernel refuses it: nothing more is to be had from this queue then.
+    virtual bool reap(std::vector<Completion>& out, int64_t wait_ns) = 0;
 
     // Let a `reap` that waits, or the next one that would, return.
     virtual void wake() = 0;
@@ -46,7 +48,7 @@ public:
 
     // Have memory known to the kernel, at most BUFFER_BYTES_MAX. 0, or the errno.
     virtual int register_buffer(std::byte*, int64_t) { return EOPNOTSUPP; }
-    virtual void unregister_buffer(std::byte*) {}
+    virtual void unregister_buffer(std::byte*, int64_t) {}
 
     // Processor time of threads of the queue's own.
     virtual int64_t cpu_ns() { return 0; }

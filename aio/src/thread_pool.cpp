@@ -10,6 +10,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "queue.h"
 #include "futex.h"
@@ -46,14 +47,14 @@ public:
         return pieces.size();
     }
 
-    void reap(std::vector<Completion>& out, int64_t wait_ns) override {
+    bool reap(std::vector<Completion>& out, int64_t wait_ns) override {
         std::unique_lock lock(mutex_);
         const auto due = [&] { return woken_ || !over_.empty(); };
         if (wait_ns == FOREVER) over_changed_.wait(lock, due);
         else if (wait_ns > 0) over_changed_.wait_for(lock, std::chrono::nanoseconds(wait_ns), due);
-        woken_ = false;
         out.insert(out.end(), over_.begin(), over_.end());
         over_.clear();
+        return std::exchange(woken_, false);
     }
 
     void wake() override {

@@ -16,9 +16,11 @@
 #include "kernel.h"
 #include "pool.h"
 #include "sweep.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace cpu_adam;
+using without_gil::WithoutGil;
 
 using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
@@ -67,7 +69,7 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
                       int64_t(checksums->shape(1)) != chosen.arrays - 1))
         throw nb::value_error("the checksums do not fit the table");
     uint32_t* const sums = checksums ? checksums->data() : nullptr;
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     if (sums != nullptr) sweep_with_checksums(chosen, table, crc32c_of(kernel_at(kernel)), sums);
     else sweep(chosen, table);
 }
@@ -77,7 +79,7 @@ static double squares(int kernel, int gradient, uintptr_t address, int64_t eleme
     if (gradient < 0 || gradient >= GRADIENTS || elements < 0)
         throw nb::index_error("no such gradient");
     if (elements > 0 && address == 0) throw nb::value_error("a gradient has no memory");
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     return sum_of_squares(chosen, Gradient(gradient), reinterpret_cast<const Byte*>(address),
                           elements);
 }
@@ -87,7 +89,7 @@ static uint32_t crc32c(int kernel, const Bytes& bytes, uint32_t value, bool thre
     const Byte* data = bytes.data();
     const int64_t count = int64_t(bytes.size());
     if (count <= CRC_UNDER_GIL_BYTES) return function(value, data, count);
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     return threads ? crc32c_by_threads(function, value, data, count) : function(value, data, count);
 }
 
@@ -95,7 +97,7 @@ static void configure(const std::vector<std::pair<int, std::vector<int>>>& place
     std::vector<Place> wanted;
     for (const auto& [node, processors] : places) wanted.push_back({node, processors});
     if (wanted.empty()) throw nb::value_error("no thread");
-    nb::gil_scoped_release released;
+    const WithoutGil released;
     Pool::get().configure(std::move(wanted));
 }
 
@@ -117,4 +119,5 @@ NB_MODULE(_kernels, m) {
     m.def("crc32c_combine", &crc32c_combine, nb::arg("a"), nb::arg("b"), nb::arg("bytes_of_b"));
     m.def("configure", &configure, nb::arg("places"));
     m.def("threads", [] { return Pool::get().threads(); });
+    without_gil::prepare_for_the_end();
 }

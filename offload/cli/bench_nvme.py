@@ -24,6 +24,7 @@ from offload.cli.bench_nvme_verdict import GPUS, Verdict
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
+from offload.disks import disks_below, same_drive
 from offload.machine import DriveSpeed, host_free_bytes, nvme_free_bytes, save_speed
 
 BLOCK_BYTES_MAX = 256 << 20
@@ -160,10 +161,11 @@ def command(arguments: Sequence[str]) -> None:
             draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_nvme_plot")
             wanted, notices = _wanted(asked)
             _check_room(asked, wanted)
+            notices += _shared(wanted.paths)
         notices += [busy] if busy else []
         for notice in [*notices, _announced(asked, wanted)]:
             _note(remarks, f"note: {notice}")
-        report = bench_nvme_report.Report()
+        report = bench_nvme_report.Report(drives=same_drive(wanted.paths))
         with measuring.bar(remarks) as progress:
 
             def told(share: float, what: str) -> None:
@@ -252,8 +254,9 @@ def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
         OSError: a path cannot be used.
         ValueError: there is too little room.
     """
-    for path in wanted.paths:
-        free = nvme_free_bytes((path,))
+    for number, path in enumerate(wanted.paths):
+        # In equal shares: where several are on one file system, it has room for all or none.
+        free = nvme_free_bytes(wanted.paths[: number + 1]) // (number + 1)
         if free < wanted.file_bytes:
             fits = free // 2 >> 20
             remedy = f"--size {fits}MiB" if fits else "free some space, or another drive"
@@ -268,6 +271,21 @@ def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
             f"{format_bytes(2 * memory)} free, of which half may be taken; likely cause: large "
             "blocks at great depths; try: --blocks 1MiB --depths 1 8"
         )
+
+
+def _shared(paths: Sequence[str]) -> list[str]:
+    """What to say of directories on one drive."""
+    drives = same_drive(paths)
+    told = []
+    for first in sorted(set(drives)):
+        same = [path for path, drive in zip(paths, drives) if drive == first]
+        if len(same) > 1:
+            names = ", ".join(sorted(disks_below(same[0])))
+            told.append(
+                f"{' and '.join(same)} are on one drive ({names}), which counts once; one of them "
+                "is enough"
+            )
+    return told
 
 
 def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
@@ -300,7 +318,7 @@ def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
         model=asked.model,
         gpu=name.upper() if name in GPUS else f"a GPU of {asked.gpu} TFLOP/s",
         gpu_flops=GPUS[name] if name in GPUS else _amount(asked.gpu) * 1e12,
-        endurance_bytes=_amount(asked.endurance) * len(report.found),
+        endurance_bytes=_amount(asked.endurance) * report.count,
         each_way_bytes_per_s=report.each_way_bytes_per_s(),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -27,6 +28,8 @@ class Report:
     found: list[Found] = field(default_factory=list)
     compared: list[list[Compared]] = field(default_factory=list)
     together: list[Together] = field(default_factory=list)
+    drives: tuple[int, ...] = ()
+    """By path the number of the first that is on the same drive; none: each is on its own."""
 
     def add(self, one: Result) -> None:
         """Sorts a result in."""
@@ -42,7 +45,16 @@ class Report:
         at_once = {one.mode: one.bytes_per_s for one in self.together}
         if len(self.found) > 1 and "both" in at_once:
             return at_once["both"] / 2
-        return sum(map(each_way, self.found))
+        rates: dict[int, float] = {}
+        for number, found in enumerate(self.found):
+            drive = self.drives[number] if self.drives else number
+            rates[drive] = max(rates.get(drive, 0.0), each_way(found))
+        return sum(rates.values())
+
+    @property
+    def count(self) -> int:
+        """Drives, however many of the paths are on each."""
+        return len(set(self.drives)) if self.drives else len(self.found)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -192,7 +204,7 @@ def formats(verdict: Verdict) -> Table:
 def verdict(found: Verdict, report: Report) -> str:
     """What it means for somebody who trains, in a few sentences."""
     exact = found.formats[0]
-    drives = "this drive" if len(report.found) == 1 else f"these {len(report.found)} drives"
+    drives = "this drive" if report.count == 1 else f"these {report.count} drives"
     text = (
         f"The optimizer state ({exact.name}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
         f"streams through {drives} each second, that of a {found.model} model in "
@@ -210,7 +222,7 @@ def config(paths: Sequence[str], report: Report, backends: Sequence[str]) -> str
     """Lines to paste: flags, and the same in Python."""
     listed = "".join(f"{path!r}, " for path in paths).rstrip()
     lines = [
-        f"offload train --optimizer nvme --nvme-path {' '.join(map(_quoted, paths))}",
+        f"offload train --optimizer nvme --nvme-path {' '.join(map(shlex.quote, paths))}",
         f"offload.Config(optimizer='nvme', nvme_path=({listed}))",
     ]
     chosen = list(dict.fromkeys(_backends(report)))
@@ -223,9 +235,3 @@ def _backends(report: Report) -> Iterator[str]:
     for found in report.found:
         if (both := found.figure("both")) is not None:
             yield both.setting.backend
-
-
-def _quoted(path: str) -> str:
-    return (
-        path if path.replace("/", "").replace("-", "").replace("_", "").isalnum() else f"'{path}'"
-    )

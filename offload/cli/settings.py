@@ -34,8 +34,8 @@ class Placing(Config):
     """The engine's own settings; every field of `offload.Config` is a flag."""
 
     nvme_path: Annotated[tuple[str, ...], NoText] = ()
-    """Directory for the nvme tier, on a local drive, or several on drives of about one speed, over
-    which it is striped. Default: the working directory, where nvme is asked for by name."""
+    """Directory for the nvme tier, on a local drive, or several on different drives, over which it
+    is striped. Default: the working directory, where nvme is asked for by name."""
 
     micro_batches: int | None = 1
     """Micro-batches in a step."""

@@ -132,6 +132,31 @@ void test_failures(Kind kind, const char* directory) {
     CHECK(failures == 8);
 }
 
+// The queue breaks with requests under way, waiting and yet to come, of several threads: all fail.
+void test_broken(Kind kind, const char* directory) {
+    for (int64_t number = 1; number < 12; number++) {
+        Engine engine({.kind = kind, .depth = 3, .piece_bytes = BLOCK,
+                       .faults = {.broken_at = number}});
+        File file(directory, false);
+        Memory memory(SIZE);
+        const auto work = [&] {
+            for (int turn = 0; turn < 8; turn++) {
+                auto request = engine.submit({file.fd, false, 1, {{memory.data, 4 * BLOCK, 0}}});
+                finish(request);
+                const Failure& failure = request->failure();
+                CHECK(failure.code == 0 || failure.cause == Cause::queue_broken);
+                CHECK(turn < 4 || failure.last_code == EBADF);
+            }
+        };
+        std::thread one(work), other(work);
+        one.join();
+        other.join();
+        CHECK(engine.drain(file.fd, FOREVER));
+        CHECK(engine.register_buffer(memory.data, SIZE) == ESHUTDOWN);
+        engine.forget(file.fd);
+    }
+}
+
 // Engines come and go with work under way, closed by several threads at once, or just dropped.
 void test_closing(Kind kind, const char* directory) {
     File file(directory, true);
@@ -206,6 +231,7 @@ int main(int count, char** arguments) {
             test_bytes(options, directory, direct);
         }
         test_failures(kind, directory);
+        test_broken(kind, directory);
         test_closing(kind, directory);
         test_registered(kind, directory);
         test_fork(kind, directory);

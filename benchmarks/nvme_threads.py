@@ -1,0 +1,128 @@
+"""Eight threads of Python that submit at once, against one: do they lower the sum?
+
+    PYTHONPATH=. python benchmarks/nvme_threads.py DIRECTORY [--backend io_uring] [--rounds 10]
+
+One backend, one file, as many bytes under way in both cases: one thread keeps eight transfers under
+way, or eight threads keep one each, every transfer of so many blocks. In turns, each first in every
+second round; ratios of speed and of processor seconds per byte, geometric means with 95% intervals.
+A ratio of 1 is what is asked for. Nothing is left on disk. Ten rounds take half a minute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import threading
+import time
+from collections import deque
+
+from rich.console import Console
+
+from aio import File, Ticket, create_scratch, open_backend
+from aio.backends import compared
+from aio.figures import Ratio
+
+MIB = 1 << 20
+THREADS = 8
+
+
+class Turn:
+    """One load: `threads` threads keep THREADS transfers under way, for about so many seconds."""
+
+    def __init__(
+        self, file: File, memory: memoryview, request: int, writing: bool, seconds: float
+    ) -> None:
+        self._file = file
+        self._memory = memory
+        self._request = request
+        self._call = file.write_from if writing else file.read_into
+        self._seconds = seconds
+        self._moved = [0] * THREADS
+        self._errors: list[OSError] = []
+
+    def run(self, threads: int) -> tuple[float, float]:
+        """Bytes per second, and processor seconds per byte."""
+        each = THREADS // threads
+        workers = [threading.Thread(target=self._work, args=(n, each)) for n in range(threads)]
+        cpu, began = time.process_time(), time.perf_counter()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        if self._errors:
+            raise self._errors[0]
+        moved = sum(self._moved)
+        return moved / (time.perf_counter() - began), (time.process_time() - cpu) / moved
+
+    def _work(self, number: int, depth: int) -> None:
+        """A stretch of the file and of the memory of its own, `depth` transfers under way."""
+        size = self._file.bytes // THREADS * depth
+        first, at = number * size, 0
+        slots = range(number * depth, (number + 1) * depth)
+        views = deque(self._memory[n * self._request : (n + 1) * self._request] for n in slots)
+        under_way: deque[tuple[Ticket, memoryview]] = deque()
+        end = time.perf_counter() + self._seconds
+        try:
+            while time.perf_counter() < end:
+                if not views:
+                    ticket, view = under_way.popleft()
+                    ticket.wait()
+                    views.append(view)
+                view = views.popleft()
+                under_way.append((self._call(view, first + at), view))
+                self._moved[number] += view.nbytes
+                at = at + self._request if at + 2 * self._request <= size else 0
+        except OSError as error:
+            self._errors.append(error)
+        finally:
+            for ticket, _ in under_way:
+                with contextlib.suppress(OSError):
+                    ticket.wait()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("directory")
+    parser.add_argument("--backend", default=compared()[0][0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=0.6, help="of each turn")
+    parser.add_argument("--size", type=int, default=2048, help="MiB of the file")
+    parser.add_argument("--request", type=int, default=4, help="MiB of a transfer")
+    return parser.parse_args()
+
+
+def main() -> None:
+    asked, console = arguments(), Console(highlight=False)
+    request = asked.request * MIB
+    with contextlib.ExitStack() as opened:
+        backend = opened.enter_context(contextlib.closing(open_backend(asked.backend, depth=32)))
+        file = opened.enter_context(create_scratch(asked.directory, asked.size * MIB, backend))
+        memory = mmap.mmap(-1, THREADS * request, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        view = memoryview(memory)
+        for at in range(0, file.bytes, request):  # no first writes while it is timed
+            file.write_from(view[: min(request, file.bytes - at)], at).wait()
+        for writing in (False, True):
+            speeds, costs = [], []
+            for number in range(asked.rounds):
+                found = {}
+                for threads in (1, THREADS) if number % 2 else (THREADS, 1):
+                    turn = Turn(file, view, request, writing, asked.seconds)
+                    found[threads] = turn.run(threads)
+                speeds.append(found[THREADS][0] / found[1][0])
+                costs.append(found[THREADS][1] / found[1][1])
+            speed, cost = Ratio.of(speeds), Ratio.of(costs)
+            console.print(
+                f"{'write' if writing else 'read '}: {THREADS} threads in multiples of one: speed "
+                f"{speed.mean:.3f} ({speed.low:.2f}-{speed.high:.2f}), processor seconds per byte "
+                f"{cost.mean:.2f} ({cost.low:.2f}-{cost.high:.2f}); {asked.backend}, "
+                f"O_DIRECT {file.direct}",
+                soft_wrap=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
