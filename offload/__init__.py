@@ -52,14 +52,15 @@ TYPE_CHECKING = False  # As typing has it, which takes its time to import.
 if TYPE_CHECKING:
     from offload.attach import attach, detach, engine_of
     from offload.config import Config
-    from offload.engine import Engine, Report
+    from offload.engine import Engine
     from offload.lanes import EngineError
     from offload.plan import BudgetError
     from offload.shared import SharedBudget
     from offload.sleep import sleep, wake
+    from offload.totals import Report
 else:
     _HOMES = dict.fromkeys(("attach", "detach", "engine_of"), "attach")
-    _HOMES |= {"Config": "config", "Engine": "engine", "Report": "engine"}
+    _HOMES |= {"Config": "config", "Engine": "engine", "Report": "totals"}
     _HOMES |= {"EngineError": "lanes", "BudgetError": "plan", "SharedBudget": "shared"}
     _HOMES |= {"sleep": "sleep", "wake": "sleep"}
 

@@ -179,6 +179,8 @@ class Memory:
             del self._homes[key]
         for place in [place for place in self._slots if place.tier == tier]:
             del self._slots[place]
+        if tier == "device":
+            self._device.settle()
         self.arenas.pop(tier).close()
         if tier == "device":
             self._device.trim()

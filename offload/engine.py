@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,27 +20,13 @@ from offload.finality import Finality
 from offload.gradients import Gradients, take_gradient
 from offload.interrupt import torn, whole
 from offload.inuse import InUse
-from offload.lanes import EngineError, LaneUse
-from offload.layout import Plan, TierUse
+from offload.lanes import EngineError
+from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
 from offload.program import Program, Verb, compile_program
+from offload.totals import Report
 from offload.updates import Frozen, Updates
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an engine has done since it was attached."""
-
-    steps: int
-    misses: int
-    """Uses of a unit that the compiled order did not foresee."""
-    lanes: Mapping[str, LaneUse]
-    tiers: tuple[TierUse, ...]
-    wall_s: float
-    """Seconds since the engine was attached."""
-    compute_s: float
-    """Those seconds less the time in which the user's thread waited for a lane."""
 
 
 class Engine:
@@ -60,7 +45,7 @@ class Engine:
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
         self.executor = executor
-        self.casts = Casts(units, executor.device)
+        self.casts = Casts(units, executor.device.torch_device)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)

@@ -87,7 +87,7 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
     compute, working = _compute(inside, waits)
     seconds = {key: compute.get(key, 0.0) / (n * steps * micro_batches) for key, n in each.items()}
     idle = max(0.0, until - since - length(waits) - working) / steps
-    machine = _machine(inside, device_is_cpu=engine.executor.device.type == "cpu")
+    machine = _machine(inside, device_is_cpu=engine.executor.device.is_host)
 
     def timeline(machine: Machine, faster: float = 1.0) -> Timeline:
         return simulate(

@@ -120,8 +120,7 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
             executor.memory.give_back(tier)
         bed.asleep()
         raise
-    if executor.device.type != "cpu":
-        torch.accelerator.synchronize(executor.device)
+    executor.device.settle()
     executor.bed = None
     bed.left()
 

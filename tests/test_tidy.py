@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("verify", "simulate"),
     ("arena", "store", "lanes", "copies"),
     ("bed",),
-    ("executor",),
+    ("executor", "totals"),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality", "structure"),
     ("inuse", "casts"),
