@@ -184,6 +184,23 @@ def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
         fio.run_fio(made, "read", Setting("python", 64 << 10, 1), 0.01)
 
 
+def test_an_fio_that_hangs_or_moves_nothing_is_told(monkeypatch, tmp_path):
+    script = tmp_path / "fio"
+    monkeypatch.setattr(fio, "installed", lambda: str(script))
+    monkeypatch.setattr(fio, "TIMEOUT_S", 0.5)
+    ways = {way: {"io_bytes": 0, "runtime": 0} for way in ("read", "write")}
+    answer = {"jobs": [{"error": 0, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 1} | ways]}
+    with load(str(tmp_path)) as made:
+        for body, told in (
+            ("exec sleep 60", "not ended after 0.5"),
+            (f"echo '{json.dumps(answer)}'", "no transfer ended"),
+        ):
+            script.write_text(f"#!/bin/sh\n{body}\n")
+            script.chmod(0o700)
+            with pytest.raises(RuntimeError, match=told):
+                fio.run_fio(made, "read", Setting("python", 64 << 10, 1), 0.0)
+
+
 def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
     inner = Load.run
 
