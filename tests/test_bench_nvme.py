@@ -10,6 +10,7 @@ import re
 import signal
 import stat
 import sys
+import time
 
 import pytest
 
@@ -299,6 +300,33 @@ def test_a_backend_that_is_preferred_need_not_be_the_fastest(monkeypatch):
     for fastest, chosen in ((1e9, "io_uring"), (2e9, "threads")):
         speeds["threads"] = fastest
         assert path._search("read", 0.05, 0.0, 1.0).backend == chosen
+
+
+def test_a_load_is_driven_by_one_thread_at_a_time():
+    """Also where another drive may write no more: its mode is left out, the next one waits."""
+
+    class Fake:
+        def __init__(self, spent):
+            self.spent, self.running, self.seen = spent, 0, []
+
+        def allow(self, share):
+            pass
+
+        def run(self, mode, setting, seconds):
+            self.running += 1
+            self.seen.append(self.running)
+            if mode == "write" and self.spent:
+                self.running -= 1
+                raise Spent
+            time.sleep(0.05)
+            self.running -= 1
+            return Sample(1.0, 1, 1, 0.1, (1,))
+
+    loads = [Fake(True), Fake(False)]
+    finds = [found(read=1e9, write=1e9, both=1e9)] * 2
+    together = list(bench._together(loads, finds, lambda share, what: None))
+    assert [one.mode for one in together] == ["read", "both"]
+    assert [load.seen for load in loads] == [[1, 1, 1]] * 2
 
 
 def test_the_file_has_no_name_and_is_its_owners(tmp_path):
