@@ -94,18 +94,27 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
     if mode != "read" and left < setting.under_way_bytes:
         raise Spent
     command = _command(load, mode, setting, seconds, FOREVER_BYTES if mode == "read" else left)
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S + seconds,
-        env={**os.environ, **HUGE_PAGES},
-    )
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S + seconds,
+            env={**os.environ, **HUGE_PAGES},
+        )
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(
+            f"asked fio for {_RW[mode]} for {seconds:g} s; found that it had not ended after "
+            f"{TIMEOUT_S + seconds:g} s; likely the drive hangs; look at `dmesg`, or try without "
+            "--compare"
+        ) from error
     try:
         found = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         if done.returncode or found["error"]:
             raise ValueError(done.stderr.strip())
         runs = [found[way] for way in ("read", "write")]
+        if not any(run["io_bytes"] for run in runs):
+            raise ValueError("no transfer ended in that time")
         sample = FioSample(
             bytes_per_s=sum(run["io_bytes"] / run["runtime"] for run in runs if run["runtime"])
             * 1e3,

@@ -69,6 +69,22 @@ class Driver:
         return None
 
 
+def built_for() -> str | None:
+    """The platform that this torch was built for, with its version; None where the CPU alone."""
+    version: Any = torch.version
+    numbers = {"CUDA": version.cuda, "ROCm": getattr(version, "hip", None)}
+    return next((f"{name} {number}" for name, number in numbers.items() if number), None)
+
+
+def initialize() -> None:
+    """Start the platform: where no device is found, it says why.
+
+    Raises:
+        RuntimeError, AssertionError: as torch has it.
+    """
+    torch.cuda.init()
+
+
 def driver_of(device: torch.device) -> Driver:
     """The driver of an accelerator."""
     return _Cuda(device) if device.type == "cuda" else Driver(device)

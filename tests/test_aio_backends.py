@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 
 import numpy as np
@@ -217,6 +218,28 @@ def test_a_queue_that_breaks_ends_everything(name, tmp_path):
                 file.read_into(aligned(BLOCK), BLOCK).wait(20)
         assert not backend.register(aligned(BLOCK)).registered
         backend.counters()
+
+
+@pytest.mark.skipif("libaio" not in USABLE, reason="no libaio here")
+@pytest.mark.parametrize("call", ["submit", "getEvents"])
+def test_libaio_whose_calls_break_ends_everything(call, tmp_path):
+    """An exception in its thread, which alone knows what is under way, reaches everybody."""
+
+    def broken(*_, **__):
+        raise RuntimeError("out of order")
+
+    with opened("libaio", depth=2, piece_bytes=BLOCK) as backend:
+        with scratch(backend, 64 * BLOCK, tmp_path) as file:
+            inner = backend._requests.context
+            context = types.SimpleNamespace(
+                submit=inner.submit, getEvents=inner.getEvents, close=inner.close
+            )
+            setattr(context, call, broken)
+            backend._requests.context = context
+            with pytest.raises(OSError, match=r"no more calls .RuntimeError: out of order"):
+                file.write_from(aligned(8 * BLOCK), 0).wait(20)
+        with pytest.raises(ValueError, match="closed"):
+            file.read_into(aligned(BLOCK), 0)
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINE if name != "threads"])

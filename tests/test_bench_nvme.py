@@ -10,6 +10,7 @@ import re
 import signal
 import stat
 import sys
+import time
 
 import pytest
 
@@ -184,6 +185,23 @@ def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
         fio.run_fio(made, "read", Setting("python", 64 << 10, 1), 0.01)
 
 
+def test_an_fio_that_hangs_or_moves_nothing_is_told(monkeypatch, tmp_path):
+    script = tmp_path / "fio"
+    monkeypatch.setattr(fio, "installed", lambda: str(script))
+    monkeypatch.setattr(fio, "TIMEOUT_S", 0.5)
+    ways = {way: {"io_bytes": 0, "runtime": 0} for way in ("read", "write")}
+    answer = {"jobs": [{"error": 0, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 1} | ways]}
+    with load(str(tmp_path)) as made:
+        for body, told in (
+            ("exec sleep 60", "not ended after 0.5"),
+            (f"echo '{json.dumps(answer)}'", "no transfer ended"),
+        ):
+            script.write_text(f"#!/bin/sh\n{body}\n")
+            script.chmod(0o700)
+            with pytest.raises(RuntimeError, match=told):
+                fio.run_fio(made, "read", Setting("python", 64 << 10, 1), 0.0)
+
+
 def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
     inner = Load.run
 
@@ -282,6 +300,33 @@ def test_a_backend_that_is_preferred_need_not_be_the_fastest(monkeypatch):
     for fastest, chosen in ((1e9, "io_uring"), (2e9, "threads")):
         speeds["threads"] = fastest
         assert path._search("read", 0.05, 0.0, 1.0).backend == chosen
+
+
+def test_a_load_is_driven_by_one_thread_at_a_time():
+    """Also where another drive may write no more: its mode is left out, the next one waits."""
+
+    class Fake:
+        def __init__(self, spent):
+            self.spent, self.running, self.seen = spent, 0, []
+
+        def allow(self, share):
+            pass
+
+        def run(self, mode, setting, seconds):
+            self.running += 1
+            self.seen.append(self.running)
+            if mode == "write" and self.spent:
+                self.running -= 1
+                raise Spent
+            time.sleep(0.05)
+            self.running -= 1
+            return Sample(1.0, 1, 1, 0.1, (1,))
+
+    loads = [Fake(True), Fake(False)]
+    finds = [found(read=1e9, write=1e9, both=1e9)] * 2
+    together = list(bench._together(loads, finds, lambda share, what: None))
+    assert [one.mode for one in together] == ["read", "both"]
+    assert [load.seen for load in loads] == [[1, 1, 1]] * 2
 
 
 def test_the_file_has_no_name_and_is_its_owners(tmp_path):

@@ -26,7 +26,7 @@ def test_what_bash_offers():
     assert completed("tr") == ["train"]
     assert set(completed("")) == {*COMMANDS, "--help", "--version"}
     assert completed("train", "--seq") == ["--seq-len"]
-    assert completed("train", "--size", "1") == ["10m", "100m"]
+    assert completed("train", "--size", "1") == ["10m", "100m", "1b"]
     assert completed("train", "--params", "") == ["auto", "device", "cpu", "nvme"]
     assert completed("train", "--size", "10m", "--no-j") == ["--no-json"]
     assert completed("train", "--nvme-path", "/") == []

@@ -147,18 +147,11 @@ def _torch() -> tuple[Any, Finding]:
 
 def _accelerator(torch: Any) -> findings.Accelerator:
     """What torch says of accelerators; nothing that is wrong with one raises."""
-    version = torch.version
-    built = next(
-        (
-            f"{name} {number}"
-            for name, number in (("CUDA", version.cuda), ("ROCm", getattr(version, "hip", None)))
-            if number
-        ),
-        None,
-    )
-    try:
-        from offload.device import compute_device
+    from offload import driver
+    from offload.device import compute_device
 
+    built = driver.built_for()
+    try:
         device = compute_device()
         if not device.is_host:
             kind = device.torch_device.type
@@ -168,7 +161,7 @@ def _accelerator(torch: Any) -> findings.Accelerator:
                 built_for=built or kind,
             )
         if built:
-            torch.cuda.init()
+            driver.initialize()
     except (RuntimeError, AssertionError, AttributeError) as error:
         told = " ".join(str(error).split())
         return findings.Accelerator(name=None, built_for=built, error=told)
