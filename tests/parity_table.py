@@ -25,10 +25,10 @@ gradients and optimizer states lived, by the first letters of device, cpu and nv
 
 _EXPERTS = """## Mixtures of experts
 
-Experts that are modules in a list are units of their own: only those that the router chose are
-fetched, and a choice other than in the pass before costs a demand fetch. Hugging Face's
-transformers fuses the experts of a layer into one parameter of three dimensions from version 5 on:
-what torch sees as one parameter moves as one, so all experts of a layer are fetched with it.
+Experts that are modules in a list are units of their own: those chosen in the pass before are
+fetched ahead, others when the router chooses them. Hugging Face's transformers fuses the experts of
+a layer into one parameter of three dimensions from version 5 on: what torch sees as one parameter
+moves as one, so all experts of a layer are fetched with it.
 """
 
 
@@ -40,7 +40,7 @@ def render(cases: list[Case]) -> str:
         for factor, values in FACTORS.items()
         if factor != "placement"
     ]
-    lines += ["| placement | all 27 of weights, gradients and states |", ""]
+    lines += ["| placement | nine: any two of weights, gradients, states in any two tiers |", ""]
     lines += [f"## {len(cases)} cases", ""]
     placements: dict[tuple[str, str], list[str]] = defaultdict(list)
     for case in cases:
