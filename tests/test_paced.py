@@ -7,13 +7,17 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.paced import paced
+import offload
+from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
+    Loop,
     Script,
+    Small,
     Step,
     backward_only,
     check,
@@ -35,7 +39,7 @@ from tests.paced_loops import (
     use_a_block_alone,
     use_one_block_inside_another,
 )
-from tests.training import ALL_PLACEMENTS
+from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits
 
 # -- what the host must wait for ---------------------------------------------------------------
 
@@ -85,6 +89,26 @@ def test_what_is_done_after_a_backward_waits_for_it(name: str, tmp_path: Any) ->
 def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_STEP[name]
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
+
+
+def gradients_after_detach(
+    placement: tuple[str, str, str], directory: Any, device: Paced | None
+) -> list[torch.Tensor]:
+    with attached(placement, directory, build=lambda: Small(tied=False, checkpointed=False)) as run:
+        if device is not None:
+            device.change(**LATE)
+        Loop(run, device).backward()
+        offload.detach(run.model)
+        return [parameter.grad for parameter in run.model.parameters()]
+
+
+def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
+    expected = gradients_after_detach(RESIDENT, tmp_path, None)
+    with paced() as device:
+        found = gradients_after_detach(("cpu", "cpu", "cpu"), tmp_path, device)
+        device.timeline.finish()
+    assert not device.timeline.races
+    assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
 def test_zeros_are_there_for_every_stream() -> None:
