@@ -23,6 +23,7 @@ from tests.paced_loops import (
     check,
     draw_script,
     edit,
+    edit_the_second_block,
     evaluate,
     hold,
     hold_gradients,
@@ -36,14 +37,14 @@ from tests.paced_loops import (
     step_and_keep_gradients,
     stream_weights,
     train,
-    use_a_block_alone,
     use_one_block_inside_another,
+    use_the_first_block,
 )
 from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits
 
 # -- what the host must wait for ---------------------------------------------------------------
 
-LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 4e-3}
+LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 1e-2}
 """A device that does nothing before it must, and lanes that take their time."""
 
 # What is done right after a backward, or a step, whose effects are still on their way.
@@ -70,7 +71,10 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "stream": ("cpu-cpu-cpu", [stream_weights]),
     "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
-    "edit what is fetched": ("cpu-cpu-cpu", [use_a_block_alone, edit, evaluate]),
+    "edit what is fetched": (
+        "cpu-cpu-cpu",
+        [hold, use_the_first_block, edit_the_second_block, evaluate],
+    ),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
 }
 
