@@ -315,7 +315,7 @@ class Engine:
 
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
-        self.settle()
+        self._require_step()
         for bound in self.units:
             for index, one in enumerate(bound.spec.parameters):
                 yield one.name, self.values_of(bound.index, index)
@@ -362,9 +362,13 @@ class Engine:
         Raises:
             EngineError: a lane failed.
         """
+        self._require_step()
+        self.updates.settle()
+
+    @whole
+    def _require_step(self) -> None:
         self.end_abandoned_backward()
         self.finality.require_step("a look at the whole state")
-        self.updates.settle()
 
     # -- reports and the end ---------------------------------------------------------------------
 
