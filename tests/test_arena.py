@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from offload.driver import Driver, PinError
 from offload.layout import Buffer, Placement, Plan, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
+from tests.training import RESIDENT, attached
 
 PAGE = mmap.PAGESIZE
 
@@ -238,3 +241,37 @@ def test_every_home_and_slot_is_its_own_stretch_of_aligned_memory() -> None:
     assert memory.notices == ()
     memory.close()
     memory.close()
+
+
+class Watched(Device):
+    """Says when it was waited for."""
+
+    def __init__(self, free: int = 0, fails: bool = False):
+        super().__init__(CPU.torch_device)
+        self.free, self.fails, self.settled = free, fails, 0
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def settle(self) -> None:
+        self.settled += 1
+        if self.fails:
+            raise RuntimeError("a sticky error")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_memory_goes_when_the_device_is_through_or_has_failed(fails: bool) -> None:
+    device = Watched(fails=fails)
+    memory = Memory(small_plan(), device)
+    memory.close()
+    assert device.settled == 1
+    assert memory.arenas["device"].tensor.numel() == 0
+
+
+def test_copies_of_parameters_take_a_tenth_of_the_device_they_lie_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("offload.attach")  # By attribute it is the function.
+    monkeypatch.setattr(module, "compute_device", lambda: Watched(free=50 << 30))
+    with attached(RESIDENT, tmp_path) as run:
+        assert run.engine.exposures.limit_bytes == 5 << 30

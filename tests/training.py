@@ -130,7 +130,8 @@ def batch(generator: torch.Generator) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    tokens = tokens.to(next(model.parameters()).device)
+    if isinstance(model, nn.Module):
+        tokens = tokens.to(next(model.parameters()).device)
     logits = model(tokens).float()
     return F.cross_entropy(logits.view(-1, VOCABULARY), tokens.roll(1, 1).view(-1))
 
