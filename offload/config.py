@@ -44,13 +44,13 @@ def parse_bytes(text: str | int | float) -> int:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", str(text).lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(
-                f"{shown(text)} is not a size in bytes: expected a number with an optional unit "
+                f"{_shown(text)} is not a size in bytes: expected a number with an optional unit "
                 "(kB, MB, GB, TB, KiB, MiB, GiB, TiB), for example 8GiB"
             )
         number, unit = float(match[1]), match[2]
     if not 0 <= number < BYTES_MAX or number * _UNITS[unit] >= BYTES_MAX:
         raise ValueError(
-            f"{shown(text)} is not a size in bytes: it must be from 0 to below 4 EiB (2**62)"
+            f"{_shown(text)} is not a size in bytes: it must be from 0 to below 4 EiB (2**62)"
         )
     if unit == "" and number % 1:
         raise ValueError(f"{text!r} is not a size in bytes: it is no whole number; add a unit")
@@ -193,7 +193,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 
-def shown(value: object) -> str:
+def _shown(value: object) -> str:
     """A value as a message shows it: short, and with its type where the text hides that."""
     text, kind = reprlib.repr(value), type(value).__name__
     plain = isinstance(value, (str, int, float, type(None))) or text.startswith(kind)
@@ -201,7 +201,7 @@ def shown(value: object) -> str:
 
 
 def _refused(name: str, value: object, expected: str) -> ValueError:
-    return ValueError(f"Config.{name}={shown(value)}: expected {expected}")
+    return ValueError(f"Config.{name}={_shown(value)}: expected {expected}")
 
 
 def _paths(given: object) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.config import Config, shown
+from offload.config import Config
 from offload.deepspeed_keys import (
     ALIASES,
     BY_NAME,
@@ -348,4 +348,9 @@ def _key_of(name: str) -> Key:
 
 
 def _text(value: Any) -> str:
-    return shown(list(value) if isinstance(value, tuple) else value)
+    """A value as a file has it, and no longer than a message can bear."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 3]}..."
+
+
+_TEXT_MAX = 60

@@ -88,8 +88,10 @@ class Signals:
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         if self._held and self._kept is None:
             self._kept = number
-            # Not print: the signal may have come in the middle of one.
-            os.write(2, b"\noffload: stopping after this step; once more to stop at once\n")
+            # Not print: the signal may have come in the middle of one. On a terminal it takes the
+            # last line of what is drawn there, which knows how many lines to take back.
+            told = b"offload: stopping after this step; once more to stop at once"
+            os.write(2, b"\r\x1b[2K" + told if os.isatty(2) else b"\n" + told + b"\n")
             return
         raise Stopped(number, self.where)
 

@@ -162,7 +162,10 @@ def file_backends(probes: Sequence[Probe], environment: Mapping[str, str]) -> li
     if not better:
         why = f"{BACKEND_VARIABLE} asks for it" if asked else "the best there is, and it works here"
         return [Finding("file I/O", "ok", f"{used}: {why}")]
-    reasons = "; ".join(f"{probe.name}: {probe.reason}" for probe in better)
+    whose: dict[str, list[str]] = {}
+    for probe in better:
+        whose.setdefault(probe.reason, []).append(probe.name)
+    reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in whose.items())
     compiled = any("was not compiled" in probe.reason for probe in better)
     fix = _BACKEND_FIXES["compiler" if compiled else better[0].name]
     slower = "a little" if used in ("linux_aio", "threads") else "much"

@@ -82,7 +82,7 @@ class Adopted:
             "twentieth"
         )
         became["bf16.enabled"] = f"--dtype {self.settings.get('dtype', 'bfloat16')}"
-        return [f"{self.path}: {line}" for line in self.translation.report(became)]
+        return self.translation.report(became)
 
     def refuse_conflicts(self, settings: Any) -> None:
         """Refuses settings that are not those of the file's optimizer and scheduler.

@@ -24,6 +24,9 @@ from offload.runs import Run
 
 _BAR_COLUMNS = 24
 
+NARROW_COLUMNS = 68
+"""On narrower terminals bars and shares are left out."""
+
 _Run = tyro.conf.arg(metavar="RUN", help_behavior_hint="", help="A file that a run has left.")
 _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 
@@ -104,8 +107,9 @@ def show(console: Output, run: Run, found: Breakdown) -> None:
         soft_wrap=True,
     )
     assert first <= last
-    console.print(_parts(found))
-    console.print(_lanes(run, found))
+    narrow = console.width < NARROW_COLUMNS
+    console.print(_parts(found, bars=not narrow))
+    console.print(_lanes(run, found, shares=not narrow))
     homes = ", ".join(f"{kind}s {format_bytes(size)} {tier}" for kind, tier, size in run.homes)
     missed = f"; {found.misses} uses of a unit out of the order foreseen" if found.misses else ""
     console.print(f"lives: {homes}{missed}", highlight=False)
@@ -113,17 +117,18 @@ def show(console: Output, run: Run, found: Breakdown) -> None:
         console.print(line, style="bold", highlight=False)
 
 
-def _parts(found: Breakdown) -> Table:
+def _parts(found: Breakdown, *, bars: bool) -> Table:
     table = Table(title="A step", title_justify="left")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("share", justify="right")
-    table.add_column("", width=_BAR_COLUMNS)
+    table.add_column("", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    if bars:
+        table.add_column("", width=_BAR_COLUMNS)
     for name, seconds in found.parts.items():
         share = seconds / found.step_s
         style = "red" if name in found.busy and share >= 0.05 else ""
-        bar = ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)
-        table.add_row(part_name(name), f"{seconds:.3f}", f"{share:.0%}", bar, style=style)
+        bar = [ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)] * bars
+        table.add_row(part_name(name), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
     return table
 
 
@@ -133,11 +138,11 @@ def part_name(name: str) -> str:
     return own.get(name, f"waiting for {name}")
 
 
-def _lanes(run: Run, found: Breakdown) -> Table:
+def _lanes(run: Run, found: Breakdown, *, shares: bool) -> Table:
     table = Table(title="Lanes, in a step", title_justify="left")
     table.add_column("lane")
-    for title in ("busy", "of it", "moved", "speed", "predicted"):
-        table.add_column(title, justify="right")
+    for title in ("busy", *["of it"] * shares, "moved", "speed", "predicted"):
+        table.add_column(title, justify="right", no_wrap=True)
     predicted = run.prediction.busy if run.prediction else {}
     for lane, busy in found.busy.items():
         if not busy:
@@ -146,7 +151,7 @@ def _lanes(run: Run, found: Breakdown) -> Table:
         table.add_row(
             lane,
             f"{busy:.3f} s",
-            f"{busy / found.step_s:.0%}",
+            *[f"{busy / found.step_s:.0%}"] * shares,
             format_bytes(round(moved)) if moved else "-",
             f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
             f"{predicted[lane]:.3f} s" if lane in predicted else "-",

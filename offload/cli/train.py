@@ -57,7 +57,8 @@ def command(arguments: Sequence[str]) -> None:
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
-        _note(remarks, from_deepspeed.Adopted.of(settings.deepspeed).report())
+        lines = from_deepspeed.Adopted.of(settings.deepspeed).report()
+        _note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
     _note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
@@ -119,7 +120,7 @@ class Reached:
 
 def _note(remarks: Output, notices: Sequence[str]) -> None:
     for notice in notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _introduce(
