@@ -15,10 +15,11 @@ addresses). What is the same was found good then. What differs is checked anew, 
 and laid out anew.
 
 [Note: Count]
-All that can be refused is refused before anything is changed. The members of a native call are
-counted up when it has returned, and only then what was made for a first step is put into their
-states: an interrupted step has counted what it has updated, and a state without its momentum has
-not begun.
+All that can be refused is refused before anything is changed. From the first write on a step is
+`whole`: a signal's handler (Ctrl-C) runs before all of it or after all of it. The members of a
+native call are counted up when it has returned, and only then what was made for a first step is put
+into their states: so where a call fails (for want of memory), those before it are counted, and a
+state without its momentum has not begun.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from torch import Tensor
 
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
+from cpu_adam.interrupt import whole
 from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent
 from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
-from cpu_adam.spans import Span
+from cpu_adam.spans import Span, Turns
 
 States = Mapping[Tensor, dict[str, Any]]
 """`Optimizer.state`: what is kept for each parameter."""
@@ -154,6 +156,17 @@ class Batch:
         if addresses is None and len(self._calls) > 1:  # A single one is refused by its call.
             are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
+        whole(self._write, pairs, gradients, addresses, gradient_scale, states)
+
+    def _write(
+        self,
+        pairs: Turns,
+        gradients: Sequence[Tensor],
+        addresses: Addresses | None,
+        gradient_scale: float,
+        states: MutableMapping[Tensor, dict[str, Any]],
+    ) -> None:
+        """What `run` changes: see [Note: Count]."""
         for call in self._calls:
             for weight, stage in call.staged:
                 stage.copy_(weight)

@@ -309,24 +309,6 @@ def test_a_step_of_many_tensors_runs_little_python() -> None:
     assert calls(300) - calls(100) < 20
 
 
-def test_an_interrupted_step_counts_what_it_has_updated(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4).bfloat16())]
-    optimizer = CPUAdam(params)
-    run(optimizer, 1)
-    original, calls = UpdateTable.update, []
-
-    def once(self: UpdateTable, *arguments: Any, **options: Any) -> Any:
-        calls.append(self)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        return original(self, *arguments, **options)
-
-    monkeypatch.setattr(UpdateTable, "update", once)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.step()
-    assert [float(optimizer.state[p]["step"]) for p in params] == [2, 1]
-
-
 def test_what_is_no_tensor_in_a_state_is_seen() -> None:
     p, optimizer = stepped(4, build=CPUSGD, momentum=0.9)
     optimizer.state[p]["momentum_buffer"] = None
