@@ -26,7 +26,7 @@ from torch._compile import _disable_dynamo
 from cpu_adam.batch import Batch, Due, Member
 from cpu_adam.checks import check_dense
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import check_memory
+from cpu_adam.memory import are_native, check_memory
 from cpu_adam.native import is_finite
 from cpu_adam.parameter_state import (
     STEP,
@@ -137,6 +137,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         if batch is None:
             for gradient, parameter in zip(due.gradients, due.parameters):
                 check_dense(gradient, parameter)
+            are_native(map(local, due.gradients))  # Which refuses some.
         if self._must_skip(due):
             self.skipped_steps += 1
             return

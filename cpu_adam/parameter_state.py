@@ -18,7 +18,7 @@ from torch import Tensor
 from cpu_adam.checks import check_residue
 from cpu_adam.formats import Slot, StateFormat, format_for
 from cpu_adam.hyper import STEPS
-from cpu_adam.memory import PLAIN, check_memory, is_wrapper
+from cpu_adam.memory import PLAIN, check_memory, is_stored, is_wrapper
 from cpu_adam.plain import from_plain
 from cpu_adam.reference import cut
 
@@ -251,7 +251,9 @@ def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor is dense and in memory."""
     if x.layout != torch.strided or x.is_quantized or x.is_meta or is_wrapper(x):
         return False
-    return x.numel() == 0 or x.data_ptr() != 0 or x._is_zerotensor() or not x.is_cpu
+    if x.numel() == 0 or x._is_zerotensor() or not x.is_cpu:
+        return True
+    return x.data_ptr() != 0 and is_stored(x)
 
 
 def _fits(found: torch.dtype, want: torch.dtype) -> bool:
