@@ -5,7 +5,8 @@ A table holds addresses. Before each step the addresses of all weights and slots
 compared, with the layouts of the weights, the identities of the slots and the sizes of all
 storages; anything else than what was laid out (`p.data = ...`, an edited or a loaded state, another
 set of gradients) makes a new batch, whose tensors are looked at. The batch holds on to the storages
-that it saw, so an equal address is the same memory. It does not hold on to gradients. A gradient that may overlap what the step writes is copied first.
+that it saw, so an equal address is the same memory. It does not hold on to gradients. A gradient
+that may overlap what the step writes is copied first.
 
 [Note: Looked at once]
 A step of many small tensors is Python's time, so each thing is read once per tensor and step, by
@@ -149,7 +150,10 @@ class Batch:
         multiplied by. states: of all parameters; the first step puts in what was made for it.
         """
         gradients, addresses = self._ready(gradients)
-        steps = self._steps.to(torch.int64).add_(1).tolist()
+        taken = self._steps.tolist()
+        if not all(map(float.is_integer, taken)):  # Somebody has written there.
+            list(map(whole_step, taken))  # Which refuses them.
+        steps = [int(step) + 1 for step in taken]
         kinds = list(zip(self._groups, steps))
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         turns = [numbers[kind] for kind in kinds]

@@ -332,9 +332,10 @@ def _factors(chosen: Kernel, turns: Turns, scale: float) -> npt.NDArray[np.float
     """A row for each turn, padded with zeros."""
     assert chosen.native is not None
     rows = np.zeros((len(turns), chosen.native.FACTORS), np.float32)
-    for row, (hyper, step) in zip(rows, turns):
-        factors = hyper.factors(step, scale)
-        row[: len(factors)] = [*factors.values()]
+    with np.errstate(over="ignore"):  # A scale may be infinite, as the reference takes it.
+        for row, (hyper, step) in zip(rows, turns):
+            factors = hyper.factors(step, scale)
+            row[: len(factors)] = [*factors.values()]
     return rows
 
 
