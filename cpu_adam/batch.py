@@ -2,10 +2,11 @@
 
 [Note: Memory]
 A table holds addresses. Before each step the addresses of all weights and slots are read again and
-compared, with the layouts of the weights and the identities of the slots; anything else than what
-was laid out (`p.data = ...`, an edited or a loaded state, another set of gradients) makes a new
-batch. The batch holds on to the storages that it saw, so an equal address is the same memory. It
-does not hold on to gradients. A gradient that may overlap what the step writes is copied first.
+compared, with the layouts of the weights, the identities of the slots and the sizes of all
+storages; anything else than what was laid out (`p.data = ...`, an edited or a loaded state, another
+set of gradients) makes a new batch, whose tensors are looked at. The batch holds on to the storages
+that it saw, so an equal address is the same memory. It does not hold on to gradients. A gradient
+that may overlap what the step writes is copied first.
 
 [Note: Looked at once]
 A step of many small tensors is Python's time, so each thing is read once per tensor and step, by
@@ -15,10 +16,11 @@ addresses). What is the same was found good then. What differs is checked anew, 
 and laid out anew.
 
 [Note: Count]
-All that can be refused is refused before anything is changed. The members of a native call are
-counted up when it has returned, and only then what was made for a first step is put into their
-states: an interrupted step has counted what it has updated, and a state without its momentum has
-not begun.
+All that can be refused is refused before anything is changed. From the first write on a step is
+`whole`: a signal's handler (Ctrl-C) runs before all of it or after all of it. The members of a
+native call are counted up when it has returned, and only then what was made for a first step is put
+into their states: so where a call fails (for want of memory), those before it are counted, and a
+state without its momentum has not begun.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from torch import Tensor
 
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent
+from cpu_adam.interrupt import whole
+from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent, storage_bytes
 from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
-from cpu_adam.spans import Span
+from cpu_adam.spans import Span, Turns
 
 States = Mapping[Tensor, dict[str, Any]]
 """`Optimizer.state`: what is kept for each parameter."""
@@ -116,6 +119,8 @@ class Batch:
         self._calls: list[_Call] = []
         self._kept = [(m.state, list(m.kept)) for m in members]
         self._slots = [slot for m in members for slot in m.kept.values()]
+        held = [*self._weights, *map(local, self._slots)]
+        self._storages = [x.untyped_storage() for x in held]
         self._states: list[dict[str, Any]] = []
         self._seen: list[list[Any]] | None = None  # until a step was taken
 
@@ -145,15 +150,27 @@ class Batch:
         multiplied by. states: of all parameters; the first step puts in what was made for it.
         """
         gradients, addresses = self._ready(gradients)
-        steps = self._steps.to(torch.int64).add_(1).tolist()
+        taken = self._steps.tolist()
+        if not all(map(float.is_integer, taken)):  # Somebody has written there.
+            list(map(whole_step, taken))  # Which refuses them.
+        steps = [int(step) + 1 for step in taken]
         kinds = list(zip(self._groups, steps))
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
         turns = [numbers[kind] for kind in kinds]
         if turns != self._turns:
             self._calls, self._turns = self._laid_out(turns), turns
-        if addresses is None and len(self._calls) > 1:  # A single one is refused by its call.
-            are_native(gradients)
         pairs = [(hypers[group], step) for group, step in numbers]
+        whole(self._write, pairs, gradients, addresses, gradient_scale, states)
+
+    def _write(
+        self,
+        pairs: Turns,
+        gradients: Sequence[Tensor],
+        addresses: Addresses | None,
+        gradient_scale: float,
+        states: MutableMapping[Tensor, dict[str, Any]],
+    ) -> None:
+        """What `run` changes: see [Note: Count]."""
         for call in self._calls:
             for weight, stage in call.staged:
                 stage.copy_(weight)
@@ -191,6 +208,7 @@ class Batch:
         plain = self._plain and bool(((starts != 0) | (self._sizes == 0)).all())
         ends = starts + self._sizes
         if not plain:
+            are_native(ready)  # Which refuses some.
             ends = np.array([extent(x)[1] for x in ready], np.int64)
         for i in self._writes.touched_by(starts, ends):
             ready[i] = ready[i].clone()
@@ -210,6 +228,7 @@ class Batch:
         if self._sharded:
             weights, slots = [local(x) for x in weights], [local(x) for x in slots]
         found += [list(map(one, weights)) for one in _LAYOUT]
+        found.append(list(map(torch.UntypedStorage.nbytes, self._storages)))
         return [*found, list(map(Tensor.data_ptr, slots))]
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Call]:
@@ -255,7 +274,7 @@ _LAYOUT: tuple[Callable[[Tensor], Any], ...] = (
     *(Tensor.data_ptr, Tensor.size, Tensor.stride, attrgetter("dtype")),
 )
 _FACE: tuple[Callable[[Tensor], Any], ...] = (
-    *(type, Tensor.numel, Tensor.is_contiguous, Tensor.is_neg),
+    *(type, Tensor.numel, Tensor.is_contiguous, Tensor.is_neg, Tensor.storage_offset),
     *(attrgetter(name) for name in ("dtype", "is_cpu", "layout")),
 )
 
@@ -263,7 +282,7 @@ _FACE: tuple[Callable[[Tensor], Any], ...] = (
 def faces(gradients: Sequence[Tensor]) -> list[list[Any]] | None:
     """By kind of fact, the facts about each gradient; None where one has no such facts."""
     try:
-        return [list(map(one, gradients)) for one in _FACE]
+        return [storage_bytes(gradients), *(list(map(one, gradients)) for one in _FACE)]
     except RuntimeError:  # Some sparse layouts.
         return None
 

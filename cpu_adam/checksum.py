@@ -100,7 +100,7 @@ def _bytes_of(buffer: Any) -> _Bytes:
             return buffer.reshape(-1).view(np.uint8)
     elif hasattr(buffer, "data_ptr"):
         contiguous = buffer.is_cpu and buffer.is_contiguous()
-        contiguous = contiguous and (buffer.data_ptr() != 0 or buffer.nbytes == 0)
+        contiguous = contiguous and (buffer.nbytes == 0 or _is_stored(buffer))
         if contiguous:
             return np.asarray(_Memory(buffer))
     else:
@@ -114,6 +114,12 @@ def _bytes_of(buffer: Any) -> _Bytes:
         f"transposed or sliced view, or a DTensor; try: make it contiguous (and move it to the "
         f"CPU, or take to_local()) first"
     )
+
+
+def _is_stored(tensor: Any) -> bool:
+    """Whether a contiguous tensor's storage has memory as far as the tensor goes."""
+    end = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+    return bool(tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes())
 
 
 def _by_numpy(data: _Bytes, value: int) -> int:

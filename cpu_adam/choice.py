@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from cpu_adam.formats import GROUP_ELEMENTS
-from cpu_adam.processors import places
+from cpu_adam.processors import places, threads_most
 from cpu_adam.reference import SUM_BLOCK_ELEMENTS
 from cpu_adam.spans import ADDRESS_COLUMNS
 
@@ -106,14 +106,21 @@ def set_threads(count: int | None) -> None:
     """Use `count` threads, the caller's included; None for the default of this machine.
 
     The default is one per core that the process may use, by affinity and cgroup quota, or
-    `CPU_ADAM_THREADS`. Results do not depend on it. Raises ValueError below 1.
+    `CPU_ADAM_THREADS`. Results do not depend on it. Raises ValueError below 1 and above four per
+    processor of the machine (or 64), TypeError for what is no whole number.
     """
     global _threads, _placed
-    if count is not None and count < 1:
-        raise ValueError(
-            f"asked for the update's number of threads; found {count}; likely cause: a share of "
-            f"cores rounded down to none; try: cpu_adam.set_threads(1)"
-        )
+    most = threads_most()
+    if count is not None:
+        whole = hasattr(count, "__index__") and not isinstance(count, bool)
+        if not whole or not 1 <= count <= most:
+            kind = ValueError if whole else TypeError
+            raise kind(
+                f"asked for the update's number of threads, a whole number from 1 to {most} on "
+                f"this machine; found {count!r}; likely cause: a share of cores rounded down to "
+                f"none, or not rounded; try: cpu_adam.set_threads(1)"
+            )
+        count = int(count)
     with _lock:
         _threads = count
         native, _ = _loaded()

@@ -19,6 +19,8 @@ STEP_LOW = 1 << 24
 """A step number goes into factors as remainder and quotient by this: each exact in float32."""
 STEPS = STEP_LOW * STEP_LOW
 """Numbers of steps are below this."""
+LARGEST = (2.0 - 2.0**-23) * 2.0**127
+"""The largest float32. What a step multiplies by is at most that."""
 
 
 def refusal(found: str, asked: str) -> str:
@@ -72,6 +74,7 @@ class AdamHyper(Hyper):
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
         _check_decays(beta1=self.beta1, beta2=self.beta2)
+        _check_products(self.lr, self.lr / (1.0 - self.beta1), self.weight_decay)
 
     def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
         """`correction2` is the reciprocal of the root of the second moment's bias correction,
@@ -110,6 +113,7 @@ class LionHyper(Hyper):
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, weight_decay=self.weight_decay)
         _check_decays(beta1=self.beta1, beta2=self.beta2)
+        _check_products(self.lr, self.lr, self.weight_decay)
 
     def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
         """`decay` is the share of the weight that decays."""
@@ -142,8 +146,8 @@ class SGDHyper(Hyper):
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
         _check_kinds(dampening=self.dampening)
-        if not math.isfinite(self.dampening):
-            raise ValueError(refusal(f"dampening={self.dampening}", "a finite number"))
+        if not abs(1.0 - self.dampening) <= LARGEST:
+            raise ValueError(refusal(f"dampening={self.dampening}", "a number finite in float32"))
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             found = f"momentum={self.momentum} and dampening={self.dampening}"
             raise ValueError(refusal(found, "nesterov, which needs a momentum and no dampening"))
@@ -172,8 +176,15 @@ def _check_kinds(**values: object) -> None:
 def _check_sizes(**sizes: float) -> None:
     _check_kinds(**sizes)
     for name, value in sizes.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(refusal(f"{name}={value}", "a finite number, 0 or more"))
+        if not 0.0 <= value <= LARGEST:
+            raise ValueError(refusal(f"{name}={value}", "a number finite in float32, 0 or more"))
+
+
+def _check_products(lr: float, step_size: float, weight_decay: float) -> None:
+    """The learning rate as it is used at most, and with the weight decay."""
+    if not max(step_size, lr * weight_decay) <= LARGEST:
+        found = f"lr={lr} with weight_decay={weight_decay}, of which a step is {step_size}"
+        raise ValueError(refusal(found, "steps that are finite in float32"))
 
 
 def _check_decays(**decays: float) -> None:

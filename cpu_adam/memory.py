@@ -2,8 +2,9 @@
 
 [Note: Addresses]
 Native calls take addresses. A wrapper subclass (DTensor, a fake tensor, what a collective will
-deliver) has none, nor has a storage that was resized to nothing; torch's zero tensors are numbers
-without memory, and a tensor with the negative bit holds the opposite of what lies there.
+deliver) has none, nor has a storage that was resized to nothing; one that was made smaller ends
+before its tensor does; torch's zero tensors are numbers without memory, and a tensor with the
+negative bit holds the opposite of what lies there.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def are_native(tensors: Iterable[Tensor]) -> bool:
             if not x._is_zerotensor():
                 raise ValueError(_refusal(x, "a storage without memory"))
             found = False
+        elif not is_stored(x):
+            raise ValueError(_refusal(x, f"a storage of {x.untyped_storage().nbytes()} bytes"))
         else:
             found = found and x.is_contiguous() and not x.is_neg()
     return found
@@ -54,8 +57,26 @@ def check_memory(x: Tensor) -> None:
     are_native([x])
     if x.numel() and x.is_cpu and x.data_ptr() == 0:
         raise ValueError(_refusal(x, "a zero tensor, which is a number without memory"))
-    if any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride())):
-        raise ValueError(_refusal(x, "elements that share memory with each other (expand)"))
+    # Each dimension must step over all that the ones of smaller strides reach.
+    reach = 0
+    for stride, n in sorted((stride, n) for n, stride in zip(x.shape, x.stride()) if n > 1):
+        if stride <= reach and x.numel():
+            found = f"elements that may share memory (strides {x.stride()}: expand, as_strided)"
+            raise ValueError(_refusal(x, found))
+        reach += (n - 1) * stride
+
+
+def is_stored(x: Tensor) -> bool:
+    """Whether the storage of a tensor, not a wrapper, is as large as the tensor needs it to be."""
+    if not x.numel():
+        return True
+    start, end = extent(x)
+    return x.storage_offset() * x.element_size() + end - start <= x.untyped_storage().nbytes()
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
+    """The sizes of their storages, by a loop in C."""
+    return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
 
 
 def readable(x: Tensor) -> Tensor:
@@ -102,6 +123,6 @@ def _refusal(x: Tensor, found: str) -> str:
     return (
         f"asked for the address of a tensor's elements in CPU memory; found {found}, of "
         f"{x.dtype} and shape {tuple(x.shape)}; likely cause: a tensor subclass where its local "
-        f"tensor is meant, a fake tensor, or a storage that was resized to nothing; try: a plain "
+        f"tensor is meant, a fake tensor, or a storage that was resized; try: a plain "
         f"tensor: to_local() of a DTensor, and storages that hold their elements"
     )

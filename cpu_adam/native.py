@@ -32,7 +32,7 @@ from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import Addresses, are_native, readable
+from cpu_adam.memory import Addresses, are_native, readable, storage_bytes
 from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Turns
 
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
@@ -145,6 +145,7 @@ class UpdateTable:
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = are_native(tensors)
         self._held = tensors
+        self._storage_bytes = storage_bytes(tensors)
         self._addresses = [x.data_ptr() for x in tensors]
         self._written = [x for x in tensors if not x.is_inference()]
         self._turns = {span.turn for span in spans}
@@ -217,11 +218,12 @@ class UpdateTable:
                 f"likely cause: a parameter without a gradient, or of another dtype; try: a table "
                 f"for each dtype, of the parameters that have gradients"
             )
-        if list(map(Tensor.data_ptr, self._held)) != self._addresses:
+        addresses, sizes = list(map(Tensor.data_ptr, self._held)), storage_bytes(self._held)
+        if addresses != self._addresses or sizes != self._storage_bytes:
             raise ValueError(
                 "asked for the update of tensors where they were when the table was built; found "
-                "a storage that has moved; likely cause: resize_ of a weight or a slot; try: build "
-                "the table anew"
+                "a storage that has moved or is of another size; likely cause: resize_ of a weight "
+                "or a slot; try: build the table anew"
             )
 
 
@@ -339,9 +341,10 @@ def _factors(chosen: Kernel, turns: Turns, scale: float) -> npt.NDArray[np.float
     """A row for each turn, padded with zeros."""
     assert chosen.native is not None
     rows = np.zeros((len(turns), chosen.native.FACTORS), np.float32)
-    for row, (hyper, step) in zip(rows, turns):
-        factors = hyper.factors(step, scale)
-        row[: len(factors)] = [*factors.values()]
+    with np.errstate(over="ignore"):  # A scale may be infinite, as the reference takes it.
+        for row, (hyper, step) in zip(rows, turns):
+            factors = hyper.factors(step, scale)
+            row[: len(factors)] = [*factors.values()]
     return rows
 
 

@@ -26,13 +26,14 @@ from torch._compile import _disable_dynamo
 from cpu_adam.batch import Batch, Due, Member
 from cpu_adam.checks import check_dense
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import check_memory
+from cpu_adam.memory import are_native, check_memory
 from cpu_adam.native import is_finite
 from cpu_adam.parameter_state import (
     STEP,
     agreed,
     check_parameter,
     check_slot,
+    check_state_dict,
     fresh,
     key_of,
     loaded,
@@ -137,6 +138,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         if batch is None:
             for gradient, parameter in zip(due.gradients, due.parameters):
                 check_dense(gradient, parameter)
+            are_native(map(local, due.gradients))  # Which refuses some.
         if self._must_skip(due):
             self.skipped_steps += 1
             return
@@ -223,14 +225,17 @@ class CPUOptimizer(torch.optim.Optimizer):
         Everything is copied. float32 moments of bfloat16 parameters stay float32; a checkpoint
         without residues loads as masters that equal their weights. Options that the checkpoint
         does not have stay as they are. The model may be loaded before or after: see [Note: Edits].
-        Raises ValueError, and changes nothing, where groups, shapes or states do not fit.
+        `compact` states come from where they were saved, or from moments as numbers, but do not go
+        elsewhere. Raises ValueError, and changes nothing, where groups, shapes or states do not
+        fit; TypeError where a hyper-parameter is no number.
         """
-        state_dict = dict(state_dict)
+        if isinstance(state_dict, Mapping):
+            state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        saved_groups = state_dict["param_groups"]
+        saved_groups, saved_states = check_state_dict(state_dict)
         have = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in saved_groups]
         if have != given:
@@ -246,7 +251,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             self._check_group(groups[-1])
             owners.update({key: (p, groups[-1]) for key, p in zip(old["params"], group["params"])})
         state: dict[Any, Any] = {}
-        for key, value in state_dict["state"].items():
+        for key, value in saved_states.items():
             if key in owners:
                 parameter, group = owners[key]
                 format = check_parameter(parameter, group["states"], self.rule)

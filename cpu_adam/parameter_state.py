@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from cpu_adam.checks import check_residue
-from cpu_adam.formats import Slot, StateFormat, format_for
+from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import STEPS
-from cpu_adam.memory import PLAIN, check_memory, is_wrapper
+from cpu_adam.memory import PLAIN, check_memory, is_stored, is_wrapper
 from cpu_adam.plain import from_plain
 from cpu_adam.reference import cut
 
@@ -137,6 +137,25 @@ def fresh(parameter: Tensor, slot: Slot) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
+def check_state_dict(given: Any) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
+    """Groups and states of what an optimizer's `state_dict` returned, else raise ValueError."""
+    groups = states = None
+    if isinstance(given, Mapping):
+        groups, states = given.get("param_groups"), given.get("state")
+    if (
+        isinstance(groups, list | tuple)
+        and isinstance(states, Mapping)
+        and all(isinstance(x, Mapping) and isinstance(x.get("params"), list) for x in groups)
+    ):
+        return list(groups), states
+    found = f"the keys {list(given)}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
+    raise ValueError(
+        f"asked to load a dict with the 'state' of parameters and 'param_groups' with 'params'; "
+        f"found {found[:200]}; likely cause: a checkpoint of which this is a part, or a model's; "
+        f"try: what optimizer.state_dict() returned"
+    )
+
+
 def loaded(
     parameter: Tensor, format: StateFormat, saved: Mapping[str, Any], counts_steps: bool
 ) -> dict[str, Any]:
@@ -153,6 +172,13 @@ def loaded(
             f"'state' of a checkpoint, by parameter numbers"
         )
     slots = {key_of(slot): slot for slot in format.slots}
+    foreign = sorted(_OF_MOMENTS - _moments(format.rule) & saved.keys())
+    if foreign:
+        raise ValueError(
+            f"asked to load a state of {format.rule}; found one with {', '.join(foreign)}, which "
+            f"{format.rule} does not have; likely cause: a checkpoint of another optimizer; try: "
+            f"the kind of optimizer that saved it, or a new one without its state"
+        )
     state: dict[str, Any] = {}
     codes = [slot.name for slot in format.slots if key_of(slot) != slot.name]
     if codes and all(isinstance(saved.get(name), Tensor) for name in codes):
@@ -162,6 +188,7 @@ def loaded(
         if key == STEP:
             state[key] = torch.tensor(whole_step(value), dtype=torch.float32)
         elif key == "residue" and isinstance(value, Tensor) and value.is_floating_point():
+            _check_rounded(value)
             continue  # An optimizer of torch made it so, and its lower bits are gone.
         elif key not in slots:
             state[key] = copy.deepcopy(value)
@@ -177,6 +204,25 @@ def loaded(
             f"optimizer that saved it"
         )
     return state
+
+
+def _moments(rule: str) -> set[str]:
+    """Keys under which any format of a rule has what is kept of gradients."""
+    slots = (slot for format in FORMATS.values() if format.rule == rule for slot in format.slots)
+    return {key for slot in slots for key in (slot.name, key_of(slot))} - {"residue"}
+
+
+_OF_MOMENTS = {key for format in FORMATS.values() for key in _moments(format.rule)}
+
+
+def _check_rounded(residue: Tensor) -> None:
+    """Raise ValueError for what no whole numbers can have become."""
+    if not _has_numbers(local(residue)) or not bool(local(residue).isfinite().all()):
+        raise ValueError(
+            "asked to load a residue; found numbers that are not finite, or none in memory; likely "
+            "cause: a damaged checkpoint; try: an earlier one, or one without residues, which "
+            "begins from the bfloat16 weights"
+        )
 
 
 def _encoded(
@@ -251,7 +297,9 @@ def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor is dense and in memory."""
     if x.layout != torch.strided or x.is_quantized or x.is_meta or is_wrapper(x):
         return False
-    return x.numel() == 0 or x.data_ptr() != 0 or x._is_zerotensor() or not x.is_cpu
+    if x.numel() == 0 or x._is_zerotensor() or not x.is_cpu:
+        return True
+    return x.data_ptr() != 0 and is_stored(x)
 
 
 def _fits(found: torch.dtype, want: torch.dtype) -> bool:

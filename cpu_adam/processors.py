@@ -18,6 +18,14 @@ THREADS_VARIABLE = "CPU_ADAM_THREADS"
 """Environment variable: number of threads of the update, the caller's included."""
 
 
+THREADS_PER_PROCESSOR, THREADS_LEAST = 4, 64
+
+
+def threads_most() -> int:
+    """As many threads may be asked for: far more than are of use, and no more than start soon."""
+    return max(THREADS_PER_PROCESSOR * (os.cpu_count() or 1), THREADS_LEAST)
+
+
 def places(threads: int | None = None, root: Path = Path("/")) -> list[Place]:
     """A place for each of `threads` threads; by default one thread per core that we may use.
 
@@ -35,14 +43,16 @@ def places(threads: int | None = None, root: Path = Path("/")) -> list[Place]:
 
 
 def asked_threads() -> int | None:
-    """What `CPU_ADAM_THREADS` asks for, or None. Raises ValueError where it is no number."""
+    """What `CPU_ADAM_THREADS` asks for, or None. Raises ValueError where it is none."""
     text = os.environ.get(THREADS_VARIABLE)
     if text is None or text == "":
         return None
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
+    most = threads_most()
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
         raise ValueError(
-            f"asked for the number of threads in {THREADS_VARIABLE}; found {text!r}; likely cause: "
-            f"a typing error where it is set; try: {THREADS_VARIABLE}=4, or leave it unset"
+            f"asked for the number of threads in {THREADS_VARIABLE}, from 1 to {most} on this "
+            f"machine; found {text!r}; likely cause: a typing error where it is set; try: "
+            f"{THREADS_VARIABLE}=4, or leave it unset"
         )
     return int(text)
 

@@ -1,0 +1,69 @@
+"""Signals in the middle of a step: their handlers run when its books are whole again.
+
+Python runs the handler of a signal between any two lines of the main thread, also right behind a
+native call that went on for long, and what it raises (KeyboardInterrupt, the SystemExit of a
+SIGTERM handler) ends whatever ran there: weights would have moved whose step was not counted. So
+while a step writes, signals are only noted, by a C function in the place of every handler that is a
+Python object, and the handlers are called when all is written. On other threads Python calls none.
+"""
+
+from __future__ import annotations
+
+# What `signal` is made of: its own functions spend microseconds on turning numbers into enums.
+import _signal  # type: ignore[import-not-found]
+import threading
+from collections.abc import Callable
+from signal import SIGKILL, SIGSTOP, valid_signals
+from types import FrameType
+from typing import Any, ParamSpec
+
+Parameters = ParamSpec("Parameters")
+Handler = Callable[[int, FrameType | None], object]
+
+_NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
+
+
+def whole(
+    function: Callable[Parameters, None], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> None:
+    """Call a function to its end, its return or its error, before a signal's handler runs.
+
+    What a handler raises comes from here, then; it may also come before the function was called. A
+    signal that comes several times meanwhile is handled once. Handlers are put back by
+    `signal.signal`: what `faulthandler.register` or `signal.siginterrupt` laid over one is lost.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return function(*args, **kwargs)
+    found = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS))
+    handlers = {number: handler for number, handler in found if callable(handler)}
+    came: dict[int, FrameType | None] = {}
+    note = came.setdefault
+    try:
+        for number in handlers:
+            _signal.signal(number, note)
+        function(*args, **kwargs)
+    finally:
+        try:
+            _put_back(handlers, note)
+        finally:
+            try:
+                _put_back(handlers, note)  # Again, as one that is back may have raised meanwhile.
+            finally:
+                _call(handlers, came)
+
+
+def _put_back(handlers: dict[int, Handler], note: Any) -> None:
+    for number, handler in handlers.items():
+        if _signal.getsignal(number) is note:
+            _signal.signal(number, handler)
+
+
+def _call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
+    """Call the handlers of what came; one that raises does not keep the others from it."""
+    if came:
+        number = next(iter(came))
+        frame = came.pop(number)
+        try:
+            handlers[number](number, frame)
+        finally:
+            _call(handlers, came)
