@@ -82,7 +82,8 @@ def initialize() -> None:
     Raises:
         RuntimeError, AssertionError: as torch has it.
     """
-    torch.cuda.init()
+    start: Any = torch.cuda.init
+    start()
 
 
 def driver_of(device: torch.device) -> Driver:
