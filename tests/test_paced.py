@@ -7,18 +7,23 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.paced import paced
+import offload
+from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
+    Loop,
     Script,
+    Small,
     Step,
     backward_only,
     check,
     draw_script,
     edit,
+    edit_the_second_block,
     evaluate,
     hold,
     hold_gradients,
@@ -32,14 +37,14 @@ from tests.paced_loops import (
     step_and_keep_gradients,
     stream_weights,
     train,
-    use_a_block_alone,
     use_one_block_inside_another,
+    use_the_first_block,
 )
-from tests.training import ALL_PLACEMENTS
+from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits
 
 # -- what the host must wait for ---------------------------------------------------------------
 
-LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 4e-3}
+LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 1e-2}
 """A device that does nothing before it must, and lanes that take their time."""
 
 # What is done right after a backward, or a step, whose effects are still on their way.
@@ -66,7 +71,10 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "stream": ("cpu-cpu-cpu", [stream_weights]),
     "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
-    "edit what is fetched": ("cpu-cpu-cpu", [use_a_block_alone, edit, evaluate]),
+    "edit what is fetched": (
+        "cpu-cpu-cpu",
+        [hold, use_the_first_block, edit_the_second_block, evaluate],
+    ),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
 }
 
@@ -85,6 +93,26 @@ def test_what_is_done_after_a_backward_waits_for_it(name: str, tmp_path: Any) ->
 def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_STEP[name]
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
+
+
+def gradients_after_detach(
+    placement: tuple[str, str, str], directory: Any, device: Paced | None
+) -> list[torch.Tensor]:
+    with attached(placement, directory, build=lambda: Small(tied=False, checkpointed=False)) as run:
+        if device is not None:
+            device.change(**LATE)
+        Loop(run, device).backward()
+        offload.detach(run.model)
+        return [parameter.grad for parameter in run.model.parameters()]
+
+
+def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
+    expected = gradients_after_detach(RESIDENT, tmp_path, None)
+    with paced() as device:
+        found = gradients_after_detach(("cpu", "cpu", "cpu"), tmp_path, device)
+        device.timeline.finish()
+    assert not device.timeline.races
+    assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
 def test_zeros_are_there_for_every_stream() -> None:
