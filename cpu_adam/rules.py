@@ -74,17 +74,19 @@ def adam(p: Tensor, g: Tensor, states: Mapping[str, Tensor], f: Factors, s: Scra
 
     g = g + weight_decay * p                    if L2 decay
     m = m + (1 - beta1) * (g - m)
-    v = beta2 * v + (1 - beta2) * (g * g)
+    v = beta2 * v + (1 - beta2) * g * g
     d = sqrt(v) * (1 / sqrt(1 - beta2**t)) + eps
     p = p - (p * (lr * weight_decay) + (m / d) * (lr / (1 - beta1**t)))
 
     The decay is 0 unless it is decoupled. (A factor 1 - lr * weight_decay would be rounded to the
-    same side in every step, by up to 3e-8 of the weight: more than all else over many steps.)
+    same side in every step, by up to 3e-8 of the weight: more than all else over many steps.) The
+    product in v is taken from the left, as torch takes it: it overflows where g does by the root of
+    1 - beta2 only, and from there on (5.8e20 at beta2 = 0.999) v is infinite and p rests.
     """
     m, v = states["exp_avg"], states["exp_avg_sq"]
     g = decayed(p, scaled(g, f, s), f, s)
     m.add_(torch.sub(g, m, out=s.term).mul_(f["rest1"]))
-    v.mul_(f["beta2"]).add_(torch.mul(g, g, out=s.term).mul_(f["rest2"]))
+    v.mul_(f["beta2"]).add_(torch.mul(g, f["rest2"], out=s.term).mul_(g))
     adam_step(p, m, square_root(v, s.wide, out=s.term), f, s)
 
 

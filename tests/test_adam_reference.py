@@ -110,7 +110,7 @@ def numpy_update(
     if by.weight_decay != 0.0 and not by.decoupled:
         g = g + f(by.weight_decay) * p
     m = m + f(1.0 - by.beta1) * (g - m)
-    v = f(by.beta2) * v + f(1.0 - by.beta2) * (g * g)
+    v = f(by.beta2) * v + f(1.0 - by.beta2) * g * g
     d = np.sqrt(v) * f(1.0 / math.sqrt(1.0 - by.beta2**step)) + f(by.eps)
     decay = f(by.lr * by.weight_decay if by.decoupled else 0.0)
     return p - (p * decay + (m / d) * f(by.lr / (1.0 - by.beta1**step))), m, v

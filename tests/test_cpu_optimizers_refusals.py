@@ -111,3 +111,15 @@ def test_numbers_of_threads_that_are_none_are_refused(wrong: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=FOUR_PARTS):
         cpu_adam.set_threads(wrong)
     assert cpu_adam.threads() == before
+
+
+def test_gradients_as_large_as_torch_takes_move_a_parameter_as_there() -> None:
+    results = []
+    for build in (cpu_adam.CPUAdam, torch.optim.AdamW):
+        p = nn.Parameter(torch.ones(40))
+        optimizer = build([p], lr=0.1)
+        p.grad = torch.full((40,), 1e20)
+        for _ in range(3):
+            optimizer.step()
+        results.append(p.detach())
+    torch.testing.assert_close(results[0], results[1])
