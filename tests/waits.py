@@ -284,12 +284,12 @@ import sys, pytest
 from importlib import import_module
 module, path = sys.argv[1:3]
 for finder in sys.meta_path:
-    known = getattr(finder, "known_source_files", {})
-    if module in known:
+    known = getattr(finder, "known_source_files", None)
+    if known is not None:
         known[module] = path
         break
 else:
-    sys.exit(f"{module} is not installed editable")
+    sys.exit(99)  # It is not installed editable.
 sys.exit(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *sys.argv[3:]]))
 """
 
