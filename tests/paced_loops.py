@@ -346,8 +346,8 @@ def least(placement: tuple[str, str, str], tied: bool, directory: Any) -> dict[s
 def check(script: Script, placement: tuple[str, str, str], directory: Any, *, tight: bool) -> None:
     """Hold a script on a paced device against the same on the CPU, where all is resident."""
     expected = script.go(RESIDENT, directory)
-    budgets = least(placement, script.tied, directory) if tight else {}
     with paced() as device:
+        budgets = least(placement, script.tied, directory) if tight else {}
         found = script.go(placement, directory, device, **budgets)
         device.timeline.finish()
     assert not device.timeline.races, "\n".join(sorted(set(device.timeline.races)))

@@ -236,7 +236,7 @@ REFUSED = {
     "bench adam --formats exat": "--formats exat: there is none of that name here (did you",
     "bench adam --kernels avx5": "--kernels avx5: there is none of that name here",
     "bench adam --seconds nan": "--seconds nan: expected 0 to 3600",
-    "bench adam --gradients fp8": "invalid choice 'fp8'",
+    "bench adam --gradients fp8": "--gradients fp8: it cannot be that; it takes bf16",
     "bench adam --element 4": "--element",
     "bench adam 64Mi": "64Mi belongs to no option",
     "bench adam --elements 1Ti": "of memory; found",

@@ -133,7 +133,7 @@ REFUSED = {
     ". --gpu h1000": "--gpu h1000: expected TFLOP/s, or one of b200",
     ". --model big": "--model big: expected a number of parameters",
     ". --backends uring": "--backends uring: cannot be used here: there is none of that name",
-    ". --compare dd": "invalid choice 'dd'",
+    ". --compare dd": "--compare dd: it cannot be that; it takes fio\n",
     ". --siz 4GiB": "there is no option --siz (did you mean --size?)",
     ". --size 900TiB --writes-max 900TiB": "free; likely cause: the drive is nearly full; try: ",
 }

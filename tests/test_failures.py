@@ -20,7 +20,7 @@ from offload.lanes import EngineError
 from offload.program import Lane, Op, Verb
 from offload.store import Store
 from tests.faults import nothing_leaks
-from tests.training import Net, Run, batch, loss_of
+from tests.training import Net, Run, batch, loss_of, some_fast
 
 ATTACH = sys.modules["offload.attach"]
 """The module; the package's attribute of that name is the function."""
@@ -134,7 +134,7 @@ def test_a_wait_ends_when_the_lane_fails(name: str, tmp_path: Path) -> None:
         assert time.perf_counter() - breaker.failed_at < 0.1
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("code", some_fast([errno.EIO, errno.ENOSPC]))
 def test_a_drive_that_fails_at_any_call(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

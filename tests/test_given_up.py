@@ -22,6 +22,7 @@ from tests.training import (
     batch,
     first_fast,
     plain,
+    some_fast,
     train,
 )
 
@@ -94,7 +95,7 @@ def declared(run: Run) -> int | None:
 
 
 @pytest.mark.parametrize("placement", first_fast(PLACEMENTS))
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", some_fast([2, 1]))
 @pytest.mark.parametrize("how", CUTS)
 def test_step_completes_a_backward_that_was_cut(
     how: str, micro_batches: int, placement: tuple[str, str, str], tmp_path: Path
@@ -149,7 +150,7 @@ def test_all_else_is_refused_and_told_why(how: str, tmp_path: Path) -> None:
         assert len(run.model.state_dict()) == len(list(run.model.parameters()))
 
 
-@pytest.mark.parametrize("how", CUTS)
+@pytest.mark.parametrize("how", some_fast(CUTS))
 def test_before_an_update_has_begun_all_is_as_without_micro_batches(
     how: str, tmp_path: Path
 ) -> None:
@@ -278,7 +279,7 @@ GIVEN_UP += [failed_forward, pressed_in_forward, cut_and_zeroed]
 
 
 @pytest.mark.parametrize("micro_batches", [2, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("give_up", GIVEN_UP)
+@pytest.mark.parametrize("give_up", some_fast(GIVEN_UP, fast=2))
 def test_a_step_that_is_given_up_starts_the_count_again(
     give_up: Callable[[Run], None], micro_batches: int, tmp_path: Path
 ) -> None:
@@ -343,7 +344,7 @@ def read_in_backward(run: Run, number: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("feature", [retained, kept_output, uncalled, read_in_backward])
+@pytest.mark.parametrize("feature", some_fast([uncalled, retained, kept_output, read_in_backward]))
 def test_loops_that_begin_late(feature: Callable[[Run, int], None], tmp_path: Path) -> None:
     early = train(PLACEMENT, tmp_path, feature, micro_batches=1, build=Net)
     assert_same(early, train(RESIDENT, tmp_path, feature))

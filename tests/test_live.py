@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.cli import gpt, live, sample, train_plot
+from offload.cli import gpt, live, sample
 from offload.cli.console import Output
 from offload.cli.curve import buckets, curve
 from offload.cli.live import Load, Shown
@@ -153,6 +153,8 @@ def test_a_sample_moves_no_cursor():
 
 def test_the_loss_is_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
+    from offload.cli import train_plot
+
     path = tmp_path / "loss.png"
     assert run(*SHORT, "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")

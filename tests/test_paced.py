@@ -40,7 +40,7 @@ from tests.paced_loops import (
     use_one_block_inside_another,
     use_the_first_block,
 )
-from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits
+from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_fast
 
 # -- what the host must wait for ---------------------------------------------------------------
 
@@ -83,13 +83,13 @@ def script_of(before: Actions, between: Actions, after: Actions) -> Script:
     return Script([Step(before, between, after, LATE)], False, False, False, None, None)
 
 
-@pytest.mark.parametrize("name", AFTER_A_BACKWARD)
+@pytest.mark.parametrize("name", some_fast(AFTER_A_BACKWARD))
 def test_what_is_done_after_a_backward_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_BACKWARD[name]
     check(script_of([], actions, []), tuple(placement.split("-")), tmp_path, tight=True)
 
 
-@pytest.mark.parametrize("name", AFTER_A_STEP)
+@pytest.mark.parametrize("name", some_fast(AFTER_A_STEP, fast=2))
 def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_STEP[name]
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)

@@ -62,6 +62,7 @@ assert not hasattr(offload, "nonsense")
 """
 
 
+@pytest.mark.slow
 def test_the_public_names_are_the_same_however_they_are_loaded() -> None:
     again = """
 import sys
@@ -107,6 +108,7 @@ def test_output_that_cannot_be_written_is_told(arguments: tuple[str], unbuffered
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_command_whose_output_cannot_be_written() -> None:
     with open("/dev/full", "w") as full:
         done = command_line("train", "--help", stdout=full)

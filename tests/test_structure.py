@@ -225,16 +225,9 @@ def _whole(model: Any, backend: str) -> Any:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own.
 @pytest.mark.parametrize(
     ("how", "before", "backend", "checkpointed"),
-    [
-        (_whole, False, "aot_eager", False),
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in itertools.product(
-                (_blocks, _whole), (True, False), ("aot_eager", "inductor"), (True, False)
-            )
-        ),
-    ],
+    itertools.product((_blocks, _whole), (True, False), ("aot_eager", "inductor"), (True, False)),
 )
+@pytest.mark.slow
 def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_path: Path) -> None:
     """Blocks, or what lies between two hooks of the engine, give the same bits."""
 

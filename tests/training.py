@@ -39,6 +39,12 @@ def first_fast(placements: Iterable[tuple[str, str, str]]) -> list[Any]:
     return [pytest.param(first, id="-".join(first)), *slow]
 
 
+def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:
+    """Parameters of a test: the first ones in the fast tier, the others in the slow one."""
+    first, others = list(values)[:fast], list(values)[fast:]
+    return [*first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
@@ -200,8 +206,9 @@ def smallest_budgets(
     kept = {"build": build, "dtype": dtype, "optimizer": optimizer}
     with attached(placement, directory, **kept, **config) as run:
         profile, rule = run.engine.plan.profile, run.engine.plan.states.rule
+        is_host = run.engine.executor.device.is_host
     asked, free = config_of(placement, directory, **config), 1 << 60
-    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, device_is_cpu=True)
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, device_is_cpu=is_host)
 
     def least(name: str, given: dict[str, int]) -> int:
         def fits(blocks: int) -> bool:

@@ -290,7 +290,8 @@ for finder in sys.meta_path:
         break
 else:
     sys.exit(99)  # It is not installed editable.
-sys.exit(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *sys.argv[3:]]))
+sys.exit(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider",
+                      "-m", "slow or not slow", "-k", "not many", *sys.argv[3:]]))
 """
 
 

@@ -95,6 +95,7 @@ class Flags(Generic[Settings]):
             return self._unknown(unknown[1])
         if wrong := re.match(r"invalid choice '(.*)' for argument '(.*)'\..*?\((.*)\)", line):
             asked, name, choices = wrong[1], wrong[2], re.findall(r"'([^']*)'", wrong[3])
+            choices = [choice for choice in choices if choice != "None"]  # What is left out.
             close = nearest(asked, choices)
             return f"{name} {asked}: it cannot be that{close}; it takes {', '.join(choices)}"
         for found, clearer in _CLEARER.items():
