@@ -225,7 +225,11 @@ def _whole(model: Any, backend: str) -> Any:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own.
 @pytest.mark.parametrize(
     ("how", "before", "backend", "checkpointed"),
-    itertools.product((_blocks, _whole), (True, False), ("aot_eager", "inductor"), (True, False)),
+    [
+        *itertools.product(
+            (_blocks, _whole), (True, False), ("aot_eager", "inductor"), (True, False)
+        )
+    ],
 )
 @pytest.mark.slow
 def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_path: Path) -> None:
