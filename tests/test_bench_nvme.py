@@ -105,6 +105,7 @@ def test_the_table_is_plain_and_fits_eighty_columns(capsys, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_several_paths_are_measured_together_at_the_end(capsys, tmp_path):
     paths = [tmp_path / name for name in ("a", "[red]b")]
     for path in paths:

@@ -11,7 +11,7 @@ import torch
 
 import offload
 from offload.program import Lane
-from tests.training import ALL_PLACEMENTS, TIERS, Run, attached
+from tests.training import ALL_PLACEMENTS, SAMPLED, TIERS, Run, attached
 
 LAYERS, WIDTH, VOCABULARY = 5, 32, 50
 BLOCK_BYTES = 4096
@@ -149,7 +149,12 @@ SAME = [(tier, other, tier) for tier in TIERS for other in TIERS]
 
 @pytest.mark.parametrize(
     ("placement", "clips"),
-    [*((placement, False) for placement in ALL_PLACEMENTS), *((one, True) for one in SAME)],
+    [
+        *((placement, False) for placement in SAMPLED),
+        *((placement, True) for placement in SAME[::4]),
+        *(pytest.param(one, False, marks=pytest.mark.slow) for one in ALL_PLACEMENTS),
+        *(pytest.param(one, True, marks=pytest.mark.slow) for one in SAME),
+    ],
 )
 def test_bytes_per_lane(placement: Placement, clips: bool, tmp_path: Path) -> None:
     with attached(placement, tmp_path, max_grad_norm=1.0 if clips else None) as run:

@@ -451,6 +451,7 @@ def test_a_step_beside_momentum_keeps_the_momentum() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.slow
 def test_a_fork_while_the_lock_is_held_does_not_hang_the_child() -> None:
     script = (
         "import faulthandler, os, cpu_adam\n"

@@ -24,6 +24,7 @@ from tests.training import (
     first_fast,
     plain,
     result_of,
+    some_fast,
     train,
 )
 
@@ -248,7 +249,7 @@ def counted(run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize("placement", first_fast([PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")]))
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some_fast(SHAPES, fast=3))
 def test_an_update_begins_when_the_backward_of_its_unit_is_over(
     shape: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -422,6 +422,7 @@ with attached(("nvme", "nvme", "nvme"), sys.argv[1]) as run:
 """
 
 
+@pytest.mark.slow
 def test_a_real_interrupt_and_on(tmp_path: Path) -> None:
     script = [sys.executable, "-c", ENDLESS, str(tmp_path)]
     root = Path(ENGINE).parent

@@ -18,6 +18,7 @@ from tests.training import (
     Run,
     assert_same,
     plain,
+    some_fast,
     train,
     train_alone,
     without_idle_states,
@@ -46,7 +47,7 @@ LOOPS = (
 PLACEMENT = ("nvme", "cpu", "nvme")
 
 
-@pytest.mark.parametrize("case", LOOPS)
+@pytest.mark.parametrize("case", some_fast(sorted(LOOPS), fast=6))
 def test_the_bits_of_a_loop_without_an_engine(case: str, tmp_path: Path) -> None:
     feature, options = CASES[case]
     ours = train(PLACEMENT, tmp_path, feature, **options)
