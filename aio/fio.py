@@ -41,6 +41,8 @@ RAMP_BYTES_PER_S = 0.3e9
 
 _RW = {"read": "read", "write": "write", "both": "rw"}
 TIMEOUT_S = 60.0
+PATIENCE_S = 4.0
+"""So long it may take until a first transfer ends."""
 FOREVER_BYTES = 1 << 50
 
 
@@ -114,6 +116,8 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
             raise ValueError(done.stderr.strip())
         runs = [found[way] for way in ("read", "write")]
         if not any(run["io_bytes"] for run in runs):
+            if seconds < PATIENCE_S:  # The drive is slow, or busy with something else.
+                return run_fio(load, mode, setting, 4 * seconds)
             raise ValueError("no transfer ended in that time")
         sample = FioSample(
             bytes_per_s=sum(run["io_bytes"] / run["runtime"] for run in runs if run["runtime"])

@@ -258,7 +258,7 @@ def test_somebody_closes_our_descriptors(name, tmp_path):
     )
     run = [sys.executable, "-c", code, str(tmp_path), name]
     done = subprocess.run(run, capture_output=True, text=True, timeout=100)
-    assert "takes no more calls (Bad file descriptor)" in done.stdout + done.stderr
+    assert "Bad file descriptor" in done.stdout + done.stderr
 
 
 def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):

