@@ -117,7 +117,7 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
         runs = [found[way] for way in ("read", "write")]
         if not any(run["io_bytes"] for run in runs):
             if seconds < PATIENCE_S:  # The drive is slow, or busy with something else.
-                return run_fio(load, mode, setting, 4 * seconds)
+                return run_fio(load, mode, setting, 4 * max(seconds, 0.1))
             raise ValueError("no transfer ended in that time")
         sample = FioSample(
             bytes_per_s=sum(run["io_bytes"] / run["runtime"] for run in runs if run["runtime"])
