@@ -12,7 +12,8 @@ MODEL, OTHER = "model", "other"
 """The user's forward and backward; and what is neither that nor a wait: data, loss, Python."""
 
 HELP = {
-    "compute": "a faster device, or no recomputing of activations; offloading costs little here",
+    "compute": "a faster device, or no recomputing of activations if there is any; offloading "
+    "costs little here",
     "disk": "one more drive (--nvme-path A B), or more --cpu-memory, so that less lives on nvme",
     "cpu": "more cores for the update, or states on the device as far as they fit "
     "(--device-memory)",
@@ -103,11 +104,15 @@ def bound(run: Run, found: Breakdown) -> str:
 
     It is what would make the step fastest if it were twice as fast, by the simulator, which sees
     past the lane that training happens to wait for; where nothing would, what takes most of it.
+    What is outside of all lanes would save half of itself.
     """
     if run.prediction is not None and run.prediction.what_if:
         what_if = run.prediction.what_if
         best = min(what_if, key=lambda name: what_if[name])
-        if what_if[best] <= (1 - GAIN_LEAST) * run.prediction.step_s:
+        saved = run.prediction.step_s - what_if[best]
+        if saved < found.parts.get(OTHER, 0.0) / 2:
+            return OTHER
+        if saved >= GAIN_LEAST * run.prediction.step_s:
             return MODEL if best == "compute" else best
     return max(found.parts, key=lambda name: found.parts[name])
 
@@ -122,7 +127,8 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
         told = [f"The model's own compute bounds the step: {share:.0%} of it."]
     elif name == OTHER:
         told = [
-            f"Neither compute nor a lane bounds the step: {share:.0%} of it is data and Python."
+            f"Neither compute nor a lane bounds the step: {share:.0%} of it is data, the loss and "
+            "Python. Try more workers of the DataLoader first, or less work between steps."
         ]
     else:
         told = [

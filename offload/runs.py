@@ -86,12 +86,13 @@ def last_path() -> Path:
     return Path(cache) / "offload" / "last-run.json"
 
 
-def save(run: Run, path: Path) -> None:
+def save(run: Run, path: str | os.PathLike[str]) -> None:
     """Writes a run, in place of what was there, as a whole.
 
     Raises:
         OSError: it cannot be written.
     """
+    path = Path(path)
     content = {"format": FORMAT, "version": VERSION, **asdict(run)}
     content["spans"] = [_row(span) for span in run.spans]
     content["waits"] = [_row(wait) for wait in run.waits]

@@ -94,6 +94,10 @@ def test_what_bounds_the_step_is_what_would_help():
     compute = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 5.0, "disk": 9.0}))
     assert bound(compute, found) == "model"
     assert "30% of it. Twice as fast it would save 47%" in " ".join(verdict(compute, found))
+    waiting = replace(found, parts={**found.parts, "other": 8.0})
+    assert bound(compute, waiting) == "model"  # Saves 4.5 of 9.5 s, half of the rest 4.
+    assert bound(MADE, waiting) == "other"  # The disk saves 3.5 s.
+    assert "more workers of the DataLoader" in " ".join(verdict(MADE, waiting))
     nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
     assert bound(nothing, found) == "other"
     assert "No lane alone" in verdict(nothing, found)[-1]
