@@ -71,6 +71,7 @@ class Exposures:
             self._make_room(one.elements * ITEM_BYTES[one.dtype], one.name)
             self._executor.quiesce("weight", unit, to_write=False)
             copied = self._read(unit, parameter)
+            self._executor.device.drain()  # Other streams look at it, and write what was read.
             found = _Copy(copied, _use_count(copied))
             self._copies.setdefault(unit, {})[parameter] = found
         return found.tensor
@@ -123,6 +124,7 @@ class Exposures:
             self._executor.quiesce("weight", unit, to_write=False)
             for parameter, one in self._copies[unit].items():
                 one.tensor.copy_(self._read(unit, parameter))
+            self._executor.device.drain()
 
     # -- one parameter at home ------------------------------------------------------------------
 
