@@ -1,55 +1,57 @@
 """The compact format: a byte per moment, in groups of 128 elements that share two float32 scales.
 
 [Note: Compact states]
-Groups are counted from the first element of the parameter. A group keeps the largest |m| and the
-largest sqrt(v) of its elements as scales, and for each element two codes, which stand for
+Groups are counted from the first element of the parameter. A group keeps two scales, and for each
+element two codes, which stand for
 
-    m = sign * level(q) * (m_scale * (1 / level(127)))
-    sqrt(v) = level(r) * (v_scale * (1 / level(255)))
+    m = sign * level(q) * m_scale
+    v = level(r) * v_scale
 
-with q in 0 ... 127, the sign of m above it in the byte (no -0: 128 is +0, as 0 is), r in 0 ... 255,
-and each reciprocal rounded once to float32. (The variance as its root, and a companding function,
-as in arXiv 2602.23349; the function is another, see below.) A step decodes, updates in float32 and
-encodes what came out. Its arithmetic is `adam`'s but for the moments, whose factors are folded into
-the scales: see `adam` here.
+with q in 0 ... 127, the sign of m above it in the byte (128 is +0, as 0 is), r in 0 ... 255. (A
+byte per moment as in arXiv 2602.23349; codes, scales and rounding are others, see below.)
 
-Levels. A code is a *segment* and a step within it; each segment is twice as long as the one below,
-and has as many steps: 16 for q, 32 for r, in 8 segments. That is how telephony compands (mu-law,
-ITU-T G.711), and how a float32 is made: the bits of 2**-15 + level, less those of 2**-15, are the
-code and what lies between it and the next one. So encoding is an addition and a shift, and decoding
-a subtraction. (Codes that were squares needed two roots more: 12.5 instead of 11.9 ns in LOG.md.)
-Adam divides one moment by the root of the other, element by element, so both must reach far below
-the largest of the group, and about as far: a root that is too coarse freezes elements of small
-gradients, a momentum that is coarser than the root throws them about. The smallest q is 1/3952 of
-the largest; the smallest root of a group that has one above 0 is r = 2, 1/4016. (Also that of an
-element without gradients: it has m = 0, so it does not move.)
+Levels. A code is the exponent of a float32 and the first three bits behind its point: those of q
+are 2**-15 * (1 + 1/8) ... 2**0 * (1 + 7/8) and 0, those of r 2**-31 * 1 ... 2**0 * (1 + 7/8). So a
+code is cut out of the bits of a number, and put back among constant ones. Adam divides one moment
+by the root of the other, element by element, so both must reach far below the largest of the group,
+and about as far: the root of v to 1/63000 of it, m to 1/55000. An element of small gradients would
+otherwise rest, or be thrown about.
 
-Rounding. Nearest rounding would stall: with beta2 = 0.9999 a code of 100 would decay to 99.998 and
-be rounded back for ever. A code is therefore rounded up or down by a *dither*, an integer that is
-added to the bits below it before they are cut off: unbiased over steps. The dither depends on the
-element's place in the parameter and on the step alone, so no cut into chunks, thread or machine can
-change it. It stays clear of the smallest and the largest by 16, more than what float32 loses here:
-the largest of a group is kept as it is.
+Units. A step works on numbers divided by `unit = scale * beta`: the levels are what moments decay
+to, no operation is spent on it, and no rounding either: where there is no gradient codes stay as
+they are for ever and their scale decays. What a group's numbers are multiplied by (the learning
+rate, the shares of the gradient, eps) takes the unit in, once for the group. The scale after the
+step is the unit times the power of two that lifts the largest of the group to the top binade. A
+group without a past (its unit is below 2**-100, as at first) has levels of 0 and a unit of 1.
 
-What is not finite. A group with a NaN, an infinity or anything from 2**118 on among its m, or its
-roots, has a scale of NaN and codes of 0: it decodes as NaN from then on. (From about there on the
-factor by which codes are made is no normal number, and more is lost than dithers stay clear of; and
-a gradient that makes such an m makes v infinite.) One whose largest is below 2**-80 is stored as
-zero (no root of a float32 above 0 is). Everything is a correctly rounded float32 operation or one
-of integers, so that compiled kernels find the same bits.
+Rounding. Nearest rounding would stall: with beta2 = 0.9999 what a gradient adds is less than half a
+code. A code is therefore rounded up or down by a *dither*, an integer that is added to the bits
+below it before they are cut off: unbiased over steps. A momentum below the smallest level above 0
+becomes that level or 0, by a second dither, of a table that holds what a level must reach: so an
+element that gets a hundredth of it in each step gathers it too. (v does without: its codes end at
+2**-31, where there are no zeros.) Dithers depend on the element's place in the parameter and on the
+step alone, so no cut into chunks, thread or machine can change them.
+
+What is not finite. A group with a NaN or an infinity among its m, or its v, or whose scale would
+be above 2**120, has a scale of NaN and codes of 0: it decodes as NaN from then on. (A v of that size
+is of gradients of some 1e19. And a v may be 2**127 times what the group had before: its root 1e19
+times.) One whose scale would be below 2**-100 is stored as zero. Everything is a correctly rounded
+float32 operation or one of integers, so that compiled kernels find the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from cpu_adam.formats import GROUP_ELEMENTS
-from cpu_adam.rules import Factors, Scratch, adam_step, decayed, scaled, square_root
+from cpu_adam.rules import Factors, Scratch, decayed, scaled, square_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +60,8 @@ class Code:
 
     name: str
     """Of the slot of its codes; that of their scales is longer by `_scale`."""
-    bits: int
-    """Bits below a code: what lies between it and the next one."""
-    largest: int
-    """The largest code, without its sign."""
-    signed: bool
-    hash_bit: int
-    """Where in the hash of a group the bits are by which its dither is changed."""
+    exponents: int
+    """Binades that its levels lie in."""
 
     @property
     def scale(self) -> str:
@@ -72,44 +69,41 @@ class Code:
         return f"{self.name}_scale"
 
     @property
-    def largest_level(self) -> float:
-        """The level of the largest code."""
-        return float(self.levels(torch.tensor(self.largest, dtype=torch.int32)))
+    def signed(self) -> bool:
+        """Whether the eighth bit is a sign, and the code 0 stands for 0."""
+        return self.exponents == 16
 
     def levels(self, codes: Tensor) -> Tensor:
-        """What codes without a sign, int32, stand for: float32, exact."""
-        return ((codes << self.bits) + FIRST_BITS).view(torch.float32).sub_(FIRST)
+        """What codes, uint8, stand for, with their signs: float32, exact."""
+        magnitude = codes.int() & self.exponents * STEPS - 1
+        first = (ONE - (self.exponents - 1) * BINADE) << 16
+        levels = ((magnitude << CODE_BITS) + first).view(torch.float32)
+        if self.signed:
+            levels = levels.where(codes < SIGN, -levels).masked_fill_(magnitude == 0, 0.0)
+        return levels
 
 
-MOMENTUM = Code("exp_avg", bits=19, largest=127, signed=True, hash_bit=48)
-ROOT = Code("exp_avg_sq", bits=18, largest=255, signed=False, hash_bit=32)
-LEAST_ROOT = 2
-"""The smallest code of a root in a group that has one above 0."""
+CODE_BITS = 20
+"""Bits of a float32 below a code."""
+STEPS = 8
+"""Codes in a binade."""
+STEP, BINADE, ONE = 1 << CODE_BITS - 16, 1 << 7, 127 << 7
+"""A code, an exponent and the number 1 in the upper half of a float32."""
+MOMENTUM = Code("exp_avg", exponents=16)
+VARIANCE = Code("exp_avg_sq", exponents=32)
 SIGN = 128
-FIRST, FIRST_BITS = 2.0**-15, 0x38000000
-"""Level 0 is stored as this float32, with these bits."""
-CLEAR = 16
-"""How far a dither stays clear of the code's smallest and largest bits."""
-TINY, TOO_LARGE = 0x17800000, 0x7A800000
-"""Bits of 2**-80 and of 2**118 in float32."""
+TINY, LARGE = 2.0**-100, 2.0**120
+"""What scales lie between."""
+NEAREST = 1 << CODE_BITS - 1
+"""The dither that rounds to the nearest code."""
 
 
 def decode(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
-    root = _decoded(ROOT, slots)
-    return {"exp_avg": _decoded(MOMENTUM, slots), "exp_avg_sq": root.mul_(root)}
-
-
-def _decoded(code: Code, slots: Mapping[str, Tensor], decay: Tensor | None = None) -> Tensor:
-    """m or the root of v, times its decay where there is one."""
-    found, scale = slots[code.name].int(), slots[code.scale]
-    factor = scale * scale.new_tensor(1.0 / code.largest_level)
-    if decay is not None:
-        factor.mul_(decay)
-    levels = code.levels(found & code.largest)
-    if code.signed:
-        levels = levels.where(found < SIGN, 0.0 - levels)  # no -0
-    return levels.mul_(_spread(factor, levels))
+    return {
+        code.name: code.levels(codes := slots[code.name]).mul_(_spread(slots[code.scale], codes))
+        for code in (MOMENTUM, VARIANCE)
+    }
 
 
 def adam(
@@ -123,13 +117,20 @@ def adam(
 ) -> None:
     """One step of Adam on a span: a master, its gradient and the slots of its record.
 
-    As `rules.adam`, but for the moments. With g scaled and decayed first where there is an L2 decay
-    (scale is 1 below then), and the products in brackets rounded once for all elements:
+    As `rules.adam`, in units. With g scaled and decayed first where there is an L2 decay (scale is
+    1 below then), and what is in the first paragraph once for a group:
 
-        m = sign * level(q) * (m_scale * (1 / level(127)) * beta1) + g * ((1 - beta1) * scale)
-        r = level(r) * (v_scale * (1 / level(255)) * sqrt(beta2))
-        h = g * (sqrt(1 - beta2) * scale)
-        v = r * r + h * h
+        m_unit = m_scale * beta1, 1 without a past
+        v_unit = v_scale * beta2, 1 without a past
+        share = ((1 - beta1) * scale) / m_unit
+        root_share = (sqrt(1 - beta2) * scale) / sqrt(v_unit)
+        d_unit = sqrt(v_unit) * (1 / sqrt(1 - beta2**t))
+        move = (lr / (1 - beta1**t)) * (m_unit / d_unit)
+
+        m = level(q) + g * share
+        h = g * root_share
+        v = level(r) + h * h
+        p = p - (p * (lr * weight_decay) + m / (sqrt(v) + eps / d_unit) * move)
 
     first_element: where the span starts in its parameter, a multiple of 128. step: the number of
     the step.
@@ -140,92 +141,140 @@ def adam(
         share, root_share = share * f["scale"], root_share * f["scale"]
     else:
         g = decayed(p, scaled(g, f, s), f, s)
-    m = _decoded(MOMENTUM, slots, f["beta1"])
-    root = _decoded(ROOT, slots, f["root_beta2"])
-    m.add_(torch.mul(g, share, out=s.term))
-    h = torch.mul(g, root_share, out=s.term)
-    v = root.mul_(root).add_(h.mul_(h))
-    root = square_root(v, s.wide, out=v)
-    adam_step(p, m, s.term.copy_(root), f, s)
-    encode(m, root, slots, *dither(first_element, m.numel(), step, m.device))
+    m_unit, m = _past(MOMENTUM, slots, f["beta1"])
+    v_unit, v = _past(VARIANCE, slots, f["beta2"])
+    root_unit = square_root(v_unit, torch.empty_like(v_unit, dtype=torch.float64), v_unit.clone())
+    d_unit = root_unit * f["correction2"]
+    m.add_(torch.mul(g, _spread(share / m_unit, g), out=s.term))
+    h = torch.mul(g, _spread(root_share / root_unit, g), out=s.term)
+    v.add_(h.mul_(h))
+    denominator = square_root(v, s.wide, out=s.term).add_(_spread(f["eps"] / d_unit, g))
+    move = torch.div(m, denominator, out=s.term)
+    move.mul_(_spread(f["step_size"] * (m_unit / d_unit), g))
+    p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(move))
+    dithers = dither(first_element, m.numel(), step, m.device)
+    encode(MOMENTUM, m, m_unit, slots, *dithers)
+    encode(VARIANCE, v, v_unit, slots, *dithers)
+
+
+def _past(code: Code, slots: Mapping[str, Tensor], decay: Tensor) -> tuple[Tensor, Tensor]:
+    """The units of groups, and the levels of their elements."""
+    unit = slots[code.scale] * decay
+    none = unit < TINY
+    levels = code.levels(slots[code.name])
+    return unit.masked_fill_(none, 1.0), levels.masked_fill_(_spread(none, levels), 0.0)
+
+
+def encode(
+    code: Code,
+    x: Tensor,
+    unit: Tensor,
+    slots: Mapping[str, Tensor],
+    dither: Tensor,
+    threshold: Tensor,
+) -> None:
+    """Write codes and scales of a span.
+
+    x: a moment that a step came to, float32, in units of its group: `unit`. dither, threshold: what
+    it is rounded by, as of `dither`.
+    """
+    bits = x.view(torch.int32) & 0x7FFFFFFF
+    half = (bits + dither >> 16).masked_fill_(x.isnan(), 0xFF << 7)
+    top = _of_groups(half).amax(1) >> 7  # an exponent, 127 that of 1
+    scale = unit * (top << 23).view(torch.float32)
+    scale.masked_fill_(~(scale <= LARGE), torch.nan)
+    scale.masked_fill_((top < code.exponents) | (scale < TINY), 0.0)
+    above = half - _spread((top - (code.exponents - 1)) * BINADE, half)
+    if code.signed:
+        above = above.clamp(min=STEP).where(above >= threshold, 0)
+    codes = above.clamp_(min=0) // STEP
+    if code.signed:
+        codes.add_(x.signbit() * SIGN)
+    slots[code.name].copy_(codes.mul_(_spread(scale > 0, codes)))
+    slots[code.scale].copy_(scale)
 
 
 def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
     """Write the slots of a span's record from float32 moments that come from elsewhere.
 
     Rounds to the nearest code. What `decode` gave is decoded to the same bits again, for scales of
-    roots from 2**-62 on (below, v is subnormal and does not tell its root): the largest of a group
-    may be an ulp or two beside the scale that it was decoded with, which is looked for.
+    v from 2**-95 on (below, its smallest levels are subnormal): the largest of a group is a level
+    of its scale, so the scale is looked for among those that it may be a level of. Where none fits,
+    the moments come from elsewhere, and the scale is a power of two.
     """
-    m, v = moments["exp_avg"], moments["exp_avg_sq"]
-    root = square_root(v, torch.empty_like(v, dtype=torch.float64), out=torch.empty_like(v))
-    halves = [torch.tensor(1 << code.bits - 1, device=v.device).int() for code in (MOMENTUM, ROOT)]
-    encode(m, root, slots, *halves)
-    found = {code: slots[code.scale].clone() for code in (MOMENTUM, ROOT)}
-    for ulps in (-2, -1, 1, 2, 0):
-        nearby = {code: (x.view(torch.int32) + ulps).view(x.dtype) for code, x in found.items()}
-        again = decode({**slots, **{code.scale: x for code, x in nearby.items()}})
-        for code, first in found.items():
-            scale = slots[code.scale]
-            others = _of_groups(again[code.name] != moments[code.name]).any(1)
-            scale.copy_(scale.where(others | ~(first > 0), nearby[code]))
+    for code in (MOMENTUM, VARIANCE):
+        x = _of_groups(moments[code.name])
+        largest = x.abs().amax(1)
+        binade = (largest.view(torch.int32) & 0xFF << 23).view(torch.float32)
+        codes, scales = _nearest(code, x, binade.masked_fill(largest == 0.0, 1.0))
+        left = scales > 0  # groups whose scale is still looked for
+        for ulps, step in product((0, 1, -1, 2, -2), range(STEPS)):
+            scale = largest / (1 + step / STEPS)
+            scale = (scale.view(torch.int32) + ulps).view(torch.float32)
+            some = (x[:, :8] / scale[:, None]).view(torch.int32)
+            some = (some + 8 & (1 << CODE_BITS) - 1) <= 16  # almost levels
+            rows = (left & some.all(1)).nonzero().view(-1)
+            found, scale = _nearest(code, x[rows], scale[rows])
+            fits = (code.levels(found) * scale[:, None] == x[rows]).all(1)
+            rows = rows[fits]
+            codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False
+        slots[code.name].copy_(codes.view(-1)[: slots[code.name].numel()])
+        slots[code.scale].copy_(scales)
 
 
-def encode(
-    m: Tensor, root: Tensor, slots: Mapping[str, Tensor], for_m: Tensor, for_root: Tensor
-) -> None:
-    """Write the slots of a span's record; what the codes are rounded by is given, as of `dither`.
-
-    m, root: the momentum and the root of the variance that a step came to, float32.
-    """
-    scale = _scales(m, slots[MOMENTUM.scale])
-    code = _code(MOMENTUM, m.abs(), scale, for_m) + m.signbit() * SIGN
-    slots[MOMENTUM.name].copy_(code.mul_(_spread(scale, code).isfinite()))
-
-    scale = _scales(root, slots[ROOT.scale])
-    code = _code(ROOT, root, scale, for_root).clamp_(min=LEAST_ROOT)
-    slots[ROOT.name].copy_(code.mul_(_spread(scale > 0, code)))
-
-
-def _code(code: Code, x: Tensor, scale: Tensor, dither: Tensor) -> Tensor:
-    """Codes of magnitudes, int32; anything where the scale is no number."""
-    factor = torch.full_like(scale, code.largest_level).div_(scale).where(scale > 0, 0.0)
-    levels = x.mul(_spread(factor, x)).add_(FIRST)
-    return levels.view(torch.int32).sub_(FIRST_BITS).add_(dither) >> code.bits
+def _nearest(code: Code, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of moments, a row for each group, by units that are near their largest."""
+    slots = {code.name: torch.empty_like(x, dtype=torch.uint8).view(-1)}
+    slots[code.scale] = torch.empty_like(unit)
+    even = torch.full_like(slots[code.name], NEAREST, dtype=torch.int32)
+    reach = torch.full_like(even, _threshold(GROUP_ELEMENTS))
+    encode(code, (x / unit[:, None]).view(-1), unit, slots, even, reach)
+    return slots[code.name].view_as(x), slots[code.scale]
 
 
 def dither(
     first_element: int, elements: int, step: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Integers to round the codes of m and of the root of each element of a span by.
+    """Integers to round the codes of a span by, for each element: a dither and a threshold.
 
-    Over a group the upper seven bits are those of the place in the group, for m in the reverse
-    order: 128 points that lie evenly in both directions (Hammersley's). In all of a group the same
-    bits are then flipped, those of a 64-bit hash (splitmix64, less its last xor-shift) of its
-    number and the step's: the points stay even, and the dither of an element differs from step to
-    step.
+    The dither's upper seven bits are over a group those of the place in it, in reverse order: 128
+    points that lie evenly, also in each part of the group. In all of a group the same bits are then
+    flipped, those of a 64-bit hash (splitmix64, less its last xor-shift) of its number and the
+    step's: the points stay even, and the dither of an element differs from step to step. The
+    threshold is the same for elements of a group as far apart as they are many, and turns by
+    other bits of the hash.
     """
     groups = -(-elements // GROUP_ELEMENTS)
     x = torch.arange(groups, dtype=torch.int64, device=device)
     x = x + _wrapped(first_element // GROUP_ELEMENTS + step * 0x9E3779B97F4A7C15)
     x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB)
-    places = torch.arange(GROUP_ELEMENTS, dtype=torch.int64, device=device)
-    backwards = sum((places >> bit & 1) << 6 - bit for bit in range(7))
-    found = []
-    for code, even in ((MOMENTUM, backwards), (ROOT, places)):
-        flips = (_shifted(x, code.hash_bit) * 2 * CLEAR & (1 << code.bits) - 1)[:, None]
-        found.append((flips ^ (even << code.bits - 7) + CLEAR).view(-1)[:elements].int())
-    return found[0], found[1]
+    x = ((x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB))[:, None]
+    even, thresholds = _tables(device)
+    flips = (_shifted(x, 32) << 5 & (1 << CODE_BITS) - 1).int()
+    places = torch.arange(GROUP_ELEMENTS, device=device)
+    turned = thresholds[places + _shifted(x, 48) & GROUP_ELEMENTS - 1]
+    return (flips ^ even).view(-1)[:elements], turned.view(-1)[:elements]
 
 
-def _scales(x: Tensor, into: Tensor) -> Tensor:
-    """Each group's largest magnitude, or NaN, or 0: see [Note: Compact states]."""
-    bits = _of_groups(x.view(torch.int32)) & 0x7FFFFFFF
-    largest = bits.amax(1)  # of integers: NaN is above everything
-    kept = largest.where((largest >= TINY) & (largest < TOO_LARGE), 0).view(torch.float32)
-    into.copy_(kept.masked_fill_(largest >= TOO_LARGE, torch.nan))
-    return into
+@cache
+def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of the places in a group: what a dither is before its bits are flipped, and thresholds."""
+    places = range(GROUP_ELEMENTS)
+    even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 | 16 for place in places]
+    thresholds = [_threshold(2 * (place * 37 % GROUP_ELEMENTS) + 1) for place in places]
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (even, thresholds))
+
+
+def _threshold(share: int) -> int:
+    """Where a momentum begins to become the smallest level, in halves above the code 0.
+
+    One that is `level` becomes the smallest level if `level / smallest > share / 256`. Its code,
+    which goes on below 0, is compared: levels are (8 + code % 8) * 2**(code // 8), the smallest 9.
+    """
+    code = 1
+    while (8 + (code - 1) % STEPS) * 256 > share * 9 << -((code - 1) // STEPS):
+        code -= 1
+    return code * STEP
 
 
 def _of_groups(x: Tensor) -> Tensor:

@@ -92,7 +92,6 @@ class AdamHyper(Hyper):
             "step_low": float(step % STEP_LOW),
             "step_high": float(step // STEP_LOW),
             "beta1": self.beta1,
-            "root_beta2": math.sqrt(self.beta2),
             "root_rest2": math.sqrt(1.0 - self.beta2),
         }
 

@@ -13,6 +13,8 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
+// A loop over the pairs of a group: what it fills then stays in registers, where they are enough.
+#define UNROLL _Pragma("GCC unroll 4")
 
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
@@ -95,7 +97,20 @@ INLINE F32 floats(U32 bits) { return {(Floats)bits.low, (Floats)bits.high}; }
 INLINE U32 bits_of(F32 x) { return {(Words)x.low, (Words)x.high}; }
 INLINE F32 magnitude(F32 x) { return floats(bits_of(x) & 0x7FFFFFFFu); }
 
+// As many 32-bit numbers as a pair has, and the first `count` of as many floats, the others 0.
+template <class V, class T> INLINE V get(const T* from) {
+    return load<V>(reinterpret_cast<const Byte*>(from));
+}
+template <class V, class T> INLINE void put(T* to, V v) { store(reinterpret_cast<Byte*>(to), v); }
+INLINE F32 some_floats(const Byte* from, int count) {
+    if (count == WIDTH) return load<F32>(from);
+    float some[WIDTH] = {};
+    __builtin_memcpy(some, from, size_t(count) * sizeof(float));
+    return get<F32>(some);
+}
+
 INLINE I32 equal(F32 a, F32 b) { return {(Masks)(a.low == b.low), (Masks)(a.high == b.high)}; }
+template <class V> INLINE I32 less(V a, V b) { return {(Masks)(a.low < b.low), (Masks)(a.high < b.high)}; }
 INLINE U32 choose(I32 mask, U32 yes, U32 no) {
     return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
 }
@@ -246,17 +261,38 @@ INLINE Bytes packed(U16 a, U16 b) {
 }
 
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
-INLINE U32 larger(U32 a, U32 b) { return {larger(a.low, b.low), larger(a.high, b.high)}; }
-template <int N> INLINE uint32_t largest_of(typename Of<N>::U32 x) {
+// The largest of numbers from 0 on.
+template <int N> INLINE int16_t largest_of(typename Of<N>::I16 x) {
     if constexpr (N == 1) {
         return x[0];
+#if CPU_ADAM_LANES >= 8
+    } else if constexpr (N == 8) {
+        __m128i least = _mm_minpos_epu16(_mm_xor_si128((__m128i)x, _mm_set1_epi16(-1)));
+        return int16_t(~_mm_cvtsi128_si32(least));
+#endif
     } else {
-        typename Of<N / 2>::U32 halves[2];
+        typename Of<N / 2>::I16 halves[2];
         __builtin_memcpy(halves, &x, sizeof x);
         return largest_of<N / 2>(larger(halves[0], halves[1]));
     }
 }
-INLINE uint32_t largest(U32 x) { return largest_of<LANES>(larger(x.low, x.high)); }
+INLINE int16_t largest(I16 x) { return largest_of<WIDTH>(x); }
+
+// The numbers where a comparison holds, else 0.
+INLINE U16 only(I16 mask, U16 x) { return mask ? x : U16{}; }
+// How far numbers are above another, 0 for those below.
+INLINE U16 above(U16 x, uint16_t base) {
+    U16 all = U16{} + base;
+#if CPU_ADAM_LANES == 16
+    return (U16)_mm512_subs_epu16((__m512i)x, (__m512i)all);
+#elif CPU_ADAM_LANES >= 8
+    return (U16)_mm256_subs_epu16((__m256i)x, (__m256i)all);
+#elif defined(__SSE2__)
+    return (U16)_mm_subs_epu16((__m128i)x, (__m128i)all);
+#else
+    return x > all ? x - all : U16{};
+#endif
+}
 
 // The square root, correctly rounded.
 INLINE Floats square_root(Floats x) {
