@@ -215,7 +215,8 @@ def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
             some = (some + 8 & (1 << CODE_BITS) - 1) <= 16  # almost levels
             rows = (left & some.all(1)).nonzero().view(-1)
             found, scale = _nearest(code, x[rows], scale[rows])
-            fits = (code.levels(found) * scale[:, None] == x[rows]).all(1)
+            decoded = code.levels(found) * scale[:, None]
+            fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
             rows = rows[fits]
             codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False
         slots[code.name].copy_(codes.view(-1)[: slots[code.name].numel()])

@@ -195,9 +195,9 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
 
 
 @every_kernel
-@pytest.mark.parametrize("exponent", [117, 118, 123, 127])
+@pytest.mark.parametrize("exponent", [119, 121, 127])
 def test_compact_of_huge_momenta(kernel: str, exponent: int) -> None:
-    """A scale from 2**118 on is as one that is not finite."""
+    """A scale above 2**120 is as one that is not finite."""
     state = State("compact", 12800, torch.float32)
     for slot in state.slots.values():
         slot.zero_()
@@ -206,7 +206,7 @@ def test_compact_of_huge_momenta(kernel: str, exponent: int) -> None:
     state.gradient.copy_(torch.from_numpy(mantissa) * 2.0**exponent)
     assert_updates_as_the_reference(kernel, state, hyper_of("compact", beta1=0.0), step=3)
     scales = state.slots["exp_avg_scale"]
-    assert bool((scales.isnan() if exponent >= 118 else scales.isfinite()).all())
+    assert bool((scales.isnan() if exponent > 120 else scales.isfinite()).all())
 
 
 @every_kernel

@@ -191,7 +191,7 @@ def test_moments_of_torch_are_encoded() -> None:
         assert mine.state[p]["exp_avg_code"].dtype == torch.uint8
         if p.numel():
             largest = theirs.state[q]["exp_avg"].abs().amax().float()
-            assert mine.state[p]["exp_avg_scale"].max() == largest
+            assert largest / 2 < mine.state[p]["exp_avg_scale"].max() <= largest
     run(mine, 1)
     theirs.load_state_dict(mine.state_dict())
     with pytest.raises(KeyError, match="exp_avg"):
