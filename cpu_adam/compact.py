@@ -11,7 +11,7 @@ with q in 0 ... 127, the sign of m above it in the byte (128 is +0, as 0 is), r 
 byte per moment as in arXiv 2602.23349; codes, scales and rounding are others, see below.)
 
 Levels. A code is the exponent of a float32 and the first three bits behind its point: those of q
-are 2**-15 * (1 + 1/8) ... 2**0 * (1 + 7/8) and 0, those of r 2**-31 * 1 ... 2**0 * (1 + 7/8). So a
+are 0 and 2**-15 * (1 + 1/8) ... 2**0 * (1 + 7/8), those of r 2**-31 * 1 ... 2**0 * (1 + 7/8). So a
 code is cut out of the bits of a number, and put back among constant ones. Adam divides one moment
 by the root of the other, element by element, so both must reach far below the largest of the group,
 and about as far: the root of v to 1/63000 of it, m to 1/55000. An element of small gradients would
@@ -26,17 +26,17 @@ group without a past (its unit is below 2**-100, as at first) has levels of 0 an
 
 Rounding. Nearest rounding would stall: with beta2 = 0.9999 what a gradient adds is less than half a
 code. A code is therefore rounded up or down by a *dither*, an integer that is added to the bits
-below it before they are cut off: unbiased over steps. A momentum below the smallest level above 0
-becomes that level or 0, by a second dither, of a table that holds what a level must reach: so an
-element that gets a hundredth of it in each step gathers it too. (v does without: its codes end at
-2**-31, where there are no zeros.) Dithers depend on the element's place in the parameter and on the
-step alone, so no cut into chunks, thread or machine can change them.
+below it before they are cut off: unbiased over steps. A momentum below the smallest level becomes
+that level or 0, by a second number, the *threshold* that it must reach: also unbiased, so that an
+element which gains a hundredth of a level in each step gathers it. (v does without: its codes end
+at 2**-31, and none is 0.) Both depend on the element's place in the parameter and on the step
+alone, so no cut into chunks, thread or machine can change them.
 
 What is not finite. A group with a NaN or an infinity among its m, or its v, or whose scale would
-be above 2**120, has a scale of NaN and codes of 0: it decodes as NaN from then on. (A v of that size
-is of gradients of some 1e19. And a v may be 2**127 times what the group had before: its root 1e19
-times.) One whose scale would be below 2**-100 is stored as zero. Everything is a correctly rounded
-float32 operation or one of integers, so that compiled kernels find the same bits.
+be above 2**120, has a scale of NaN and codes of 0: it decodes as NaN from then on. (That is a v of
+gradients of some 1e19, or of some 1e20 times what the group had before.) One whose scale would be
+below 2**-100 is stored as zero. Everything is a correctly rounded float32 operation or one of
+integers, so that compiled kernels find the same bits.
 """
 
 from __future__ import annotations
@@ -263,7 +263,8 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     places = range(GROUP_ELEMENTS)
     even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 | 16 for place in places]
     thresholds = [_threshold(2 * (place * 37 % GROUP_ELEMENTS) + 1) for place in places]
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in (even, thresholds))
+    both = torch.tensor([even, thresholds], dtype=torch.int32, device=device)
+    return both[0], both[1]
 
 
 def _threshold(share: int) -> int:

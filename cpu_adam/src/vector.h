@@ -110,7 +110,9 @@ INLINE F32 some_floats(const Byte* from, int count) {
 }
 
 INLINE I32 equal(F32 a, F32 b) { return {(Masks)(a.low == b.low), (Masks)(a.high == b.high)}; }
-template <class V> INLINE I32 less(V a, V b) { return {(Masks)(a.low < b.low), (Masks)(a.high < b.high)}; }
+template <class V> INLINE I32 less(V a, V b) {
+    return {(Masks)(a.low < b.low), (Masks)(a.high < b.high)};
+}
 INLINE U32 choose(I32 mask, U32 yes, U32 no) {
     return {mask.low ? yes.low : no.low, mask.high ? yes.high : no.high};
 }
