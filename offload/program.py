@@ -35,7 +35,8 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from offload.config import Tier
-from offload.layout import STAGES, Kind, Place, Plan, route, site
+from offload.layout import STAGES, Place, Plan, route, site
+from offload.records import Kind
 from offload.scoreboard import Scoreboard
 
 
