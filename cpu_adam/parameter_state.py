@@ -172,13 +172,7 @@ def loaded(
             f"'state' of a checkpoint, by parameter numbers"
         )
     slots = {key_of(slot): slot for slot in format.slots}
-    foreign = sorted(_OF_MOMENTS - _moments(format.rule) & saved.keys())
-    if foreign:
-        raise ValueError(
-            f"asked to load a state of {format.rule}; found one with {', '.join(foreign)}, which "
-            f"{format.rule} does not have; likely cause: a checkpoint of another optimizer; try: "
-            f"the kind of optimizer that saved it, or a new one without its state"
-        )
+    check_rule(format.rule, saved)
     state: dict[str, Any] = {}
     codes = [slot.name for slot in format.slots if key_of(slot) != slot.name]
     if codes and all(isinstance(saved.get(name), Tensor) for name in codes):
@@ -204,6 +198,17 @@ def loaded(
             f"optimizer that saved it"
         )
     return state
+
+
+def check_rule(rule: str, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError where a saved state has moments that the rule does not know."""
+    foreign = sorted(_OF_MOMENTS - _moments(rule) & saved.keys())
+    if foreign:
+        raise ValueError(
+            f"asked to load a state of {rule}; found one with {', '.join(foreign)}, which "
+            f"{rule} does not have; likely cause: a checkpoint of another optimizer; try: "
+            f"the kind of optimizer that saved it, or a new one without its state"
+        )
 
 
 def _moments(rule: str) -> set[str]:

@@ -13,9 +13,10 @@ import torch
 from offload.config import Tier, format_bytes
 from offload.device import CPU, Device
 from offload.driver import Driver, PinError
-from offload.layout import Buffer, Kind, Place, Plan
+from offload.layout import Buffer, Place, Plan
 from offload.numa import touch
 from offload.program import WHOLE, Lane, Op, Use, Value, weight_in_use
+from offload.records import Kind
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu")
 PIN_BYTES_MAX = 64 << 30

@@ -205,6 +205,7 @@ class _Attaching:
         self.device = device
         self.nvme_shares = nvme_shares
         self._bound: list[BoundUnit] = []
+        self._hooks: Hooks | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         """By the new parameter, the one on the meta device in whose place it is."""
@@ -284,7 +285,8 @@ class _Attaching:
         for parameter, (unit_index, index) in places.items():
             home = ParameterHome(engine, unit_index, index)
             parameter._offload_home = home  # type: ignore[attr-defined]
-        hooks = Hooks(engine, self.model, announcers, trains=self.optimizer is not None)
+        trains = self.optimizer is not None
+        self._hooks = hooks = Hooks(engine, self.model, announcers, trains=trains)
         optimizer = None
         if self.optimizer is not None:
             states = States(executor)
@@ -352,8 +354,9 @@ class _Attaching:
     @whole
     def _undo(self, executor: Executor) -> None:
         """Leave the model and the optimizer as they were before."""
-        if self.model in _attached:
-            _attached.pop(self.model).hooks.remove()
+        _attached.pop(self.model, None)
+        if self._hooks is not None:
+            self._hooks.remove()
         for unit in self._bound:
             if type(unit.parameters[0]) is RestingParameter:
                 self._restore(unit, executor)

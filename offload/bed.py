@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from offload.arena import host_tensor
-from offload.config import TIERS, Tier, format_bytes
-from offload.layout import PLACED, Placement, Plan, file_layout
+from offload.config import BUDGETS, TIERS, Tier, format_bytes
+from offload.layout import Placement, Plan, file_layout
 from offload.plan import BudgetError
 from offload.program import Value
+from offload.records import KINDS
 from offload.shared import Share
 from offload.store import Store
 
@@ -63,7 +64,7 @@ class Bed:
         """All that sleeps on nvme, and nothing else there."""
         asleep = set(self.values())
         return [
-            Placement(*("nvme" if Value(kind, unit) in asleep else "device" for kind in PLACED))
+            Placement(*("nvme" if Value(kind, unit) in asleep else "device" for kind in KINDS))
             for unit in range(len(self._plan.placements))
         ]
 
@@ -75,7 +76,7 @@ class Bed:
         """
         kept, budget = self._plan.arena_bytes(self._tier), self._plan.budgets[self._tier]
         if kept + self.bytes > budget:
-            field = {"cpu": "cpu_memory", "nvme": "nvme_space"}[self._tier]
+            field = BUDGETS[self._tier]
             other = ", or let it sleep on nvme" if self._tier == "cpu" else ""
             raise BudgetError(
                 f"sleeping in the {self._tier} tier takes {format_bytes(self.bytes, up=True)} of "

@@ -242,6 +242,13 @@ class BoundUnit:
         """Take back what `lend` gave."""
         self.lend(parameter, self._dummies[parameter])
 
+    def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
+        """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
+        shape, stride = tuple(saved.shape), tuple(saved.stride())
+        version = version_of(self.parameters[parameter])
+        place = (self.index, parameter, offset)
+        return Handle(engine, *place, saved.dtype, shape, stride, version, self.saving())
+
     def parameter_at(self, offset: int) -> int:
         """Index of the parameter that holds the byte at `offset` of the weight buffer."""
         return bisect_right(self._offsets, offset) - 1

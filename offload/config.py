@@ -22,6 +22,13 @@ Tier = Literal["device", "cpu", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "cpu", "nvme")
 """All tiers, the fastest first."""
 
+BUDGETS: dict[Tier, str] = {
+    "device": "device_memory",
+    "cpu": "cpu_memory",
+    "nvme": "nvme_space",
+}
+"""The field of `Config` that bounds each tier."""
+
 Choice = Literal["auto", "device", "cpu", "nvme"]
 """A tier asked for, or `auto`: the fastest that has room."""
 
@@ -138,7 +145,7 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in allowed:
                 raise _refused(name, value, f"one of {', '.join(allowed)}")
-        for name in ("device_memory", "cpu_memory", "nvme_space", "exposed_memory"):
+        for name in (*BUDGETS.values(), "exposed_memory"):
             value = getattr(self, name)
             if value is not None:
                 try:

@@ -19,7 +19,7 @@ from offload.exposure import Exposures
 from offload.finality import Finality
 from offload.gradients import Gradients, take_gradient
 from offload.interrupt import torn, whole
-from offload.inuse import InUse
+from offload.inuse import InUse, refuse_edit
 from offload.lanes import EngineError
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
@@ -136,8 +136,9 @@ class Engine:
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         self._graphs.pop(graph, None)
-        self._release_held()
-        if not self._graphs:
+        if self._graphs:
+            self._release_held()
+        else:
             self.end_pass(finished=True)
             for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
                 self.settle_edits(unit)  # Copies that only the backward has used go.
@@ -164,10 +165,14 @@ class Engine:
                     self._begin_updates({unit: turns})
 
     def end_pass(self, *, finished: bool) -> None:
-        """Put every unit at rest, send all gradients home, take back what was queued."""
-        self.in_use.release_all()
+        """Put every unit at rest, send all gradients home, take back what was queued.
+
+        Raises:
+            RuntimeError: a parameter was changed while it was in use; the pass has ended.
+        """
+        edited = self.in_use.release_all()
         self._graphs.clear()
-        if self.passes.verb is Verb.BACKWARD and not finished:
+        if self.passes.verb is Verb.BACKWARD and (edited or not finished):
             self.finality.aborted()
             for bound in self.units:
                 for parameter in bound.parameters:
@@ -176,6 +181,7 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)
+        refuse_edit(edited)
 
     def end_abandoned_backward(self) -> None:
         """From outside a backward: one that is still open was left by an exception; end it."""
@@ -200,19 +206,12 @@ class Engine:
         """A module that uses `unit` has run.
 
         Raises:
-            RuntimeError: it changed a parameter in place.
+            RuntimeError: a parameter was changed in place meanwhile.
         """
         bound = self.units[unit]
         bound.depth = max(0, bound.depth - 1)
         bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
-        edited = bound.edited() if bound.buffer is not None else None
-        self.in_use.release(bound)
-        if edited:
-            raise RuntimeError(
-                f"{edited} was changed in place while its own module ran: in use it is a view of "
-                "a buffer that is not written back, so the change would be lost. Change it before "
-                "or after the forward instead"
-            )
+        refuse_edit(self.in_use.release(bound))
 
     def hold(self, unit: int) -> None:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
@@ -228,11 +227,13 @@ class Engine:
 
         With `but` in another's forward, or the other way round, one's backward is in the other's.
         """
+        edited = None
         for bound in self.in_use:
             nested = but is not None and (bound.index in but.around or but.index in bound.around)
             if bound is not but and not nested and not bound.spec.lasting:
                 bound.held = False
-                self.in_use.release(bound)
+                edited = self.in_use.release(bound) or edited
+        refuse_edit(edited)
 
     def _use(self, bound: BoundUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
@@ -251,25 +252,15 @@ class Engine:
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in the weights of a unit in use, else None."""
         found = self.in_use.holding(tensor)
-        return None if found is None else self._handle(*found, tensor)
+        if found is None:
+            return None
+        bound, offset = found
+        index = bound.parameter_at(offset)
+        return bound.handle(self, index, offset - bound.spec.weight_offset(index), tensor)
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
         return tensor if self.handle_of(tensor) is None else tensor.clone()
-
-    def _handle(self, bound: BoundUnit, offset: int, tensor: torch.Tensor) -> Handle:
-        index = bound.parameter_at(offset)
-        return Handle(
-            self,
-            bound.index,
-            index,
-            offset - bound.spec.weight_offset(index),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            version_of(bound.parameters[index]),
-            bound.saving(),
-        )
 
     @whole
     def tensor_of(self, handle: Handle) -> torch.Tensor:

@@ -18,8 +18,9 @@ from offload.copies import in_pieces
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
-from offload.layout import Kind, Plan
+from offload.layout import Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
+from offload.records import Kind
 from offload.scoreboard import Scoreboard
 from offload.shared import Share
 from offload.store import Store

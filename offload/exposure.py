@@ -32,10 +32,11 @@ class _Copy:
     @property
     def held(self) -> bool:
         """Whether anybody else holds the copy or a view of it."""
-        return _use_count(self.tensor) > self.idle_count
+        return use_count(self.tensor) > self.idle_count
 
 
-def _use_count(tensor: torch.Tensor) -> int:
+def use_count(tensor: torch.Tensor) -> int:
+    """How many hold the storage of a tensor, its views among them."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
@@ -72,7 +73,7 @@ class Exposures:
             self._executor.quiesce("weight", unit, to_write=False)
             copied = self._read(unit, parameter)
             self._executor.device.drain()  # Other streams look at it, and write what was read.
-            found = _Copy(copied, _use_count(copied))
+            found = _Copy(copied, use_count(copied))
             self._copies.setdefault(unit, {})[parameter] = found
         return found.tensor
 

@@ -10,6 +10,7 @@ theirs; a parameter that comes twice, or another unit that needs the slot, sends
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +21,7 @@ from cpu_adam import accumulate
 from offload.arena import host_tensor, typed
 from offload.config import format_bytes
 from offload.executor import Executor
+from offload.exposure import use_count
 from offload.passes import Passes
 from offload.program import Use, Value, Verb, carry_out, compute
 from offload.task import Task
@@ -39,7 +41,7 @@ class _Unit:
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     """What `p.grad` has returned."""
     apart: set[int] = field(default_factory=set)
-    """Those of the shown that have memory of their own, see `Gradients.let_go`."""
+    """Those of the shown that have memory of their own: by `Gradients.let_go`, or by the user."""
     copied: torch.Tensor | None = None
     """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
 
@@ -54,6 +56,10 @@ class Gradients:
     def __init__(self, executor: Executor, passes: Passes, limit_bytes: int):
         """No gradient yet; at most `limit_bytes` of copies for `p.grad` at once."""
         self._limit_bytes = limit_bytes
+        self._idle_count = 0
+        """Use count of the storage of a gradient that is shown when nobody has a view of it."""
+        self._told = False
+        """Whether the user was told of views that somebody has."""
         self._executor = executor
         self._plan = executor.plan
         self._passes = passes
@@ -189,8 +195,7 @@ class Gradients:
             return None
         self._executor.quiesce("gradient", unit)
         if parameter not in now.shown:
-            with torch.inference_mode(False):
-                now.shown[parameter] = self._shaped(self._window(unit), unit, parameter)
+            now.shown[parameter] = self._seen(unit, parameter)
         return now.shown[parameter]
 
     def read(self, unit: int, parameter: int) -> torch.Tensor | None:
@@ -201,6 +206,14 @@ class Gradients:
         self.settle_shown()
         flat = self._executor.peek(Value("gradient", unit))
         return self._shaped(flat, unit, parameter).clone()
+
+    def _seen(self, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient as `p.grad` shows it: by a storage of its own, so that views are counted."""
+        with torch.inference_mode(False):
+            own = torch.from_numpy(self._window(unit).numpy())
+            seen = self._shaped(own, unit, parameter)
+        self._idle_count = use_count(seen) - 1  # Less `own`.
+        return seen
 
     def _window(self, unit: int) -> torch.Tensor:
         """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
@@ -233,7 +246,7 @@ class Gradients:
         now = self._units[unit]
         if gradient is None:
             now.kept.discard(parameter)
-            self._let_go(unit, parameter)
+            self._give_up(unit, parameter)
             now.shown.pop(parameter, None)
             now.apart.discard(parameter)
             if not now.kept:
@@ -246,26 +259,28 @@ class Gradients:
                 f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
             )
         self._executor.quiesce("gradient", unit)
-        shown = now.shown.get(parameter)
-        if shown is not None and shown is not gradient and self._held(unit, parameter):
-            shown.data = shown.clone()  # The gradient that is replaced is its holder's.
+        if now.shown.get(parameter) is not gradient:
+            self._give_up(unit, parameter)
         now.apart.discard(parameter)
-        window = self._shaped(self._window(unit), unit, parameter)
+        window = self._seen(unit, parameter)
         if window.data_ptr() != gradient.data_ptr():
             window.copy_(gradient)
         now.shown[parameter] = window
         now.kept.add(parameter)
 
     def settle_shown(self) -> None:
-        """Put home the copies that `p.grad` has shown, edited or not."""
+        """Put home what `p.grad` has shown from elsewhere, edited or not."""
         for unit, now in enumerate(self._units):
-            if now.copied is not None:
-                self._executor.quiesce("gradient", unit)
-                self._executor.poke(Value("gradient", unit), now.copied)
-            for parameter in now.apart:
-                self._executor.quiesce("gradient", unit)
+            if not now.shown:
+                continue
+            self._executor.quiesce("gradient", unit)
+            for parameter, shown in now.shown.items():
                 here = self._shaped(self._window(unit), unit, parameter)
-                here.copy_(now.shown[parameter])
+                if shown.data_ptr() != here.data_ptr():
+                    here.copy_(shown)
+                    now.apart.add(parameter)  # By `p.grad.data = ...`, where it was not yet.
+            if now.copied is not None:
+                self._executor.poke(Value("gradient", unit), now.copied)
 
     def renew_shown(self) -> None:
         """After a backward: gradients that are still held show what was added to them."""
@@ -289,18 +304,42 @@ class Gradients:
         What is done to those counts for the next backward, as it does with torch's own.
         """
         for unit, now in enumerate(self._units):
-            for parameter in list(now.shown):
+            for parameter in list(now.shown) if now.copied is None else ():
                 self._let_go(unit, parameter)
 
-    def _let_go(self, unit: int, parameter: int) -> None:
+    def _give_up(self, unit: int, parameter: int) -> None:
+        """What was shown of one gradient will never count again."""
         now = self._units[unit]
-        if now.copied is not None or parameter not in now.shown or parameter in now.apart:
+        if now.copied is None and self._viewed(unit, parameter) and not self._told:
+            self._told = True
+            name = self._plan.profile.units[unit].parameters[parameter].name
+            warnings.warn(
+                f"a view of the gradient of {name} is held (p.grad.detach(), .data, .view(), "
+                "p.grad[0]) while zero_grad() or an assignment gives the gradient up: it lies "
+                "where the next one will come, and will show that. Likely it was kept for "
+                "later, or is a variable of a loop; keep p.grad itself, or a clone()",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        self._let_go(unit, parameter)
+
+    def _viewed(self, unit: int, parameter: int) -> bool:
+        """Whether somebody holds a view of a gradient that was shown where it lives."""
+        now = self._units[unit]
+        if parameter not in now.shown or parameter in now.apart:
+            return False
+        return use_count(now.shown[parameter]) > self._idle_count
+
+    def _let_go(self, unit: int, parameter: int) -> None:
+        """What was shown of one gradient is its holder's, if there is one."""
+        now = self._units[unit]
+        if parameter not in now.shown or parameter in now.apart:
             return
         if self._held(unit, parameter):
             with torch.no_grad():
                 now.shown[parameter].data = now.shown[parameter].clone()
             now.apart.add(parameter)
-        else:
+        elif not self._viewed(unit, parameter):
             del now.shown[parameter]
 
     def zero(self, unit: int, parameter: int) -> None:

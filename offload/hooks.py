@@ -108,11 +108,11 @@ class Hooks:
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
         _, guard, began = self._guards.pop()
+        guard.close()
         looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
             _check_stashed(module, self._engine)
-        guard.close()
         if torch.is_grad_enabled():
             own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
             for unit in used:

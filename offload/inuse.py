@@ -58,21 +58,28 @@ class InUse:
         bound.serve(buffer, keep_views=False)
         self._units.append(bound)
 
-    def release(self, bound: BoundUnit) -> None:
-        """Put a unit at rest when nothing uses it any more."""
+    def release(self, bound: BoundUnit) -> str | None:
+        """Put a unit at rest when nothing uses it any more.
+
+        Returns the name of a parameter that was changed in place meanwhile, for `refuse_edit`.
+        """
         if bound.buffer is None or bound.depth > 0 or bound.held:
-            return
+            return None
+        edited = bound.edited()
         bound.rest()
         if bound.task is not None:
             self._executor.lanes.finish(bound.task)
             bound.task = None
         self._units.remove(bound)
+        return edited
 
-    def release_all(self) -> None:
-        """Put every unit at rest, whatever uses it."""
+    def release_all(self) -> str | None:
+        """Put every unit at rest, whatever uses it; returns as `release`."""
+        edited = None
         for bound in self:
             bound.depth, bound.held = 0, False
-            self.release(bound)
+            edited = self.release(bound) or edited
+        return edited
 
     def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
         """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
@@ -85,3 +92,17 @@ class InUse:
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return bound, offset
         return None
+
+
+def refuse_edit(name: str | None) -> None:
+    """Refuse that a parameter was changed in place while it was in use, if one was.
+
+    Raises:
+        RuntimeError: one was.
+    """
+    if name is not None:
+        raise RuntimeError(
+            f"{name} was changed in place while its own module ran, or its backward: in use it is "
+            "a view of a buffer that is not written back, so the change cannot be honoured. "
+            "Change it before the forward or after the backward instead"
+        )

@@ -10,20 +10,22 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Tier
-from offload.profile import BLOCK_BYTES, Chunk, Profile, StateChoice, Unit, round_up
-from offload.records import ChunkSpec, FileLayout, ValueSpec, lay_out_file
-from offload.records import Kind as StoredKind
-from offload.records import Segment as StoredRange
-
-Kind = Literal["weight", "gradient", "state", "activation"]
-"""The kinds of values. Activations are a kind that is not placed yet."""
-
-PLACED: tuple[StoredKind, ...] = ("weight", "gradient", "state")
-"""The kinds that a plan places, in the order of what a fast home saves."""
+from offload.profile import Chunk, Profile, StateChoice, Unit
+from offload.records import (
+    BLOCK_BYTES,
+    KINDS,
+    ChunkSpec,
+    FileLayout,
+    Kind,
+    Segment,
+    ValueSpec,
+    lay_out_file,
+    round_up,
+)
 
 WEIGHT_SLOTS_MAX = 3
 """Weight slots of one size class: one in use, one arriving, one being left."""
@@ -129,7 +131,7 @@ class Plan:
     def rows(self) -> tuple[Row, ...]:
         """What lives where, in bytes: a row per kind and tier that holds any of it."""
         rows = []
-        for kind in PLACED:
+        for kind in KINDS:
             for tier in TIERS:
                 placed = enumerate(self.placements)
                 units = [u for u, p in placed if p.of(kind) == tier and self.bytes_of(kind, u)]
@@ -188,7 +190,7 @@ class Sizes:
         ]
         self.value: dict[Kind, list[int]] = {}
         self.chunk: dict[Kind, list[int]] = {}
-        for kind in PLACED:
+        for kind in KINDS:
             self.value[kind] = [_value_bytes(unit, kind, states) for unit in profile.units]
             self.chunk[kind] = [
                 max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
@@ -198,13 +200,13 @@ class Sizes:
     def in_file(self, profile: Profile, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
         total = 0
-        for kind in PLACED:
+        for kind in KINDS:
             for u, (unit, placement) in enumerate(zip(profile.units, placements)):
                 if placement.of(kind) == "nvme" and self.value[kind][u]:
                     total += self._one_in_file(unit, kind)
         return total and total + BLOCK_BYTES
 
-    def _one_in_file(self, unit: Unit, kind: StoredKind) -> int:
+    def _one_in_file(self, unit: Unit, kind: Kind) -> int:
         """Bytes of one value, the same for all units that are laid out alike."""
         alike = (kind, unit.segments, tuple((p.segment, p.start, p.shape) for p in unit.parameters))
         if alike not in self._in_file:
@@ -219,11 +221,11 @@ def file_layout(
 ) -> FileLayout:
     """The layout of the store's file: the values whose home is nvme, in order of kind and unit.
 
-    Names are indices into the list of all parameters, unit after unit.
+    The name of a parameter is its index in the list of all, unit after unit.
     """
     first = [0, *itertools.accumulate(len(unit.parameters) for unit in profile.units)]
     values = []
-    for kind in PLACED:
+    for kind in KINDS:
         for unit, placement, base in zip(profile.units, placements, first):
             if placement.of(kind) == "nvme" and _value_bytes(unit, kind, states):
                 chunks = tuple(_stored_chunks(unit, kind, states, base))
@@ -234,10 +236,8 @@ def file_layout(
 def _stored_chunks(unit: Unit, kind: Kind, states: StateChoice, base: int) -> Iterator[ChunkSpec]:
     for chunk in unit.chunks:
         ranges = tuple(
-            StoredRange(
-                base + span.parameter, span.parameter_start, span.parameter_start + span.elements
-            )
-            for span in chunk.spans
+            Segment(base + s.parameter, s.parameter_start, s.parameter_start + s.elements)
+            for s in chunk.spans
         )
         yield ChunkSpec(_chunk_bytes(unit, chunk, kind, states), ranges)
     if kind != "weight":
@@ -245,7 +245,7 @@ def _stored_chunks(unit: Unit, kind: Kind, states: StateChoice, base: int) -> It
     frozen = [index for index, segment in enumerate(unit.segments) if not segment.trainable]
     for index, (_, size) in zip(frozen, unit.pieces[len(unit.chunks) :]):
         whole = tuple(
-            StoredRange(base + at, 0, parameter.elements)
+            Segment(base + at, 0, parameter.elements)
             for at, parameter in enumerate(unit.parameters)
             if parameter.segment == index
         )
@@ -337,12 +337,12 @@ def lay_out_memory(
 ) -> _Memory:
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
-    for kind in PLACED:
+    for kind in KINDS:
         for u, placement in enumerate(placements):
             size, tier = sizes.value[kind][u], placement.of(kind)
             if size and tier != "nvme":
                 memory.homes[kind, u] = memory.take(tier, size)
-    away = {kind: [p.of(kind) != "device" for p in placements] for kind in PLACED}
+    away = {kind: [p.of(kind) != "device" for p in placements] for kind in KINDS}
     memory.weight_slot = memory.shared_slots(
         "weight", units, away["weight"], sizes.value["weight"], weight_slots
     )
@@ -355,7 +355,7 @@ def lay_out_memory(
     memory.ring("cpu", "weight", rings.whole("weight", ("nvme",)), STAGES)
     memory.ring("cpu", "gradient", rings.whole("gradient", ("cpu", "nvme")), STAGES)
     memory.ring("cpu", "deposit", rings.whole("gradient", ("nvme",)), STAGES)
-    for kind in PLACED:
+    for kind in KINDS:
         for tier in ("cpu", "device"):
             memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
     return memory

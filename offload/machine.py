@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from offload.disks import same_drive
+from offload.kept import in_cache, write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,8 +248,7 @@ def profile_path() -> Path:
     """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache."""
     if given := os.environ.get(MACHINE_VARIABLE):
         return Path(given)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offload" / "machine.json"
+    return in_cache("machine.json")
 
 
 def saved_speeds() -> dict[str, DriveSpeed]:
@@ -307,13 +307,7 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
     drives = saved_speeds() | {mount_point(path): speed}
     content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
     kept = profile_path()
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    fresh = kept.with_name(f"{kept.name}.{os.getpid()}")
-    try:
-        fresh.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        fresh.replace(kept)
-    finally:
-        fresh.unlink(missing_ok=True)
+    write_whole(kept, json.dumps(content, indent=2) + "\n")
     return kept
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from cpu_adam.checks import check_residue
-from cpu_adam.hyper import Hyper
+from cpu_adam.formats import format_for
+from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
+from cpu_adam.parameter_state import OPTIONAL, check_rule
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.states import States
@@ -58,22 +60,26 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"update is not known here. Use one of {names}"
         )
     for number, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED:
-            if group.get(option):
-                raise ValueError(
-                    f"{option}=True in parameter group {number} is not offered by the offloaded "
-                    f"update: build the optimizer with {option}=False"
-                )
-        if group.get("states", "exact") != "exact":
-            raise ValueError(
-                f"states={group['states']!r} in parameter group {number}: offloaded, all states "
-                f"are of one format: say it by Config(states={group['states']!r})"
-            )
+        _check_group(number, group)
     if getattr(optimizer, "skip_nonfinite", False):
         raise ValueError(
             "skip_nonfinite=True is not offered by the offloaded update: build the optimizer with "
             "skip_nonfinite=False, and leave out step() where optimizer.grad_norm() or a "
             "GradScaler finds what is not finite"
+        )
+
+
+def _check_group(number: int, group: Mapping[str, Any]) -> None:
+    for option in _REFUSED:
+        if group.get(option):
+            raise ValueError(
+                f"{option}=True in parameter group {number} is not offered by the offloaded "
+                f"update: build the optimizer with {option}=False"
+            )
+    if group.get("states", "exact") != "exact":
+        raise ValueError(
+            f"states={group['states']!r} in parameter group {number}: offloaded, all states "
+            f"are of one format: say it by Config(states={group['states']!r})"
         )
 
 
@@ -136,18 +142,19 @@ class _StateView(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        self._optimizer.replace_state(parameter, state)
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is one for one in self)
 
-    def items(self) -> ItemsView[nn.Parameter, dict[str, torch.Tensor]]:
-        return ItemsView(self)
+    def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        self._optimizer.replace_states([(parameter, state)])
 
 
 class Optimizer(torch.optim.Optimizer):
     """The optimizer that `attach` returns: the user's own parameter groups, updated by the engine.
 
     `state_dict()` is in torch's format, with fp32 moments; parameters in bfloat16 have one key
-    more, `residue` (int16), the bits of the fp32 master that the weight lacks.
+    more, `residue` (int16), the bits of the fp32 master that the weight lacks. What `state` gives
+    are copies: to change a state, assign it.
     """
 
     def __init__(
@@ -180,7 +187,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Torch sets an empty dictionary when it builds the object; states live elsewhere."""
+        """Replace all states. (Torch sets none when it builds the object.)"""
+        if hasattr(self, "_hyper_of"):
+            self.replace_states([(p, value.get(p, {})) for p in self.parameters()])
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("an offloaded optimizer cannot be copied: use its state_dict()")
@@ -259,7 +268,7 @@ class Optimizer(torch.optim.Optimizer):
         self.engine.step(frozen)
         for unit, turns in frozen.items():
             for index, turn in turns.items():
-                self._states.steps[unit, index] = turn.step
+                self._states.stepped((unit, index), turn.hyper)
         self._original._opt_called = True  # type: ignore[attr-defined]
 
     def _freeze(self, only: int | None = None) -> dict[int, dict[int, Turn]]:
@@ -274,8 +283,10 @@ class Optimizer(torch.optim.Optimizer):
                 if only is not None and unit != only:
                     continue
                 if index in self.engine.gradients.kept(unit):
-                    steps = self._states.steps.get((unit, index), 0) + 1
-                    frozen.setdefault(unit, {})[index] = Turn(hyper, steps)
+                    step = self.steps_of(parameter) + 1
+                    if isinstance(hyper, SGDHyper):  # Which counts the steps of its buffer.
+                        step = 2 if (unit, index) in self._states.buffers else 1
+                    frozen.setdefault(unit, {})[index] = Turn(hyper, step)
         return frozen
 
     def give_up(self) -> torch.optim.Optimizer:
@@ -322,28 +333,48 @@ class Optimizer(torch.optim.Optimizer):
                 f"the state has parameter groups of {[len(g['params']) for g in saved]} parameters,"
                 f" this optimizer of {[len(g['params']) for g in groups]}: it is of another model"
             )
-        self.engine.settle()
+        options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
+        for number, (group, changes) in enumerate(zip(groups, options)):
+            _check_group(number, {**group, **changes})
+            self._hyper_of({**group, **changes})  # Which refuses what is no number.
         found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
         for group, old in zip(groups, saved):
             for parameter, key in zip(group["params"], old["params"]):
                 found.append((parameter, state_dict["state"].get(key, {})))
+        self.replace_states(found)
+        for group, changes in zip(groups, options):
+            group.update(changes)
+        # A kind may insist on options of its own, as AdamW does on its decay.
+        self._original.__setstate__({"param_groups": groups})
+
+    @whole
+    def replace_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Take over other states, empty ones of parameters that begin anew.
+
+        Raises:
+            ValueError: one is of another model or optimizer; nothing is changed.
+        """
+        self.engine.settle()
         for parameter, state in found:
             self._check_state(parameter, state)
         for parameter, state in found:
             fresh = self._places.get(parameter) not in self._states.steps
-            if parameter in self._places and (state or not fresh):  # Else it is zeros already.
+            if parameter.numel() and (state or not fresh):  # Else there is none, or zeros.
                 self.import_state(parameter, state)
-        for group, old in zip(groups, saved):
-            group.update({name: value for name, value in old.items() if name != "params"})
 
     def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        slots = [name for name, value in state.items() if name != "step" and value is not None]
-        if slots and "step" not in state and rule_of(self._original) == "adam":
+        given = [name for name, value in state.items() if value is not None]
+        rule = rule_of(self._original)
+        check_rule(rule, state)
+        needed = [slot.name for slot in format_for("float32", rule=rule).slots]
+        needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
+        missing = [name for name in needed if name not in given]
+        if given and missing:
             raise ValueError(
-                f"asked to load the state of a parameter with the number of its steps; found "
-                f"{', '.join(slots)} without step; likely cause: a state put together by hand, or "
-                f"of another optimizer; try: step=torch.tensor(float(steps)), or no state at all, "
-                f"which begins anew; nothing was loaded"
+                f"asked to load the state of a parameter, with {', '.join(needed)}; found "
+                f"{', '.join(given)}, without {', '.join(missing)}; likely cause: a state put "
+                f"together by hand, or of another optimizer; try: all of it, step as "
+                f"torch.tensor(float(steps)), or no state, which begins anew; nothing was loaded"
             )
         for name, value in state.items():
             if name == "step" or value is None:
@@ -356,22 +387,10 @@ class Optimizer(torch.optim.Optimizer):
             if name == "residue" and not value.is_floating_point():
                 check_residue(value)
 
-    @whole
-    def replace_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over another state of a parameter, as trainers set it to move it to a device.
-
-        Raises:
-            ValueError: it is of another model.
-        """
-        self.engine.settle()
-        self._check_state(parameter, state)
-        self.import_state(parameter, state)
-
     def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over one parameter's state, or make it fresh where `state` is empty."""
         place = self._places[parameter]
         self.engine.settle_edits(place[0])  # Edits reset residues, so they come first.
         slots = {k: v for k, v in state.items() if k != "step" and v is not None}
-        self._states.write(*place, slots)
         # torch's SGD counts no steps; what a buffer holds came of one at least.
-        self._states.steps[place] = int(state.get("step", 1 if slots else 0))
+        self._states.write(*place, slots, int(state.get("step", 1 if slots else 0)))

@@ -15,11 +15,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from offload.config import TIERS, Choice, Config, Tier, format_bytes
+from offload.config import BUDGETS, TIERS, Choice, Config, Tier, format_bytes
 from offload.layout import (
-    PLACED,
     WEIGHT_SLOTS_MAX,
-    Kind,
     Placement,
     Plan,
     Sizes,
@@ -28,6 +26,7 @@ from offload.layout import (
 )
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice
+from offload.records import KINDS, Kind
 
 
 class BudgetError(ValueError):
@@ -90,8 +89,8 @@ class _Search:
         self.profile, self.states = profile, states
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
         choices = (config.params, config.gradients, config.optimizer)
-        self.forced: dict[Kind, Choice] = dict(zip(PLACED, choices))
-        self.auto: list[Kind] = [kind for kind in PLACED if self.forced[kind] == "auto"]
+        self.forced: dict[Kind, Choice] = dict(zip(KINDS, choices))
+        self.auto: list[Kind] = [kind for kind in KINDS if self.forced[kind] == "auto"]
         self.reserve = self.auto if self.open else []
         self.sizes = Sizes(profile, self.states)
         self.count = len(self.auto) * len(profile.units)
@@ -208,13 +207,6 @@ def _lacking(taken: Mapping[Tier, int], machine: Machine) -> str:
     return ""
 
 
-_FIELDS: dict[Tier, str] = {
-    "device": "device_memory",
-    "cpu": "cpu_memory",
-    "nvme": "nvme_space",
-}
-
-
 def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
     """Why nothing fits: what is asked, what is needed of each tier and given, the ways out."""
     free = {"cpu": machine.cpu_bytes, "nvme": machine.nvme_bytes}
@@ -236,7 +228,7 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
         shown = "-" if amount is None else format_bytes(amount, up=True)
         lines.append(
             f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}"
-            f"   {_FIELDS[tier]} ({_flag(tier)}){mark}"
+            f"   {BUDGETS[tier]} ({_flag(tier)}){mark}"
         )
     lines.append("needed: " + ("of one, the others as given" if alone else "of all together"))
     lines.append(_likely_cause(budgets, config))
@@ -249,14 +241,14 @@ _NO_WAY = "no budget that this machine has would do: try a smaller model, or a l
 
 
 def _flag(tier: Tier) -> str:
-    return "--" + _FIELDS[tier].replace("_", "-")
+    return "--" + BUDGETS[tier].replace("_", "-")
 
 
 def _likely_cause(budgets: Mapping[Tier, int], config: Config) -> str:
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
         paths = " or ".join(config.nvme_path)
         return f"likely nothing is free on nvme_path {paths} (--nvme-path)"
-    if any(config.bytes_of(field) is not None for field in _FIELDS.values()):
+    if any(config.bytes_of(field) is not None for field in BUDGETS.values()):
         return "likely the budgets were given for a smaller model"
     return "likely too little is free: each budget is by default a share of that"
 

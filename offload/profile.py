@@ -15,23 +15,16 @@ from dataclasses import dataclass
 from math import prod
 
 from cpu_adam.formats import StateFormat, format_for
+from offload.records import BLOCK_BYTES, round_up
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the piece in which states are stored and updates stream."""
-
-BLOCK_BYTES = 4096
-"""Alignment of segments, extents and records: the block of direct I/O."""
 
 PARAMETER_ALIGN_BYTES = 256
 """Alignment of each parameter inside its segment."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the parameter dtypes that a unit may hold."""
-
-
-def round_up(count: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is at least `count`."""
-    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

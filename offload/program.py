@@ -35,7 +35,8 @@ from itertools import groupby, pairwise
 from typing import NamedTuple
 
 from offload.config import Tier
-from offload.layout import STAGES, Kind, Place, Plan, route, site
+from offload.layout import STAGES, Place, Plan, route, site
+from offload.records import Kind
 from offload.scoreboard import Scoreboard
 
 
@@ -189,26 +190,26 @@ def weight_in_use(plan: Plan, unit: int) -> Place:
 
 def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
     """Bring a unit's weights from home into its device slot; nothing for a device home."""
-    home = plan.home("weight", unit)
-    stops = [Place(tier, "weight", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
-    slot = plan.weight_slot[unit]
+    slot, home = plan.weight_slot[unit], plan.home("weight", unit)
     if slot is None:
         return []
-    value = Value("weight", unit)
-    return move(value, plan.bytes_of("weight", unit), [home, *stops, slot], deadline)
+    stops = [Place(tier, "weight", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
+    value, size = Value("weight", unit), plan.bytes_of("weight", unit)
+    return move(value, size, [home, *stops, slot], deadline)
 
 
 def compute(plan: Plan, unit: int, verb: Verb, deadline: int) -> Op:
     """The user's own forward or backward of a unit."""
+    one, backward = plan.profile.units[unit], verb is Verb.BACKWARD
+    value, gradient = Value("weight", unit), Value("gradient", unit)
+    reads: tuple[Use, ...] = ()
     writes: tuple[Use, ...] = ()
-    if verb is Verb.BACKWARD and plan.profile.units[unit].trainable:
+    if one.weight_bytes and (one.backward or not backward):
+        reads = (Use(weight_in_use(plan, unit), value),)
+    if backward and one.trainable:
         place = plan.gradient_slot[unit] or plan.home("gradient", unit)
-        writes = (Use(place, Value("gradient", unit)),)
-    reads: tuple[Use, ...] = (Use(weight_in_use(plan, unit), Value("weight", unit)),)
-    one = plan.profile.units[unit]
-    if not one.weight_bytes or (verb is Verb.BACKWARD and not one.backward):
-        reads = ()
-    return Op(Lane.COMPUTE, verb, Value("weight", unit), reads, writes, 0, deadline)
+        writes = (Use(place, gradient),)
+    return Op(Lane.COMPUTE, verb, value, reads, writes, 0, deadline)
 
 
 def carry_out(plan: Plan, unit: int, deadline: int, *, first: bool) -> list[Op]:

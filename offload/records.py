@@ -18,9 +18,10 @@ BLOCK_BYTES = 4096
 FORMAT_VERSION = 1
 
 Kind = Literal["weight", "gradient", "state"]
+"""A kind of value."""
 
 KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
-"""In the order of their codes on disk, which count from 1."""
+"""In the order of what a fast home saves, and of their codes on disk, which count from 1."""
 
 FILE_MAGIC = b"OFFLOADF"
 HEADER_MAGIC = b"OFFLOADH"
@@ -31,6 +32,11 @@ _CHUNK = struct.Struct("<QQII")  # bytes, step, CRC32C, segments
 _SEGMENT = struct.Struct("<IQQ")  # name index, start, stop
 _CRC_AT = 12  # of both headers: their CRC is taken with these four bytes zero
 _U32, _U64 = 1 << 32, 1 << 64
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +65,7 @@ class ChunkSpec:
     @property
     def padded_bytes(self) -> int:
         """Bytes it takes on disk."""
-        return _round_up(self.bytes)
+        return round_up(self.bytes, BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,11 +222,8 @@ def unpack_header(data: bytes) -> Header:
 
 def _header_bytes(chunks: tuple[ChunkSpec, ...]) -> int:
     segments = sum(len(chunk.segments) for chunk in chunks)
-    return _round_up(_HEADER.size + len(chunks) * _CHUNK.size + segments * _SEGMENT.size)
-
-
-def _round_up(count: int) -> int:
-    return -(-count // BLOCK_BYTES) * BLOCK_BYTES
+    size = _HEADER.size + len(chunks) * _CHUNK.size + segments * _SEGMENT.size
+    return round_up(size, BLOCK_BYTES)
 
 
 def _sealed(fields: bytes, size: int) -> bytes:

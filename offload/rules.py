@@ -7,9 +7,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from offload.config import TIERS, Tier
-from offload.layout import CHUNK_STAGES, PLACED, Buffer, Place, Plan, site
-from offload.profile import BLOCK_BYTES
+from offload.layout import CHUNK_STAGES, Buffer, Place, Plan, site
 from offload.program import EVERY, FACTOR, IN_RING, WHOLE, Lane, Op, Use, Value, Verb, staged
+from offload.records import BLOCK_BYTES, KINDS
 
 _NUMBERS = ("factor", "partial")
 """Uses of places that hold one number, in no buffer: the clip factor, a sum of squares."""
@@ -50,7 +50,7 @@ def check_buffers(plan: Plan) -> None:
     """Homes are there and large enough; buffers are aligned, disjoint and inside the budgets."""
     held: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
     in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
-    for kind in PLACED:
+    for kind in KINDS:
         for u, unit in enumerate(plan.profile.units):
             size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
             name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
@@ -75,7 +75,7 @@ def check_buffers(plan: Plan) -> None:
 
 def check_slots(plan: Plan) -> None:
     """A unit has slots exactly for what lives elsewhere; a lasting unit shares them with nobody."""
-    for kind, slots in zip(PLACED, (plan.weight_slot, plan.gradient_slot)):
+    for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
         sharing = Counter(slots)
         for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
             away = plan.home(kind, u).tier != "device" and plan.bytes_of(kind, u) > 0
@@ -165,7 +165,7 @@ def _due(plan: Plan, op: Op) -> _Due:
     if op.verb is Verb.MOVE:
         tiers = tuple(use.place.tier for use in (*op.reads, *op.writes))[:2]
         return _Due(_MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value))
-    weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in PLACED)
+    weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in KINDS)
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
         backward = op.verb is Verb.BACKWARD
         read = [weight] if unit.weight_bytes and (unit.backward or not backward) else []

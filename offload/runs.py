@@ -6,13 +6,14 @@ where the time went, `offload report` shows it. Times are seconds from the first
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from offload.kept import in_cache, write_whole
 
 FORMAT = "offload run"
 VERSION = 1
@@ -82,8 +83,7 @@ class Run:
 
 def last_path() -> Path:
     """Where a run is left that was given no place of its own: in the user's cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "offload" / "last-run.json"
+    return in_cache("last-run.json")
 
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
@@ -92,18 +92,10 @@ def save(run: Run, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path = Path(path)
     content = {"format": FORMAT, "version": VERSION, **asdict(run)}
     content["spans"] = [_row(span) for span in run.spans]
     content["waits"] = [_row(wait) for wait in run.waits]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(json.dumps(content), "utf-8")
-        fresh.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
+    write_whole(Path(path), json.dumps(content))
 
 
 def _row(one: Span | Wait) -> list[Any]:

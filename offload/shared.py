@@ -13,14 +13,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
-from offload.config import TIERS, Config, Tier, format_bytes, parse_bytes
+from offload.config import BUDGETS, TIERS, Config, Tier, format_bytes, parse_bytes
 from offload.plan import BudgetError
-
-_FIELDS: Mapping[Tier, str] = {
-    "device": "device_memory",
-    "cpu": "cpu_memory",
-    "nvme": "nvme_space",
-}
 
 
 class SharedBudget:
@@ -59,9 +53,10 @@ class SharedBudget:
         """`config` with no more of any tier than is left."""
         changes: dict[str, int] = {}
         for tier in TIERS:
-            left, own = self.left(tier), config.bytes_of(_FIELDS[tier])
+            left, field = self.left(tier), BUDGETS[tier]
+            own = config.bytes_of(field)
             if left is not None:
-                changes[_FIELDS[tier]] = left if own is None else min(left, own)
+                changes[field] = left if own is None else min(left, own)
         return replace(config, **changes)  # type: ignore[arg-type]
 
     def change(self, share: Share, wanted: Mapping[Tier, int]) -> None:
@@ -80,7 +75,7 @@ class SharedBudget:
                     raise BudgetError(
                         f"asked for {format_bytes(wanted[tier], up=True)} of the {tier} tier, of "
                         f"which {format_bytes(max(0, left))} are left of a shared "
-                        f"{_FIELDS[tier]} of {format_bytes(self._most[tier])}: likely other "
+                        f"{BUDGETS[tier]} of {format_bytes(self._most[tier])}: likely other "
                         "engines have taken it; let one of them sleep or close first"
                     )
             if any(wanted.values()):

@@ -23,8 +23,8 @@ from offload.bed import Bed
 from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
-from offload.layout import PLACED
 from offload.program import Use, Value
+from offload.records import KINDS
 
 
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
@@ -99,7 +99,7 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.gradients.settle_shown()
     engine.gradients.let_go()
     engine.passes.forget()
-    for kind, unit in itertools.product(PLACED, range(len(engine.units))):
+    for kind, unit in itertools.product(KINDS, range(len(engine.units))):
         engine.executor.quiesce(kind, unit)
     for bound in engine.units:
         bound.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from cpu_adam.formats import StateFormat
+from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.plain import from_plain, plain_dtypes, to_plain
 from cpu_adam.reference import cut, views
 from offload.device import CPU
@@ -23,10 +24,18 @@ class States:
         self._plan = executor.plan
         self.steps: dict[tuple[int, int], int] = {}
         """Steps taken, by unit and parameter."""
+        self.buffers: set[tuple[int, int]] = set()
+        """Whose momentum buffer, of SGD, holds anything: the first gradient with momentum does."""
 
     def format(self, unit: int, parameter: int) -> StateFormat:
         """The state format of a parameter."""
         return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
+
+    def stepped(self, place: tuple[int, int], hyper: Hyper) -> None:
+        """The parameter at `place`, a unit and an index, has taken a step."""
+        self.steps[place] = self.steps.get(place, 0) + 1
+        if isinstance(hyper, SGDHyper) and hyper.momentum:
+            self.buffers.add(place)
 
     def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, int, slice]]:
         """(chunk, first element in the chunk, elements in the parameter)."""
@@ -57,9 +66,13 @@ class States:
             for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
                 out[name][there].copy_(part)
         self._executor.device.drain()  # Before an update may write where it reads.
+        if (unit, parameter) not in self.buffers:
+            out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
-    def write(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
+    def write(
+        self, unit: int, parameter: int, state: Mapping[str, torch.Tensor], steps: int
+    ) -> None:
         """Replace a parameter's state, given as `read` gives it; what it lacks becomes zero.
 
         Raises:
@@ -81,6 +94,10 @@ class States:
             part = {name: whole.reshape(-1)[there] for name, whole in state.items()}
             from_plain(part, cut(slots, fmt, here, there.stop - there.start), fmt)
             self._executor.poke(value, record)
+        self.steps[unit, parameter] = steps
+        self.buffers.discard((unit, parameter))
+        if "momentum_buffer" in state:
+            self.buffers.add((unit, parameter))
 
     def clear(self) -> None:
         """Write zeros where a state has never been written: on nvme."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offload.binding import Handle, SavingGuard, version_of
+from offload.binding import Handle, SavingGuard
 from offload.engine import Engine
 from offload.passes import in_backward
 from offload.resting import RestingParameter
@@ -34,7 +34,6 @@ class ParameterHome:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Call `function` while all of `resting` show their true values."""
-
         homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
         with ExitStack() as stack:
             for home in homes:
@@ -145,31 +144,21 @@ class ParameterHome:
 
 
 class _Lent:
-    """Handles for what autograd saves of parameters that are lent (`binding.Resolver`)."""
+    """Handles for what autograd saves of parameters that are lent (`binding.Locator`)."""
 
     def __init__(self, homes: Sequence[ParameterHome]):
         self._homes = homes
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in a lent copy, else None."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
         for home in self._homes:
             bound = home.engine.units[home.unit]
             copy = bound.parameters[home.index]
-            if tensor.layout is not torch.strided:
-                return None
             offset = tensor.data_ptr() - copy.data_ptr()
-            if tensor.numel() and 0 <= offset < copy.nbytes:
-                return Handle(
-                    home.engine,
-                    home.unit,
-                    home.index,
-                    offset,
-                    tensor.dtype,
-                    tuple(tensor.shape),
-                    tuple(tensor.stride()),
-                    version_of(copy),
-                    bound.saving(),
-                )
+            if 0 <= offset < copy.nbytes:
+                return bound.handle(home.engine, home.index, offset, tensor)
         return None
 
 

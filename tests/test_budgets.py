@@ -349,6 +349,15 @@ def test_a_late_failure_of_attach_leaves_the_model_as_it_was(tmp_path: Path) -> 
     assert not same_bits(bits(model, optimizer)[0], values[0])
 
 
+def test_no_hook_is_left_where_the_optimizer_cannot_be_taken_over(tmp_path: Path) -> None:
+    model, optimizer = started()
+    twice = optimizer.param_groups[0]
+    optimizer.param_groups.append({**twice, "params": twice["params"][:1]})
+    with nothing_leaks(), pytest.raises(ValueError, match="more than one parameter group"):
+        offload.attach(model, optimizer, config(tmp_path))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 # -- a path in memory -------------------------------------------------------------------------
 
 

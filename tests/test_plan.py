@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Config, Tier
-from offload.layout import PLACED, Place, Placement, Plan, lay_out, route, site
+from offload.layout import Place, Placement, Plan, lay_out, route, site
 from offload.machine import Machine
 from offload.plan import BudgetError, _Search, budgets_of, plan
-from offload.profile import BLOCK_BYTES, Profile, StateChoice, profile_of
+from offload.profile import Profile, StateChoice, profile_of
 from offload.program import compile_program
+from offload.records import BLOCK_BYTES, KINDS
 from offload.verify import verify
 from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
 
@@ -53,7 +54,7 @@ def tiers_of(found: Plan) -> list[Tier]:
     """The tier of every value that has any bytes."""
     return [
         placement.of(kind)
-        for kind in PLACED
+        for kind in KINDS
         for u, placement in enumerate(found.placements)
         if found.bytes_of(kind, u)
     ]
@@ -103,7 +104,7 @@ def test_forced_tiers_are_honoured_and_auto_is_a_prefix(profile: Profile, config
     if found is None:
         return
     auto: list[Tier] = []
-    for kind, choice in zip(PLACED, (config.params, config.gradients, config.optimizer)):
+    for kind, choice in zip(KINDS, (config.params, config.gradients, config.optimizer)):
         homes = [placement.of(kind) for placement in found.placements]
         if choice == "auto":
             auto += homes
@@ -176,7 +177,7 @@ def test_buffers_are_aligned_and_disjoint(profile: Profile, some: list[Placement
         ends = extent.offset + extent.bytes
     assert ends <= found.file.bytes
     stored = {(e.kind, e.unit) for e in found.file.extents}
-    for kind in PLACED:
+    for kind in KINDS:
         for u, one in enumerate(profile.units):
             away = found.home(kind, u).tier == "nvme" and found.bytes_of(kind, u) > 0
             assert ((kind, one.name) in stored) == away
@@ -192,14 +193,14 @@ def test_all_placements_of_a_small_model(clips: bool) -> None:
             found = lay_out(
                 profile, [first, second], budgets=AMPLE, clips=clips, states=StateChoice()
             )
-            for kind in PLACED:
+            for kind in KINDS:
                 for u in range(2):
                     assert found.home(kind, u).tier == found.placements[u].of(kind)
             assert [slot is None for slot in found.weight_slot] == [
                 one.weight == "device" for one in (first, second)
             ]
             assert sum(row.bytes for row in found.rows()) == sum(
-                found.bytes_of(kind, u) for kind in PLACED for u in range(2)
+                found.bytes_of(kind, u) for kind in KINDS for u in range(2)
             )
             if second in (first, Placement("nvme", "nvme", "nvme")):
                 verify(compile_program(found))

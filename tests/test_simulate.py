@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.layout import PLACED, Placement, Plan, lay_out, site
+from offload.layout import Placement, Plan, lay_out, site
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice, profile_of
 from offload.program import Lane, Op, Program, Verb, compile_program
+from offload.records import KINDS
 from offload.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, all_placements, blocks, plans, program_of, unit
 
@@ -312,7 +313,7 @@ def _program(profile: Profile, placement: Placement, *, clips: bool = False) -> 
 def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
     """Bytes per lane of a step of equal units that share one slot and do not clip."""
     placement, count = plan.placements[0], len(plan.profile.units)
-    weight, gradient, state = (plan.bytes_of(kind, 0) for kind in PLACED)
+    weight, gradient, state = (plan.bytes_of(kind, 0) for kind in KINDS)
     h2d = d2h = disk = cpu = compute = 0
     # In both directions all units but the one that is still in the slot at the turn.
     fetches = (2 * count - 1) * micro_batches

@@ -193,12 +193,14 @@ PUTS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("how", PUTS)
 def test_a_view_stashed_in_forward_is_refused_by_name(how: str, tmp_path: Path) -> None:
     put, message = PUTS[how]
+    internal: Any = torch._C._autograd
     model = nn.Sequential(Stashes(put))
     _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
     with optimizer.engine:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=message):
                 model(torch.ones(1, 4))
+            assert internal._top_saved_tensors_default_hooks(True) is None  # No guard is left.
         model[0].put = lambda m, view: setattr(m, "kept", view.clone())
         for _ in range(3):
             model(torch.ones(1, 4)).sum().backward()

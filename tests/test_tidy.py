@@ -22,15 +22,16 @@ TEST_FILE_LINES_MAX = 500
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
 PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
-PURE += ("disks",)
+PURE += ("disks", "kept")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "runs"),
-    ("breakdown", "disks"),
+    ("deepspeed_keys", "intervals", "kept"),
+    ("runs", "disks"),
+    ("breakdown",),
     ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("layout",),

@@ -122,6 +122,21 @@ def test_a_change_in_its_own_forward_is_refused(run: Run) -> None:
     plain(run, 1)
 
 
+def test_a_change_in_its_own_backward_is_refused(run: Run) -> None:
+    weight = block(run).up.weight
+
+    def decay(gradient: torch.Tensor) -> None:
+        with torch.no_grad():
+            weight.mul_(0.5)
+
+    hook = weight.register_hook(decay)
+    with pytest.raises(RuntimeError, match=r"blocks\.2\.up\.weight was changed in place while"):
+        run.loss().backward()
+    hook.remove()
+    run.optimizer.zero_grad()
+    plain(run, 1)
+
+
 def test_a_function_of_very_many_parameters(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2, 2) for _ in range(700)))
@@ -338,6 +353,48 @@ def test_a_gradient_that_is_kept_is_the_users(run: Run) -> None:
     run.loss().backward()
     assert not weight.grad.eq(7).any()
     assert wanted.shape == weight.grad.shape
+
+
+def test_one_gradient_given_up_by_itself_is_its_holders(run: Run) -> None:
+    run.loss().backward()
+    weight, bias = block(run).up.weight, block(run).up.bias
+    old, kept = weight.grad, bias.grad
+    before = old.clone()
+    weight.grad = None
+    run.loss().backward()
+    assert same_bits(old, before)
+    assert kept is bias.grad
+
+
+def test_the_data_of_a_gradient_can_be_assigned(run: Run) -> None:
+    run.loss().backward()
+    weight = block(run).up.weight
+    weight.grad.data = torch.full_like(weight, 3)
+    wanted = weight.grad.clone()
+    run.loss().backward(inputs=[run.model.head.weight])
+    assert same_bits(weight.grad, wanted)
+    run.optimizer.zero_grad()
+    weight.grad = torch.ones_like(weight)
+    weight.grad.data = torch.zeros_like(weight)
+    before = weight.detach().clone()
+    run.optimizer.param_groups[0]["weight_decay"] = 0.0
+    run.optimizer.state = {}
+    run.optimizer.step()
+    assert same_bits(weight.detach(), before)
+
+
+def test_a_view_of_a_gradient_that_is_given_up_is_told_of_once(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        for number in range(2):
+            run.loss().backward()
+            views = [p.grad.detach() for p in run.model.parameters()]
+            run.optimizer.step()
+            if number:
+                run.optimizer.zero_grad()
+            else:
+                with pytest.warns(RuntimeWarning, match=r"a view of the gradient of \S+ is held"):
+                    run.optimizer.zero_grad()
+        assert views
 
 
 def test_the_model_keeps_saying_what_it_is(tmp_path: Path) -> None:

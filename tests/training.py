@@ -19,7 +19,7 @@ import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from offload.machine import Machine
 from offload.plan import plan
-from offload.profile import BLOCK_BYTES
+from offload.records import BLOCK_BYTES
 
 VOCABULARY = 50
 TIERS = ("device", "cpu", "nvme")
