@@ -112,14 +112,14 @@ class Hooks:
     ) -> Any:
         if not self._guards or self._guards[-1][0] is not module:
             return None  # Its pre-hook was not reached: another hook raised before.
+        _, guard, began = self._guards.pop()
+        guard.close()  # First, as what comes then may raise, and nobody else would.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
-        _, guard, began = self._guards.pop()
         looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
             _check_stashed(module, self._engine)
-        guard.close()
         if torch.is_grad_enabled():
             own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
             for unit in used:
