@@ -40,6 +40,12 @@ class Hooks:
         self._looks = weakref.WeakKeyDictionary()
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
+        self._announce = [
+            whole(partial(self._before_backward, unit.index)) if unit.spec.backward else None
+            for unit in engine.units
+        ]
+        """By unit, what a gradient that reaches its output calls; None where it needs no weights
+        for its backward."""
         self.structure = Structure(model)
         keep = self._handles.append
         keep(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
@@ -59,7 +65,8 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    arrive = Hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    function = partial(_gradient_arrived, known, trains, unit.index, index)
+                    arrive = Hook(function, is_whole=False)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -105,10 +112,10 @@ class Hooks:
     ) -> Any:
         if not self._guards or self._guards[-1][0] is not module:
             return None  # Its pre-hook was not reached: another hook raised before.
+        _, guard, began = self._guards.pop()
+        guard.close()  # First, as what comes then may raise, and nobody else would.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
-        _, guard, began = self._guards.pop()
-        guard.close()
         looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
@@ -116,10 +123,10 @@ class Hooks:
         if torch.is_grad_enabled():
             own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
             for unit in used:
-                if self._engine.units[unit].spec.backward:
+                if (backward := self._announce[unit]) is not None:
                     for leaf in own:
                         announce: Any = leaf.register_hook
-                        announce(whole(partial(self._before_backward, unit)))
+                        announce(backward)
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -171,9 +178,9 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(self, function: Callable[..., Any]):
-        """Call `function` wherever the hook is called."""
-        self._function = whole(function)
+    def __init__(self, function: Callable[..., Any], *, is_whole: bool = True):
+        """Call `function` wherever the hook is called, whole (see `interrupt`) or as it is."""
+        self._function = whole(function) if is_whole else function
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
@@ -212,8 +219,7 @@ def _gradient_arrived(
             "attach it with its optimizer, or run it under torch.no_grad()"
         )
     _refuse_create_graph()
-    with torch.no_grad():
-        engine.collect(unit, index, gradient)
+    engine.arrived(unit, index, gradient)
 
 
 def _refuse_create_graph() -> None:

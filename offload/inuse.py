@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
@@ -10,7 +11,7 @@ from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.passes import Entry, Passes
-from offload.program import Value
+from offload.program import Op, Value
 
 
 class InUse:
@@ -23,6 +24,8 @@ class InUse:
         self._memory = memory
         self._passes = passes
         self._units: list[BoundUnit] = []
+        self._turns: dict[int, tuple[Op, float]] = {}
+        """By unit in use, its compute and when it began."""
         self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
@@ -32,18 +35,24 @@ class InUse:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        if slot is not None and slot in (self._weight_slot[other.index] for other in self._units):
+        taken = [self._weight_slot[other.index] for other in self._units]
+        if slot is not None and slot in taken:
             self._serve_apart(bound, entry)
             return
         try:
-            self._executor.lanes.begin(entry.task)
-            bound.serve(self._memory.weights(bound.index), keep_views=True)
+            if entry.task is not None:
+                self._executor.lanes.begin(entry.task)
+            if bound.kept is None:
+                bound.serve(self._memory.weights(bound.index), keep_views=True)
+            else:
+                bound.serve_again()
         except BaseException:
-            if entry.task.begun:
+            if entry.task is not None and entry.task.begun:
                 self._executor.lanes.finish(entry.task)
             self._passes.give_up(entry)
             raise
         bound.task = entry.task
+        self._turns[bound.index] = entry.op, time.perf_counter()
         self._units.append(bound)
 
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
@@ -70,6 +79,9 @@ class InUse:
         if bound.task is not None:
             self._executor.lanes.finish(bound.task)
             bound.task = None
+        elif bound.index in self._turns:
+            self._executor.lanes.passed(*self._turns[bound.index])
+        self._turns.pop(bound.index, None)
         self._units.remove(bound)
         return edited
 
@@ -87,8 +99,7 @@ class InUse:
             return None
         address = tensor.data_ptr()
         for bound in self._units:
-            assert bound.buffer is not None
-            offset = address - bound.buffer.data_ptr()
+            offset = address - bound.address
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return bound, offset
         return None

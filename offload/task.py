@@ -41,6 +41,8 @@ _LEGAL = {
     (State.READY, State.CANCELLED),
 }
 
+_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
+
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
@@ -119,22 +121,22 @@ class Task:
     @property
     def begun(self) -> bool:
         """Whether it is too late to cancel it."""
-        return self.state in (State.RUNNING, State.DONE)
+        return self.state is _RUNNING or self.state is _DONE
 
     @property
     def cancelled(self) -> bool:
         """Whether it was taken back."""
-        return self.state is State.CANCELLED
+        return self.state is _CANCELLED
 
     @property
     def over(self) -> bool:
         """Whether nobody needs to wait for it any more."""
-        return self.state in (State.DONE, State.CANCELLED)
+        return self.state is _DONE or self.state is _CANCELLED
 
     @property
     def settled(self) -> bool:
         """Whether it is over on the device too."""
-        return self.over and all(fence.query() for fence in self.fences)
+        return self.over and (not self.fences or all(fence.query() for fence in self.fences))
 
     def go(self, state: State) -> None:
         """Move to `state`."""

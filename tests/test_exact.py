@@ -241,26 +241,26 @@ def touched_in_inference(run: Run, number: int) -> None:
 
 
 def interrupted(run: Run, number: int) -> None:
-    """Ctrl-C, which skips torch's hooks, in a forward and while a unit is waited for."""
+    """Ctrl-C, which skips torch's hooks, in a forward and while a unit is brought into use."""
     handle = run.model.blocks[3].register_forward_pre_hook(_interrupt)  # type: ignore
     with pytest.raises(KeyboardInterrupt):
         run.loss()
     handle.remove()
-    lanes: Any = run.engine.executor.lanes
-    begin, calls = lanes.begin, []
+    in_use: Any = run.engine.in_use
+    serve, calls = in_use.serve, []
 
-    def pressed(task: Any) -> None:
+    def pressed(bound: Any) -> None:
         if len(calls) == 1:
             signal.raise_signal(signal.SIGINT)
-        calls.append(task)
-        begin(task)
+        calls.append(bound)
+        serve(bound)
 
-    lanes.begin = pressed
+    in_use.serve = pressed
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
     with pytest.raises(KeyboardInterrupt):
         run.loss()
     signal.signal(signal.SIGINT, before)
-    lanes.begin = begin
+    in_use.serve = serve
     run.loss().backward()
     run.step()
 

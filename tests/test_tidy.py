@@ -46,7 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "totals"),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality", "structure"),
-    ("inuse", "casts"),
+    ("inuse", "casts", "arrivals"),
     ("engine",),
     ("touch", "hooks", "optimizer"),
     ("checks", "recorded", "meta"),

@@ -80,8 +80,8 @@ WAITS = (
         "lane: for fences before its op",
         "lanes",
         "            for fence in task.fences:\n                fence.synchronize()\n"
-        "            task.run()",
-        "            task.run()",
+        "            work = task.run()",
+        "            work = task.run()",
     ),
     Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
     Wait(
@@ -145,7 +145,7 @@ WAITS = (
     Wait(
         "order: tasks over on the host only",
         "task",
-        "return self.over and all(fence.query() for fence in self.fences)",
+        "return self.over and (not self.fences or all(fence.query() for fence in self.fences))",
         "return self.over",
     ),
     Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
@@ -208,9 +208,9 @@ WAITS = (
         "states",
         '        self._executor.quiesce("state", unit)\n'
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
+        "        one = spec.parameters[parameter]\n        there_too",
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
+        "        one = spec.parameters[parameter]\n        there_too",
     ),
     Wait(
         "states: after they are read",
@@ -267,9 +267,10 @@ WAITS = (
     Wait(
         "gradients: for the place where they are collected",
         "gradients",
-        "            self._executor.lanes.begin(task)\n        except",
-        "            self._executor.lanes.begin(self._executor.reserve(replace(op, writes=()), "
-        "self._passes.number))\n        except",
+        "                self._executor.lanes.begin(task)\n            except",
+        "                self._executor.lanes.begin(self._executor.reserve("
+        "Op(op.lane, op.verb, op.value, (), (), 0, op.deadline), self._passes.number))\n"
+        "            except",
     ),
     Wait(
         "device: after zeros were written",
