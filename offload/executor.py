@@ -76,8 +76,9 @@ class Executor:
 
         Raises:
             EngineError: a lane failed.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, or a graph of the device is being recorded.
         """
+        self.device.refuse_capture()
         if self.bed is not None:
             raise RuntimeError(
                 "the model is asleep (offload.sleep), and its values are out of reach: "
