@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ class Hooks:
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
         self._trains = trains
-        self._guards: list[tuple[nn.Module, SavingGuard, int]] = []
-        """Modules whose forward runs, each with its guard and autograd's number when it began."""
+        self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
+        """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
         self._looks: weakref.WeakKeyDictionary[nn.Module, list[int]]
         self._looks = weakref.WeakKeyDictionary()
@@ -46,7 +46,7 @@ class Hooks:
         for module, used in announcers.items():
             before = Hook(partial(self._before_forward, tuple(used)))
             after = Hook(partial(self._after_forward, tuple(used)))
-            keep(module.register_forward_pre_hook(before))
+            keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
         for module in model.modules():
@@ -91,14 +91,16 @@ class Hooks:
             self._in_forward = False
             self._engine.end_pass(finished=output is not None)
 
-    def _before_forward(self, used: tuple[int, ...], module: nn.Module, args: Any) -> None:
+    def _before_forward(
+        self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         self._engine.check()
         for unit in used:
             self._engine.enter(unit)
             self._engine.casts.use(unit)
         units = [self._engine.units[unit] for unit in used]
         guard = SavingGuard(self._engine, units)
-        self._guards.append((module, guard, _sequence_number()))
+        self._guards.append((module, guard, _Began.now((args, kwargs))))
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
@@ -114,7 +116,7 @@ class Hooks:
             _check_stashed(module, self._engine)
         guard.close()
         if torch.is_grad_enabled():
-            own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
+            own = [leaf for leaf in tensors_in(output) if began.before(leaf)]
             for unit in used:
                 if self._engine.units[unit].spec.backward:
                     for leaf in own:
@@ -155,13 +157,30 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
                     )
 
 
-def _made_since(number: int, tensor: torch.Tensor) -> bool:
-    """Whether autograd made `tensor` after it had come to `number`.
+class _Began(NamedTuple):
+    """What autograd had made when a module's forward began.
 
     What a module only passes on (T5's position bias) is another's, and comes in the middle of that
     one's backward: to bring this one into use then would take its weights from under it.
     """
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= number
+
+    number: int
+    """Which autograd gives to the next operation of the thread."""
+    given: tuple[Any, ...]
+    """In a recompute, what made the arguments: the numbers of the forward's thread are others."""
+
+    @classmethod
+    def now(cls, arguments: Any) -> _Began:
+        """As a forward begins that is given `arguments`."""
+        given = tensors_in(arguments) if in_backward() else ()
+        return cls(_sequence_number(), tuple(one.grad_fn for one in given))
+
+    def before(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was made in the forward."""
+        maker = tensor.grad_fn
+        if maker is None or any(maker is one for one in self.given):
+            return False
+        return maker._sequence_nr() >= self.number
 
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
