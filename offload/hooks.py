@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import partial
@@ -42,13 +43,14 @@ class Hooks:
         self._handles: list[Any] = []
         self.structure = Structure(model)
         keep = self._handles.append
-        keep(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
+        hook = partial(Hook, lock=engine.lock)
+        keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
-            before = Hook(partial(self._before_forward, tuple(used)))
-            after = Hook(partial(self._after_forward, tuple(used)))
+            before = hook(partial(self._before_forward, tuple(used)))
+            after = hook(partial(self._after_forward, tuple(used)))
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
-        keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
+        keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
         for module in model.modules():
             before_load: Any = module.register_load_state_dict_pre_hook
             keep(before_load(_refuse_assign))
@@ -59,7 +61,7 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    arrive = Hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    arrive = hook(partial(_gradient_arrived, known, trains, unit.index, index))
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -121,7 +123,7 @@ class Hooks:
                 if self._engine.units[unit].spec.backward:
                     for leaf in own:
                         announce: Any = leaf.register_hook
-                        announce(whole(partial(self._before_backward, unit)))
+                        announce(_alone(self._engine.lock, partial(self._before_backward, unit)))
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -190,9 +192,9 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(self, function: Callable[..., Any]):
-        """Call `function` wherever the hook is called."""
-        self._function = whole(function)
+    def __init__(self, function: Callable[..., Any], lock: threading.RLock):
+        """Call `function` wherever the hook is called, holding `lock`."""
+        self._function = _alone(lock, function)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
@@ -204,6 +206,20 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return (_get_inert, ())
+
+
+def _alone(lock: threading.RLock, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which no signal and no other thread that holds `lock` can come between.
+
+    A node of a backward on CPU tensors (an output that left the device) runs on the thread that
+    called backward, beside the device's own.
+    """
+
+    def run(*args: Any) -> Any:
+        with lock:
+            return function(*args)
+
+    return whole(run)
 
 
 def _inert(*_: object) -> None:

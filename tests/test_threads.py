@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import offload
+from tests.training import Net, attached, batch, loss_of
 
 WIDTH, BLOCKS = 16, 6
 
@@ -101,3 +104,25 @@ def test_units_are_held_in_the_same_order_on_any_thread(reentrant: bool, stops_e
     assert all(torch.equal(one, other) for one, other in zip(weights, others))
     once = [f"blocks.{number}" for number in reversed(range(BLOCKS))] + ["bias"]
     assert [list(dict.fromkeys(units)) for units in found] == [once] * 3
+
+
+def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a module's output has left the device its node is the caller's, beside the others."""
+    build = partial(Net, checkpointed=True, tied=True)
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+        loss = loss_of(run.model, batch(run.generator))
+        alone: dict[str, list[bool]] = {}
+
+        def entered(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            alone.setdefault(name, []).append(run.engine.lock._is_owned())  # type: ignore[attr-defined]
+            return function(*args, **options)
+
+        methods = ("enter", "leave", "hold", "collect", "tensor_of", "end_pass")
+        for name in methods:
+            method = partial(entered, name, getattr(run.engine, name))
+            monkeypatch.setattr(run.engine, name, method)
+        elsewhere(loss.backward)
+    assert set(alone) == set(methods)
+    assert {name for name, found in alone.items() if not all(found)} == set()
