@@ -116,7 +116,8 @@ def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
         alone: dict[str, list[bool]] = {}
 
         def entered(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            alone.setdefault(name, []).append(run.engine.lock._is_owned())  # type: ignore[attr-defined]
+            lock: Any = run.engine.lock
+            alone.setdefault(name, []).append(lock._is_owned())
             return function(*args, **options)
 
         methods = ("enter", "leave", "hold", "collect", "tensor_of", "end_pass")

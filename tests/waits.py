@@ -80,8 +80,8 @@ WAITS = (
         "lane: for fences before its op",
         "lanes",
         "            for fence in task.fences:\n                fence.synchronize()\n"
-        "            task.run()",
-        "            task.run()",
+        "            work =",
+        "            work =",
     ),
     Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
     Wait(
@@ -145,7 +145,7 @@ WAITS = (
     Wait(
         "order: tasks over on the host only",
         "task",
-        "return self.over and all(fence.query() for fence in self.fences)",
+        "return self.over and not self.fenced",
         "return self.over",
     ),
     Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
