@@ -8,6 +8,7 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -209,10 +210,12 @@ class Executor:
         self.lanes.close(self._release)
 
     def _release(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        if self.bed is not None:
-            self.bed.close()
-        self.memory.close()
-        if self.share is not None:
-            self.share.give_back()
+        """Let go of everything, whatever fails on the way."""
+        with ExitStack() as each:
+            if self.share is not None:
+                each.callback(self.share.give_back)
+            each.callback(self.memory.close)
+            if self.bed is not None:
+                each.callback(self.bed.close)
+            if self.store is not None:
+                each.callback(self.store.close)

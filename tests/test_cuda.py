@@ -235,7 +235,7 @@ def test_exactly_the_arena_is_pinned_until_the_end(tmp_path: Path) -> None:
     with attached(CPU_TIER, tmp_path) as run:
         memory = run.engine.executor.memory
         arena = memory.arenas["cpu"]
-        assert arena.notice is None
+        assert arena.notices == []
         assert arena.pinned_bytes == arena.bytes == run.engine.plan.arena_bytes("cpu")
         tensor = arena.tensor
         assert tensor.is_pinned()

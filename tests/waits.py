@@ -208,9 +208,9 @@ WAITS = (
         "states",
         '        self._executor.quiesce("state", unit)\n'
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
+        "        one = spec.parameters[parameter]\n        there_too",
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
+        "        one = spec.parameters[parameter]\n        there_too",
     ),
     Wait(
         "states: after they are read",
