@@ -272,6 +272,30 @@ WAITS = (
         "self._passes.number))\n        except",
     ),
     Wait(
+        "sleep: for a piece before it is filled again",
+        "bounce",
+        "        if before is not None:\n            before.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: for a piece before it is emptied",
+        "bounce",
+        "            if fence is not None:\n                fence.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: until the last piece is through",
+        "bounce",
+        "        left[turn % 2] = device.fence(device.stream())\n    device.drain()\n",
+        "        left[turn % 2] = device.fence(device.stream())\n",
+    ),
+    Wait(
+        "sleep: for a copy on the device",
+        "bounce",
+        "            _at_once(into, source)\n            device.drain()\n",
+        "            _at_once(into, source)\n",
+    ),
+    Wait(
         "device: after zeros were written",
         "device",
         "        self.drain()\n        return made",
