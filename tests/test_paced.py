@@ -50,17 +50,19 @@ from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_f
 LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 1e-2}
 """A device that does nothing before it must, and lanes that take their time."""
 
+LATER = {**LATE, "host_pauses_s": 1e-1}
+
 # What is done right after a backward, or a step, whose effects are still on their way.
 AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
     "put a copy home": (
         "cpu-nvme-cpu",
-        [hold_gradients, step_and_keep_gradients, edit_held, backward_only],
+        [hold_gradients, step_and_keep_gradients, edit_held],
     ),
     "put those apart home": (
         "cpu-cpu-cpu",
-        [hold_gradients, step_and_keep_gradients, edit_held, backward_only],
+        [hold_gradients, step_and_keep_gradients, edit_held],
     ),
     "renew those held": ("cpu-cpu-cpu", [hold_gradients, backward_only, look_at_held]),
     "stream": ("device-cpu-cpu", [stream_weights]),
@@ -74,16 +76,14 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "stream": ("cpu-cpu-cpu", [stream_weights]),
     "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
-    "edit what is fetched": (
-        "cpu-cpu-cpu",
-        [hold, use_the_first_block, edit_the_second_block, evaluate],
-    ),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
 }
 
 
-def script_of(before: Actions, between: Actions, after: Actions) -> Script:
-    return Script([Step(before, between, after, LATE)], False, False, False, None, None)
+def script_of(
+    before: Actions, between: Actions, after: Actions, delays: dict[str, Any] = LATE
+) -> Script:
+    return Script([Step(before, between, after, delays)], False, False, False, None, None)
 
 
 @pytest.mark.parametrize("name", some_fast(AFTER_A_BACKWARD))
@@ -98,12 +98,18 @@ def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> Non
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
 
 
+@pytest.mark.slow
+def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(tmp_path: Any) -> None:
+    actions = [hold, use_the_first_block, edit_the_second_block, evaluate]
+    check(script_of([], [], actions, LATER), ("cpu", "cpu", "cpu"), tmp_path, tight=True)
+
+
 def gradients_after_detach(
     placement: tuple[str, str, str], directory: Any, device: Paced | None
 ) -> list[torch.Tensor]:
     with attached(placement, directory, build=lambda: Small(tied=False, checkpointed=False)) as run:
         if device is not None:
-            device.change(**LATE)
+            device.change(**LATER)
         Loop(run, device).backward()
         offload.detach(run.model)
         return [parameter.grad for parameter in run.model.parameters()]

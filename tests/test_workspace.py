@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
-from cpu_adam import FORMATS, choice, reference
-from cpu_adam.formats import scratch_bytes
+from cpu_adam import FORMATS, choice, native, reference
+from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.machine import Machine
 from tests.test_adam_native import State, assert_same_state, hyper_of
 from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
@@ -76,15 +76,30 @@ def test_nothing_else_is_taken_for_temporaries(name: str, dtype: torch.dtype) ->
     assert [size for _, size in made.sizes if size > SMALL_BYTES] == [scratch_bytes(5000)]
 
 
+@pytest.mark.parametrize("elements", [1, 2, 3, 127, 513, 1000, 1024, 1025, 70_001])
+def test_squares_are_summed_in_a_workspace_no_larger_than_that_of_the_update(elements: int) -> None:
+    x = torch.randn(elements).bfloat16()
+    size = squares_bytes(elements)
+    assert size <= scratch_bytes(elements)
+    workspace = torch.full((scratch_bytes(elements),), 255, dtype=torch.uint8)
+    with Made() as made:
+        found = reference.sum_of_squares(x, workspace)
+    assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
+    assert found == reference.sum_of_squares(x) == native.sum_of_squares(x)
+    assert workspace[size:].eq(255).all()
+
+
 @contextmanager
-def as_on_an_accelerator(directory: Path, **config: Any) -> Iterator[Run]:
+def as_on_an_accelerator(
+    directory: Path, placement: tuple[str, str, str] = RESIDENT, **config: Any
+) -> Iterator[Run]:
     """A plan as for one, on the CPU."""
     free = 1 << 30
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
     torch.manual_seed(1)
     model = Model().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = config_of(RESIDENT, directory, **config)
+    asked = config_of(placement, directory, **config)
     _, engine = offload.attach(model, optimizer, asked, machine=machine)
     run = Run(model, engine, torch.Generator().manual_seed(7))
     try:
@@ -106,3 +121,15 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_pa
         assert not memory.eq(1).all()
     with attached(RESIDENT, tmp_path) as run:
         assert not any(place.use == "workspace" for place in run.engine.plan.slots)
+
+
+def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(tmp_path: Path) -> None:
+    on_device = ("cpu", "device", "cpu")
+    with as_on_an_accelerator(tmp_path, on_device, max_grad_norm=0.1) as run:
+        plan = run.engine.plan
+        (room,) = (b for place, b in plan.slots.items() if place.use == "workspace")
+        chunks = [chunk.elements for unit in plan.profile.units for chunk in unit.chunks]
+        assert room.bytes >= squares_bytes(max(chunks)) > room.bytes - 4096
+    for placement, most in ((("cpu", "cpu", "cpu"), 0.1), (on_device, None)):
+        with as_on_an_accelerator(tmp_path, placement, max_grad_norm=most) as run:
+            assert not any(place.use == "workspace" for place in run.engine.plan.slots)
