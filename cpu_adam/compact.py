@@ -103,7 +103,7 @@ def decode(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _decoded(code: Code, slots: Mapping[str, Tensor], decay: Tensor | None = None) -> Tensor:
     """m or the root of v, times its decay where there is one."""
     found, scale = slots[code.name].int(), slots[code.scale]
-    factor = scale * scale.new_tensor(1.0 / code.largest_level)
+    factor = scale * torch.full_like(scale, 1.0 / code.largest_level)
     if decay is not None:
         factor.mul_(decay)
     levels = code.levels(found & code.largest)
@@ -148,6 +148,11 @@ def adam(
     root = square_root(v, s.wide, out=v)
     adam_step(p, m, s.term.copy_(root), f, s)
     encode(m, root, slots, *dither(first_element, m.numel(), step, m.device))
+
+
+def temporaries_bytes(elements: int) -> int:
+    """The most that `adam` takes at once beside its scratch, and a fifth for how it is cut."""
+    return 48 * -(-elements // GROUP_ELEMENTS) * GROUP_ELEMENTS
 
 
 def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,7 @@ from cpu_adam.checks import (
 )
 from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
 from cpu_adam.hyper import Hyper
+from cpu_adam.patience import patiently
 from cpu_adam.rules import RULES, Factors, Scratch
 
 BLOCK_ELEMENTS = 32 * 1024
@@ -195,11 +196,13 @@ def update(
     if elements == 0:
         return
     device = weight.device
-    factors = Factors(hyper.factors(step, gradient_scale), device)
+    factors = patiently(lambda: Factors(hyper.factors(step, gradient_scale), device))
     block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
     group = format.group_elements
     block = -(-block // group) * group
-    scratch = Scratch(block, device, workspace)
+    scratch = patiently(lambda: Scratch(block, device, workspace))
+    if format.coded and device.type != "cpu":
+        patiently(lambda: _have_at_hand(compact.temporaries_bytes(block), device))
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
@@ -217,6 +220,11 @@ def update(
             rule(master, g, state, factors, scratch)
         if residue is not None:
             _split(master, w, residue, scratch.bits, scratch.mask)
+
+
+def _have_at_hand(size: int, device: torch.device) -> None:
+    """Let torch's allocator have so much for this thread's stream: what it frees, it keeps."""
+    torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @torch.no_grad()
