@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
-from cpu_adam.formats import GROUP_ELEMENTS
+from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
 from cpu_adam.processors import places, threads_most
-from cpu_adam.reference import SUM_BLOCK_ELEMENTS
 from cpu_adam.spans import ADDRESS_COLUMNS
 
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"

@@ -194,6 +194,11 @@ def encode(
     slots[code.scale].copy_(scale)
 
 
+def temporaries_bytes(elements: int) -> int:
+    """The most that `adam` takes at once beside its scratch, and a fifth for how it is cut."""
+    return 48 * -(-elements // GROUP_ELEMENTS) * GROUP_ELEMENTS
+
+
 def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
     """Write the slots of a span's record from float32 moments that come from elsewhere.
 

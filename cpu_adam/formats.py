@@ -100,6 +100,9 @@ _LION = Slot("exp_avg", "float32", 4)
 _SGD = Slot("momentum_buffer", "float32", 4)
 _BOTH = ("exact", "fp32")
 
+SUM_BLOCK_ELEMENTS = 1024
+"""Elements of one inner tree of `sum_of_squares`. Part of its definition."""
+
 FORMATS: dict[str, StateFormat] = {
     row.name: row
     for row in (
@@ -124,6 +127,16 @@ def scratch_bytes(elements: int) -> int:
     Six arrays of four bytes per element, each on a boundary that suits every device.
     """
     return 24 * (-(-elements // 128) * 128)
+
+
+def squares_bytes(elements: int) -> int:
+    """Bytes of the temporaries with which torch's operations sum the squares of `elements`.
+
+    Never more than those of their update, `scratch_bytes`.
+    """
+    wide = min(SUM_BLOCK_ELEMENTS, 1 << max(elements - 1, 0).bit_length())
+    rows = -(-elements // wide)
+    return 8 * (rows * wide + (1 << max(rows - 1, 0).bit_length()))
 
 
 def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> StateFormat:

@@ -271,12 +271,15 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     _written(into)
 
 
-def sum_of_squares(gradient: Tensor) -> float:
-    """The sum of squares in float64, in a fixed order: see `reference.sum_of_squares`."""
+def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
+    """The sum of squares in float64, in a fixed order: see `reference.sum_of_squares`.
+
+    workspace: for a tensor that no kernel serves.
+    """
     check_gradient(gradient)
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
-        return reference.sum_of_squares(readable(gradient))
+        return reference.sum_of_squares(readable(gradient), workspace)
     number = _GRADIENTS[gradient.dtype]
     found: float = chosen.native.sum_of_squares(
         chosen.index, number, gradient.data_ptr(), gradient.numel()

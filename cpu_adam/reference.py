@@ -20,8 +20,9 @@ from cpu_adam.checks import (
     check_sum,
     check_turn,
 )
-from cpu_adam.formats import StateFormat
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
 from cpu_adam.hyper import Hyper
+from cpu_adam.patience import patiently
 from cpu_adam.rules import RULES, Factors, Scratch
 
 BLOCK_ELEMENTS = 32 * 1024
@@ -29,9 +30,6 @@ BLOCK_ELEMENTS = 32 * 1024
 torch runs ops of this size on the calling thread alone."""
 DEVICE_BLOCK_ELEMENTS = 4 * 1024 * 1024
 """Elements updated at a time on any other device: enough to hide the launch of an op."""
-SUM_BLOCK_ELEMENTS = 1024
-"""Elements of one inner tree of `sum_of_squares`. Part of its definition."""
-
 _CANONICAL_NAN = 0x7FC0  # bfloat16
 
 
@@ -198,11 +196,13 @@ def update(
     if elements == 0:
         return
     device = weight.device
-    factors = Factors(hyper.factors(step, gradient_scale), device)
+    factors = patiently(lambda: Factors(hyper.factors(step, gradient_scale), device))
     block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
     group = format.group_elements
     block = -(-block // group) * group
-    scratch = Scratch(block, device, workspace)
+    scratch = patiently(lambda: Scratch(block, device, workspace))
+    if format.coded and device.type != "cpu":
+        patiently(lambda: _have_at_hand(compact.temporaries_bytes(block), device))
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
@@ -222,6 +222,11 @@ def update(
             _split(master, w, residue, scratch.bits, scratch.mask)
 
 
+def _have_at_hand(size: int, device: torch.device) -> None:
+    """Let torch's allocator have so much for this thread's stream: what it frees, it keeps."""
+    torch.empty(size, dtype=torch.uint8, device=device)
+
+
 @torch.no_grad()
 def accumulate(into: Tensor, gradient: Tensor) -> None:
     """into += gradient, in place, with one rounding to the dtype of `into`.
@@ -235,7 +240,7 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
 
 
 @torch.no_grad()
-def sum_of_squares(gradient: Tensor) -> float:
+def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
     """The sum of the squares of a gradient, in float64 and in a fixed order.
 
     gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
@@ -243,20 +248,29 @@ def sum_of_squares(gradient: Tensor) -> float:
     block is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2 sums until
     one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
     padding would not change the sum.) The sum of no elements is 0. NaN and
-    infinity propagate. Raises ValueError for other dtypes.
+    infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
+    `squares_bytes`; else it is made. Raises ValueError for other dtypes.
     """
     check_gradient(gradient)
     flat = gradient.reshape(-1)
-    blocks = -(-flat.numel() // SUM_BLOCK_ELEMENTS)
-    padded = 1 << max(blocks - 1, 0).bit_length()
-    sums = torch.zeros(padded, dtype=torch.float64, device=flat.device)
-    piece = BLOCK_ELEMENTS if flat.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
-    pieces = _pieces(flat, piece) if blocks else ()
-    for part, part_sums in zip(pieces, _pieces(sums, piece // SUM_BLOCK_ELEMENTS)):
-        rows = -(-part.numel() // SUM_BLOCK_ELEMENTS)
-        wide = torch.zeros(rows * SUM_BLOCK_ELEMENTS, dtype=torch.float64, device=flat.device)
+    elements = flat.numel()
+    if elements == 0:
+        return 0.0
+    most = BLOCK_ELEMENTS if flat.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+    width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
+    rows = -(-min(elements, most) // width)
+    padded = 1 << (-(-elements // width) - 1).bit_length()
+    size = 8 * (rows * width + padded)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.uint8, device=flat.device)
+    memory = workspace[:size].view(torch.float64)
+    squares, sums = memory[: rows * width], memory[rows * width :].zero_()
+    for part, part_sums in zip(_pieces(flat, rows * width), _pieces(sums, rows)):
+        count = -(-part.numel() // width)
+        wide = squares[: count * width]
+        wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
-        part_sums[:rows].copy_(_halving_tree(wide.mul_(wide).view(rows, SUM_BLOCK_ELEMENTS)))
+        part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
     return float(_halving_tree(sums).item())
 
 
@@ -275,8 +289,11 @@ def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:
 
 
 def _halving_tree(x: Tensor) -> Tensor:
-    """Sum the last dimension, a power of two long: its lower half plus its upper half, repeated."""
+    """Sum the last dimension, a power of two long: its lower half plus its upper half, repeated.
+
+    What lies there is overwritten.
+    """
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
+        x = x[..., :half].add_(x[..., half:])
     return x[..., 0]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,7 +24,11 @@ _TIERS: tuple[Tier, ...] = ("device", "cpu")
 PIN_BYTES_MAX = 64 << 30
 """Most bytes registered with the device driver in one call (larger calls fail on some drivers)."""
 
+TOLD_BYTES_LEAST = 1 << 30
+"""Smallest registered memory of which it is told how long taking it took, and on what pages."""
+
 _PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _WORKSPACE = Place("device", "workspace")
 
 
@@ -92,16 +98,21 @@ class Arena:
         Raises:
             MemoryError: the memory is not there.
         """
-        self.notice: str | None = None
+        self.notices: list[str] = []
+        """What the user should know of it."""
         self.bytes = size
         self._driver = driver
         self._pinned: list[tuple[int, int]] = []
         if driver is None:
             self.tensor = zeros_on(device, size)
-        else:
-            self.tensor = host_tensor(size, node=driver.numa_node())
-        if driver is not None and size:
+            return
+        since = time.perf_counter()
+        self.tensor = host_tensor(size, node=driver.numa_node())
+        touched = time.perf_counter()
+        if size:
             self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
+        if size >= TOLD_BYTES_LEAST:
+            self._tell(touched - since, time.perf_counter() - touched)
 
     @property
     def pinned_bytes(self) -> int:
@@ -120,7 +131,7 @@ class Arena:
                 driver.pin(address, size)
             except PinError as error:
                 left = self.bytes - self.pinned_bytes
-                self.notice = (
+                self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
                     f"pinned ({error}): copies of it hold up the lanes and are slower; likely the "
                     "system pins no more for this process; raise the memlock limit (ulimit -l), "
@@ -129,13 +140,35 @@ class Arena:
                 return
             self._pinned.append((address, size))
 
+    def _tell(self, touch_s: float, pin_s: float) -> None:
+        """Let it be known what taking the memory took, and what would make it less."""
+        self.notices.append(
+            f"taking {format_bytes(self.bytes)} of CPU memory took {touch_s + pin_s:.1f} s, once: "
+            f"{touch_s:.1f} s until all of it was there, {pin_s:.1f} s to register it with the "
+            "device"
+        )
+        try:
+            never = "[never]" in _HUGE_PAGES.read_text(encoding="utf-8")
+        except OSError:
+            never = True
+        if never:
+            self.notices.append(
+                f"{format_bytes(self.bytes)} of CPU memory lie in pages of {_PAGE_BYTES >> 10} "
+                f"KiB, as {_HUGE_PAGES} offers no huge ones: to register it takes longer, and "
+                "copies may be slower; as root: echo madvise > that file"
+            )
+
     def close(self) -> None:
-        """Give the registration back; the memory goes when its last view dies."""
+        """Give the registration back; the memory goes when its last view dies.
+
+        What the driver raises is raised when all that can be given back is.
+        """
         pinned, self._pinned = self._pinned, []
-        for address, _ in pinned:
-            assert self._driver is not None
-            self._driver.unpin(address)
-        self.tensor = torch.empty(0, dtype=torch.uint8)
+        with contextlib.ExitStack() as each:
+            each.callback(setattr, self, "tensor", torch.empty(0, dtype=torch.uint8))  # The last.
+            for address, _ in reversed(pinned):
+                assert self._driver is not None
+                each.callback(self._driver.unpin, address)
 
 
 class Memory:
@@ -189,7 +222,7 @@ class Memory:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know about the memory."""
-        return tuple(arena.notice for arena in self.arenas.values() if arena.notice)
+        return tuple(notice for arena in self.arenas.values() for notice in arena.notices)
 
     def at(self, use: Use) -> torch.Tensor:
         """The bytes of a value at a place of a memory tier: flat uint8."""
@@ -220,12 +253,13 @@ class Memory:
         return self._plan.record_offset(unit, chunk), self._plan.record_bytes(unit, chunk)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory: of all of it, also where an error comes with some."""
         with contextlib.suppress(RuntimeError):  # Of a device that has failed nothing is under way.
             self._device.settle()
         self._homes, self._slots = {}, {}
-        for arena in self.arenas.values():
-            arena.close()
+        with contextlib.ExitStack() as each:
+            for arena in self.arenas.values():
+                each.callback(arena.close)
 
 
 def typed(flat: torch.Tensor, dtype: str, offset: int, shape: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from offload.arena import Memory, typed, zeros_on
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
 from offload.config import TIERS, Config
-from offload.device import Device, compute_device
+from offload.device import CPU, Device, compute_device
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
@@ -105,7 +105,9 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
 
     Returns the model and the optimizer that was given to `attach`.
 
-    The model must fit the compute device whole.
+    The model must fit the compute device whole, gradients too where there are any, beside what the
+    engine has taken there, which it gives back at the very end: to detach a model that needs the
+    room itself, attach it with less `device_memory`.
 
     Raises:
         ValueError: the model is not attached.
@@ -259,6 +261,7 @@ class _Attaching:
         self._gradients = {p: p.grad for unit in self._bound for p in unit.parameters}
         for unit in self._bound:
             self._move(unit, executor, fresh, initialize)
+        self.device.trim()  # Of the units on their way.
         States(executor).clear()
 
     @whole
@@ -331,16 +334,21 @@ class _Attaching:
         fresh: Mapping[nn.Parameter, nn.Module],
         initialize: Callable[[nn.Module], object],
     ) -> None:
-        """Gather a unit's weights in one buffer, initialised where they had no values; move it."""
-        buffer = zeros_on(self.device, unit.spec.weight_bytes)
+        """Gather a unit's weights in one buffer, initialised where they had no values; move it.
+
+        That is on the device unless neither are they nor is their home: then nothing crosses it.
+        """
+        new = {p for p in unit.parameters if p in fresh}
+        values = [parameter.data for parameter in unit.parameters]
+        crosses = self.plan.home("weight", unit.index).tier == "device" or new
+        on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
+        buffer = zeros_on(on, unit.spec.weight_bytes)
         with torch.no_grad():
-            values = [parameter.data for parameter in unit.parameters]
             for index, parameter in enumerate(unit.parameters):
                 one = unit.spec.parameters[index]
                 offset = unit.spec.weight_offset(index)
                 parameter.grad = None
                 parameter.data = typed(buffer, one.dtype, offset, one.shape)
-            new = {p for p in unit.parameters if p in fresh}
             for module in self.model.modules() if new else ():
                 if any(p in new for p in module._parameters.values()):
                     initialize_module(module, initialize, unit.parameters)

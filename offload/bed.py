@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from offload.arena import host_tensor
+from offload.bounce import Copy
 from offload.config import BUDGETS, TIERS, Tier, format_bytes
+from offload.device import Device
 from offload.layout import Placement, Plan, file_layout
 from offload.plan import BudgetError
 from offload.program import Value
@@ -25,6 +27,7 @@ class Bed:
         given: tuple[Tier, ...],
         directories: tuple[str, ...],
         share: Share | None,
+        device: Device,
     ):
         """Make room for what lives in the tiers `given`: in `directories`, or in CPU memory.
 
@@ -35,11 +38,14 @@ class Bed:
         self.given = given
         self._plan = plan
         self._share = share
+        self._device = device
         self._tier: Tier = "nvme" if directories else "cpu"
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
         sizes = {value: plan.bytes_of(value.kind, value.unit) for value in self.values()}
         self.bytes = sum(sizes.values())
+        self.largest = max(sizes.values(), default=0)
+        """Bytes of the largest value."""
         layout = file_layout(plan.profile, self._placements(), plan.states)
         if directories and sizes:
             self.bytes = layout.bytes
@@ -109,25 +115,26 @@ class Bed:
 
     # -- the values ----------------------------------------------------------------------------
 
-    def put(self, value: Value, content: torch.Tensor, step: int) -> None:
-        """Keep the bytes of a value."""
+    def put(self, value: Value, content: torch.Tensor, step: int, copy: Copy) -> None:
+        """Keep the bytes of a value; `copy` brings them from where they are."""
         if self._store is None:
-            self._memory[value].copy_(content)
+            copy(self._memory[value], content)
             return
         source = content
-        if content.device.type != "cpu":
-            source = host_tensor(len(content)).copy_(content)
+        if self._device.holds(content):
+            source = host_tensor(len(content))
+            copy(source, content)
         self._store.write(value.kind, self._plan.profile.units[value.unit].name, source, step)
 
-    def get(self, value: Value, into: torch.Tensor) -> None:
+    def get(self, value: Value, into: torch.Tensor, copy: Copy) -> None:
         """Fill `into` with the bytes of a value."""
         if self._store is None:
-            into.copy_(self._memory[value])
+            copy(into, self._memory[value])
             return
-        target = into if into.device.type == "cpu" else host_tensor(len(into))
+        target = host_tensor(len(into)) if self._device.holds(into) else into
         self._store.read(value.kind, self._plan.profile.units[value.unit].name, target)
         if target is not into:
-            into.copy_(target)
+            copy(into, target)
 
     def close(self) -> None:
         """Let go of what it holds, which nobody needs any more."""

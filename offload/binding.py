@@ -20,6 +20,7 @@ with it: there nothing is left.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -307,6 +308,9 @@ class Locator(Protocol):
 class Resolver(Protocol):
     """Turns handles back into tensors; the engine."""
 
+    lock: threading.RLock
+    """Whoever calls it inside a backward has this."""
+
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The tensor that a handle stands for."""
 
@@ -369,7 +373,8 @@ class SavingGuard:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Handle):
-            return packed.engine.tensor_of(packed)
+            with packed.engine.lock:
+                return packed.engine.tensor_of(packed)
         if self._outer is None:
             return packed  # type: ignore[no-any-return]
         return self._outer[1](packed[0])  # type: ignore[no-any-return]

@@ -217,6 +217,13 @@ def check_model(
                 f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
                 "Python module that it was made from"
             )
+        forward = getattr(vars(module).get("forward"), "__qualname__", "")
+        if forward.startswith("make_graphed_callables."):
+            raise ValueError(
+                f"{name or 'the model'} was captured by make_graphed_callables, and a replay reads "
+                "its weights where they lay then, wherever they are now: attach the model without "
+                "that"
+            )
         kind = type(module)
         if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
             raise ValueError(

@@ -82,6 +82,13 @@ class Device:
     def settle(self) -> None:
         """Let the host wait for all that is queued on any stream: before memory is given back."""
 
+    def refuse_capture(self) -> None:
+        """Refuse to work while what the thread queues is recorded, to be done again later.
+
+        Raises:
+            RuntimeError: it is.
+        """
+
 
 class Accelerator(Device):
     """Any device of `torch.accelerator`."""
@@ -142,6 +149,10 @@ class Accelerator(Device):
     def settle(self) -> None:
         """Let the host wait for all that is queued on any stream."""
         torch.accelerator.synchronize(self.torch_device)
+
+    def refuse_capture(self) -> None:
+        """Refuse to work while what the thread queues is recorded."""
+        self.driver.refuse_capture()
 
 
 CPU = Device(torch.device("cpu"))

@@ -5,10 +5,14 @@ accelerator gets `Driver`, which does without.
 
 [Note: Pending errors]
 A call of the CUDA runtime that fails returns its error and also leaves it pending in the thread,
-where the next launch of a kernel finds it and blames an op that has done nothing wrong. So every
-error is taken out where it is made: by `cudaGetLastError` of the very library that torch has
-loaded, as each copy of it has errors of its own; where it is linked into torch and has no file,
-by a kernel that finds the error and is then thrown away.
+where the next launch of a kernel finds it and blames an op that has done nothing wrong. So after
+each such failure a kernel is launched that finds the error and is thrown away. (Each copy of the
+runtime in a process has pending errors of its own, and a launch asks the right one: torch's.)
+
+[Note: Threads and devices]
+A thread begins with device 0 as its current one, and a call of the runtime that names no device
+makes a context there, half a gigabyte that stays. Memory may be given back by any thread, as the
+garbage collector does. So such calls are made with our device as the current one.
 
 [Note: Blocking events]
 `torch.Event` takes `blocking=True` and drops it (torch/csrc/Event.cpp), so who waits for one on the
@@ -20,9 +24,6 @@ device, which need not be ours: so a stream is always given, and always of that 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ class Driver:
         """The NUMA node of the host's memory that is nearest; None where there is but one."""
         return None
 
+    def refuse_capture(self) -> None:
+        """Refuse to work while what the thread queues is recorded, to be done again later.
+
+        Raises:
+            RuntimeError: it is.
+        """
+
 
 def built_for() -> str | None:
     """The platform that this torch was built for, with its version; None where the CPU alone."""
@@ -102,15 +110,26 @@ class _Cuda(Driver):
 
     def pin(self, address: int, size: int) -> None:
         runtime: Any = _runtime()
-        code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
-        if int(code) != 0:
-            self._drain()
-            text = runtime.cudaGetErrorString(code)
-            raise PinError(f"cudaHostRegister of {format_bytes(size)} returned {int(code)}, {text}")
+        with torch.cuda.device(self.device):
+            code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
+            if int(code) != 0:
+                self._drain()
+                why = f"returned {int(code)}, {runtime.cudaGetErrorString(code)}"
+                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}")
 
     def unpin(self, address: int) -> None:
-        if int(_runtime().cudaHostUnregister(address)) != 0:
-            self._drain()
+        with torch.cuda.device(self.device):
+            if int(_runtime().cudaHostUnregister(address)) != 0:
+                self._drain()
+
+    def refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an offloaded model ran while a CUDA graph is captured (torch.cuda.graph, "
+                "make_graphed_callables): a replay would read whatever lies in the slots by then, "
+                "and waits for copies are in no graph. Capture nothing that the attached model "
+                "takes part in"
+            )
 
     def numa_node(self) -> int | None:
         found: Any = torch.cuda.get_device_properties(self.device)
@@ -123,10 +142,6 @@ class _Cuda(Driver):
 
     def _drain(self) -> None:
         """Take the error of the last call out of this thread, see [Note: Pending errors]."""
-        last_error = _last_error()
-        if last_error is not None:
-            last_error()
-            return
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device).add_(1)
 
@@ -153,24 +168,8 @@ class _CudaFence:
 
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
-_MAPS = Path("/proc/self/maps")
 
 
 def _runtime() -> Any:
     cudart: Any = torch.cuda.cudart
     return cudart()
-
-
-def _last_error() -> Callable[[], int] | None:
-    """`cudaGetLastError` of the runtime that this process has loaded; None where it has no file."""
-    try:
-        mapped = _MAPS.read_text()
-    except OSError:
-        return None
-    found = re.search(r"/\S*/lib(?:cudart|amdhip64)[^/\s]*\.so\S*", mapped)
-    if found is None:
-        return None
-    library = ctypes.CDLL(found[0])
-    name = "hipGetLastError" if "amdhip64" in found[0] else "cudaGetLastError"
-    call: Callable[[], int] | None = getattr(library, name, None)
-    return call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ from offload.updates import Frozen, Updates
 
 
 class Engine:
-    """Everything attached to one model, made by `attach`. One thread at a time may use it."""
+    """Everything attached to one model. One thread at a time uses it; in a backward with `lock`."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class Engine:
         self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
         self.arrivals = Arrivals(executor, self.gradients, self.finality)
         self.units = units
+        self.lock = threading.RLock()
         self._pid, self._torn = os.getpid(), torn()
         self._since = time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
@@ -137,15 +139,16 @@ class Engine:
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
-        self._graphs.pop(graph, None)
-        if self._graphs:
-            self._release_held()
-        else:
-            self.end_pass(finished=True)
-            for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
-                self.settle_edits(unit)  # Copies that only the backward has used go.
-            self._begin_final()
-            self.finality.backward_ended()
+        with self.lock:
+            self._graphs.pop(graph, None)
+            if self._graphs:
+                self._release_held()
+            else:
+                self.end_pass(finished=True)
+                for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
+                    self.settle_edits(unit)  # Copies that only the backward has used go.
+                self._begin_final()
+                self.finality.backward_ended()
 
     def arrived(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """A gradient has come; when it makes the unit's final, its update begins soon."""

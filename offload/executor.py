@@ -15,6 +15,7 @@ keep the update from what is still read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from operator import attrgetter
 
@@ -87,8 +88,9 @@ class Executor:
 
         Raises:
             EngineError: a lane failed.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, or a graph of the device is being recorded.
         """
+        self.device.refuse_capture()
         if self.bed is not None:
             raise RuntimeError(
                 "the model is asleep (offload.sleep), and its values are out of reach: "
@@ -236,10 +238,12 @@ class Executor:
         self.lanes.close(self._release)
 
     def _release(self) -> None:
-        if self.store is not None:
-            self.store.close()
-        if self.bed is not None:
-            self.bed.close()
-        self.memory.close()
-        if self.share is not None:
-            self.share.give_back()
+        """Let go of everything, whatever fails on the way."""
+        with ExitStack() as each:
+            if self.share is not None:
+                each.callback(self.share.give_back)
+            each.callback(self.memory.close)
+            if self.bed is not None:
+                each.callback(self.bed.close)
+            if self.store is not None:
+                each.callback(self.store.close)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,28 +34,31 @@ class Hooks:
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
         self._trains = trains
-        self._guards: list[tuple[nn.Module, SavingGuard, int]] = []
-        """Modules whose forward runs, each with its guard and autograd's number when it began."""
+        self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
+        """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
         self._looks: weakref.WeakKeyDictionary[nn.Module, list[int]]
         self._looks = weakref.WeakKeyDictionary()
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
         self._announce = [
-            whole(partial(self._before_backward, unit.index)) if unit.spec.backward else None
+            _alone(engine.lock, partial(self._before_backward, unit.index))
+            if unit.spec.backward
+            else None
             for unit in engine.units
         ]
         """By unit, what a gradient that reaches its output calls; None where it needs no weights
         for its backward."""
         self.structure = Structure(model)
         keep = self._handles.append
-        keep(model.register_forward_pre_hook(Hook(self._enter_root), prepend=True))
+        hook = partial(Hook, lock=engine.lock)
+        keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
-            before = Hook(partial(self._before_forward, tuple(used)))
-            after = Hook(partial(self._after_forward, tuple(used)))
-            keep(module.register_forward_pre_hook(before))
+            before = hook(partial(self._before_forward, tuple(used)))
+            after = hook(partial(self._after_forward, tuple(used)))
+            keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
-        keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
+        keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
         for module in model.modules():
             before_load: Any = module.register_load_state_dict_pre_hook
             keep(before_load(_refuse_assign))
@@ -66,7 +70,7 @@ class Hooks:
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
                     function = partial(_gradient_arrived, known, trains, unit.index, index)
-                    arrive = Hook(function, is_whole=False)
+                    arrive = hook(function, is_whole=False)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -98,14 +102,16 @@ class Hooks:
             self._in_forward = False
             self._engine.end_pass(finished=output is not None)
 
-    def _before_forward(self, used: tuple[int, ...], module: nn.Module, args: Any) -> None:
+    def _before_forward(
+        self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
         self._engine.check()
         for unit in used:
             self._engine.enter(unit)
             self._engine.casts.use(unit)
         units = [self._engine.units[unit] for unit in used]
         guard = SavingGuard(self._engine, units)
-        self._guards.append((module, guard, _sequence_number()))
+        self._guards.append((module, guard, _Began.now((args, kwargs))))
 
     def _after_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
@@ -121,7 +127,7 @@ class Hooks:
             looks[module.training] += 1
             _check_stashed(module, self._engine)
         if torch.is_grad_enabled():
-            own = [leaf for leaf in tensors_in(output) if _made_since(began, leaf)]
+            own = [leaf for leaf in tensors_in(output) if began.before(leaf)]
             for unit in used:
                 if (backward := self._announce[unit]) is not None:
                     for leaf in own:
@@ -162,13 +168,30 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
                     )
 
 
-def _made_since(number: int, tensor: torch.Tensor) -> bool:
-    """Whether autograd made `tensor` after it had come to `number`.
+class _Began(NamedTuple):
+    """What autograd had made when a module's forward began.
 
     What a module only passes on (T5's position bias) is another's, and comes in the middle of that
     one's backward: to bring this one into use then would take its weights from under it.
     """
-    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= number
+
+    number: int
+    """Which autograd gives to the next operation of the thread."""
+    given: tuple[Any, ...]
+    """In a recompute, what made the arguments: the numbers of the forward's thread are others."""
+
+    @classmethod
+    def now(cls, arguments: Any) -> _Began:
+        """As a forward begins that is given `arguments`."""
+        given = tensors_in(arguments) if in_backward() else ()
+        return cls(_sequence_number(), tuple(one.grad_fn for one in given))
+
+    def before(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` was made in the forward."""
+        maker = tensor.grad_fn
+        if maker is None or any(maker is one for one in self.given):
+            return False
+        return maker._sequence_nr() >= self.number
 
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -178,9 +201,12 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(self, function: Callable[..., Any], *, is_whole: bool = True):
-        """Call `function` wherever the hook is called, whole (see `interrupt`) or as it is."""
-        self._function = whole(function) if is_whole else function
+    def __init__(
+        self, function: Callable[..., Any], lock: threading.RLock, *, is_whole: bool = True
+    ):
+        """Call `function` wherever the hook is called, holding `lock`; whole, see `interrupt`, or
+        as it is."""
+        self._function = _alone(lock, function, is_whole=is_whole)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
@@ -192,6 +218,22 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return (_get_inert, ())
+
+
+def _alone(
+    lock: threading.RLock, function: Callable[..., Any], *, is_whole: bool = True
+) -> Callable[..., Any]:
+    """`function`, which no other thread that holds `lock` can come between, and no signal.
+
+    A node of a backward on CPU tensors (an output that left the device) runs on the thread that
+    called backward, beside the device's own.
+    """
+
+    def run(*args: Any) -> Any:
+        with lock:
+            return function(*args)
+
+    return whole(run) if is_whole else run
 
 
 def _inert(*_: object) -> None:

@@ -319,7 +319,10 @@ class Lanes:
         self._device.enter()
 
     def _next(self, lane: Lane) -> Task | None:
-        """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
+        """Begin the most urgent task of `lane` as soon as there is one; None at the end.
+
+        Where the device is ready for none of those that are, it waits for the first of them.
+        """
         with self._lock:
             while not self._closing:
                 task = None if self._failure is not None else self._schedule.take(lane)
@@ -370,9 +373,7 @@ class Lanes:
             other = self._schedule.first(lane)
             if other is None or other.key >= task.key or self._closing or self._failure is not None:
                 return None
-            if not all(fence.query() for fence in other.fences):
-                return None
-            return self._schedule.take(lane)
+            return None if other.fenced else self._schedule.take(lane)
 
     # -- under the lock -----------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cpu_adam.formats import scratch_bytes
+from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.config import TIERS, Tier
 from offload.profile import Chunk, Profile, StateChoice, Unit
 from offload.records import (
@@ -184,10 +184,9 @@ class Sizes:
     def __init__(self, profile: Profile, states: StateChoice):
         self._in_file: dict[object, int] = {}
         self._states = states
-        self.workspace = [
-            max((scratch_bytes(c.elements) for c in u.chunks if states.on_accelerator), default=0)
-            for u in profile.units
-        ]
+        chunks = [u.chunks if states.on_accelerator else () for u in profile.units]
+        self.updated = [max((scratch_bytes(c.elements) for c in u), default=0) for u in chunks]
+        self.squared = [max((squares_bytes(c.elements) for c in u), default=0) for u in chunks]
         self.value: dict[Kind, list[int]] = {}
         self.chunk: dict[Kind, list[int]] = {}
         for kind in KINDS:
@@ -350,8 +349,9 @@ def lay_out_memory(
         "gradient", units, away["gradient"], sizes.value["gradient"], STAGES
     )
     rings = _Rings(placements, sizes, tuple(reserve))
-    updated = (size for size, p in zip(sizes.workspace, placements) if p.state == "device")
-    memory.ring("device", "workspace", max(updated, default=0), 1)
+    updated = (n for n, p in zip(sizes.updated, placements) if p.state == "device")
+    squared = (n for n, p in zip(sizes.squared, placements) if clips and p.gradient == "device")
+    memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
     memory.ring("cpu", "weight", rings.whole("weight", ("nvme",)), STAGES)
     memory.ring("cpu", "gradient", rings.whole("gradient", ("cpu", "nvme")), STAGES)
     memory.ring("cpu", "deposit", rings.whole("gradient", ("nvme",)), STAGES)

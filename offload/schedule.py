@@ -96,18 +96,29 @@ class Schedule:
     # -- what goes next -----------------------------------------------------------------------
 
     def first(self, lane: Lane) -> Task | None:
-        """The most urgent task that is ready on `lane`; the user's own are not among them."""
-        queue = self._queues[lane]
-        while queue and queue[0][2].state is not State.READY:
-            heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
-        return queue[0][2] if queue else None
+        """The most urgent task that is ready on `lane`; the user's own are not among them.
+
+        One that the device is not ready for has those behind it go first, if it is for any.
+        """
+        queue, held = self._queues[lane], list[tuple[Key, int, Task]]()
+        while queue:
+            task = queue[0][2]
+            if task.state is not State.READY:
+                heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
+            elif task.fenced:
+                held.append(heapq.heappop(queue))
+            else:
+                break
+        found = queue[0] if queue else held[0] if held else None
+        for one in held:
+            heapq.heappush(queue, one)
+        return found[2] if found is not None else None
 
     def take(self, lane: Lane) -> Task | None:
-        """Begin the most urgent task that is ready on `lane`."""
+        """Begin the most urgent task that is ready on `lane`, see `first`."""
         task = self.first(lane)
         if task is not None:
-            heapq.heappop(self._queues[lane])
-            task.go(State.RUNNING)
+            task.go(State.RUNNING)  # What is left of it in the queue goes when it comes first.
         return task
 
     # -- inside -------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch import nn
 
 from offload.attach import attached
 from offload.bed import Bed
+from offload.bounce import bounce
 from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
@@ -78,10 +79,11 @@ def wake(model: nn.Module) -> None:
 def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
     executor = engine.executor
     _let_go_of_all(engine)
-    bed = Bed(engine.plan, given, directories, executor.share)
+    bed = Bed(engine.plan, given, directories, executor.share, executor.device)
     try:
-        for value in bed.values():
-            bed.put(value, _home(engine, value), executor.step)
+        with bounce(executor.device, bed.largest) as copy:
+            for value in bed.values():
+                bed.put(value, _home(engine, value), executor.step, copy)
     except BaseException:
         bed.left()
         raise
@@ -114,8 +116,9 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
         for tier in bed.given:
             executor.memory.take(tier)
             taken.append(tier)
-        for value in bed.values():
-            bed.get(value, _home(engine, value))
+        with bounce(executor.device, bed.largest) as copy:
+            for value in bed.values():
+                bed.get(value, _home(engine, value), copy)
     except BaseException:
         for tier in taken:
             executor.memory.give_back(tier)

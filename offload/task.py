@@ -136,7 +136,12 @@ class Task:
     @property
     def settled(self) -> bool:
         """Whether it is over on the device too."""
-        return self.over and (not self.fences or all(fence.query() for fence in self.fences))
+        return self.over and not self.fenced
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the device has still to finish what comes before it, or once over, of its own."""
+        return bool(self.fences) and not all(fence.query() for fence in self.fences)
 
     def go(self, state: State) -> None:
         """Move to `state`."""

@@ -119,7 +119,8 @@ class Updates:
             for span in spans:
                 if span.parameter in turns:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    total += float(sum_of_squares(part))
+                    workspace = self._executor.memory.workspace(op)
+                    total += float(sum_of_squares(part, workspace))
             clip.partials[ordinal] = total
 
         return run

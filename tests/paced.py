@@ -16,6 +16,7 @@ are held against the copies that are under way.
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,12 +49,13 @@ class Paced(Device):
         self.timeline = Timeline()
         self.nodes = Nodes(self.timeline)
         self.change(0, host_pace=1.0, host_pauses_s=0.0)
+        self._local = threading.local()
         self._aside: list[Event] = []
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
         """By address of what torch keeps of a storage: its memory; None where that is torch's."""
 
     def change(self, seed: int, *, host_pace: float, host_pauses_s: float) -> None:
-        """Go on by other delays; a lane's thread sleeps up to `host_pauses_s` before each wait."""
+        """Go on by other delays; lanes' threads sleep up to `host_pauses_s` wherever they can."""
         self.timeline.change(seed, host_pace)
         self._pauses_s = host_pauses_s
 
@@ -70,6 +72,7 @@ class Paced(Device):
         return tensor.untyped_storage()._cdata in self._storages
 
     def enter(self) -> None:
+        self._local.is_lane = True
         self.timeline.current = self.timeline.new_stream()
         _Mode(self).__enter__()
 
@@ -81,9 +84,13 @@ class Paced(Device):
         return Event(self.timeline, stream)
 
     def drain(self) -> None:
-        if self._pauses_s:
-            time.sleep(self._pauses_s * self.timeline.random())
+        self.pause()
         self.fence(self.stream()).synchronize()
+
+    def pause(self) -> None:
+        """Let a lane's thread be late."""
+        if self._pauses_s and getattr(self._local, "is_lane", False):
+            time.sleep(self._pauses_s * self.timeline.random())
 
     # -- what runs on it ----------------------------------------------------------------------
 
@@ -351,11 +358,13 @@ def paced() -> Iterator[Paced]:
     def host_kernel(*tensors: torch.Tensor) -> Any:
         if any(device.holds(tensor) for tensor in tensors):
             return None
+        device.pause()
         device.timeline.host_touches("the compiled update", device.accesses(tensors, tensors))
         return kernel_for(*tensors)
 
     def watched(transfer: Callable[..., None], writes: bool) -> Callable[..., None]:
         def run(store: Store, kind: str, unit: str, memory: torch.Tensor, *rest: Any) -> None:
+            device.pause()
             touched = device.accesses([memory], [memory] if writes else [])
             device.timeline.host_touches(f"the store's {transfer.__name__}", touched)
             transfer(store, kind, unit, memory, *rest)

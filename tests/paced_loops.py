@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import offload
 from tests.paced import Paced, paced
 from tests.training import (
     RESIDENT,
@@ -186,6 +187,11 @@ def hold_gradients(loop: Loop) -> None:
     loop.held = [p.grad for p in loop.some_parameters() if p.grad is not None]
 
 
+def edit_held(loop: Loop) -> None:
+    for tensor in loop.held:
+        tensor.mul_(0.5)
+
+
 def look_at_held(loop: Loop) -> None:
     for tensor in loop.held:
         loop.see(tensor)
@@ -240,18 +246,26 @@ def load_states(loop: Loop) -> None:
         loop.run.optimizer.load_state_dict(loop.saved)
 
 
+def nap(loop: Loop) -> None:
+    with suppress(offload.BudgetError):  # Of the smallest budgets none is left for it.
+        offload.sleep(loop.run.model)
+        offload.wake(loop.run.model)
+
+
 Action = Callable[[Loop], None]
 Actions = list[Action]
 AT_REST: Actions = [evaluate, evaluate_elsewhere, use_a_block_alone, use_one_block_inside_another]
 AT_REST += [
     look,
     hold,
+    edit_held,
     look_at_held,
     edit,
     stream_weights,
     look_at_states,
     save_states,
     load_states,
+    nap,
 ]
 WITH_GRADIENTS: Actions = [*AT_REST, backward_only, backward_elsewhere, look_at_gradients]
 WITH_GRADIENTS += [hold_gradients, edit_gradients, set_gradients, zero_gradients]

@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def test_pinning_in_pieces_and_giving_all_of_them_back() -> None:
     start = made.tensor.data_ptr()
     assert made.pinned_bytes == sum(count for _, count in driver.calls) == size
     assert [address - start for address, _ in driver.calls] == [0, 1 << 20, 2 << 20]
-    assert made.notice is None
+    assert made.notices == []
     made.close()
     assert driver.released == [address for address, _ in driver.calls]
     made.close()
@@ -124,15 +125,54 @@ def test_pinning_in_pieces_and_giving_all_of_them_back() -> None:
 def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: int) -> None:
     driver = FakeDriver(fail_at=fail_at)
     made = Arena(3 << 20, CPU, driver=driver, edges=EDGES)
-    assert made.notice is not None
-    assert f"{4 - fail_at}.00 MiB of 3.00 MiB" in made.notice
-    assert "the driver said no" in made.notice
-    assert "ulimit -l" in made.notice
+    (notice,) = made.notices
+    assert f"{4 - fail_at}.00 MiB of 3.00 MiB" in notice
+    assert "the driver said no" in notice
+    assert "ulimit -l" in notice
     assert len(driver.calls) == fail_at
     assert made.pinned_bytes == (fail_at - 1) << 20
     made.tensor.fill_(1)
     made.close()
     assert driver.released == [address for address, _ in driver.calls[: fail_at - 1]]
+
+
+@pytest.mark.parametrize("offered", ["always madvise [never]", "always [madvise] never", None])
+def test_it_is_told_how_long_much_memory_took_and_on_what_pages(
+    offered: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "enabled"
+    if offered is not None:
+        file.write_text(offered)
+    monkeypatch.setattr(arena, "_HUGE_PAGES", file)
+    monkeypatch.setattr(arena, "TOLD_BYTES_LEAST", 1 << 20)
+    assert Arena((1 << 20) - 1, CPU, driver=FakeDriver()).notices == []
+    told, *pages = Arena(1 << 20, CPU, driver=FakeDriver()).notices
+    assert re.fullmatch(r"taking 1\.00 MiB of CPU memory took \d+\.\d s, once: .*register.*", told)
+    assert bool(pages) == (offered is None or "[never]" in offered)
+    assert all("echo madvise > that file" in page and str(file) in page for page in pages)
+
+
+class Failing(FakeDriver):
+    """Cannot give back, and finds the memory still there whenever it is asked to."""
+
+    made: Arena
+
+    def unpin(self, address: int) -> None:
+        super().unpin(address)
+        assert self.made.tensor.data_ptr() <= address
+        raise RuntimeError("the device is gone")
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_all_is_given_back_whatever_fails() -> None:
+    driver = Failing()
+    plan, device = small_plan(), Device(CPU.torch_device)
+    memory = Memory(plan, device)
+    driver.made = memory.arenas["cpu"] = Arena(3 << 20, CPU, driver=driver, edges=EDGES)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        memory.close()
+    assert driver.released == [address for address, _ in driver.calls]
+    assert [arena.tensor.numel() for arena in memory.arenas.values()] == [0, 0]
 
 
 def test_nothing_is_pinned_for_a_cpu_or_of_no_size() -> None:

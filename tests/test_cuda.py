@@ -16,6 +16,7 @@ from torch import nn
 
 import offload
 from cpu_adam import FORMATS, native
+from cpu_adam.formats import squares_bytes
 from cpu_adam.rules import square_root
 from offload import driver
 from offload.arena import host_tensor
@@ -123,7 +124,9 @@ def test_sums_on_the_device_are_those_on_the_cpu() -> None:
         x, y = (
             (torch.randn(3, 70_001) * 10.0 ** torch.randint(-9, 3, (3, 1))).to(dtype).split(1)[:2]
         )
-        assert native.sum_of_squares(x.to(on)) == native.sum_of_squares(x)
+        workspace = torch.full((squares_bytes(x.numel()),), 255, dtype=torch.uint8, device=on)
+        for given in (None, workspace):
+            assert native.sum_of_squares(x.to(on), given) == native.sum_of_squares(x)
         into = y.to(on)
         native.accumulate(into, x.to(on))
         native.accumulate(y, x)
@@ -153,13 +156,14 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize("placement", [CPU_TIER, RESIDENT, ("cpu", "device", "cpu"), MIXED])
 def test_hooks_and_lanes_let_nobody_wait_in_hiding(
-    placement: tuple[str, str, str], tmp_path: Path
+    placement: tuple[str, str, str], states: str, tmp_path: Path
 ) -> None:
     on = device().torch_device
     tokens = batch(torch.Generator().manual_seed(3)).to(on)
-    with attached(placement, tmp_path) as run:
+    with attached(placement, tmp_path, states=states) as run:
         model = Net().to(torch.bfloat16).to(on)
         for _ in range(2):
             with no_synchronisation():  # First of a model that we have nothing to do with.
@@ -235,7 +239,7 @@ def test_exactly_the_arena_is_pinned_until_the_end(tmp_path: Path) -> None:
     with attached(CPU_TIER, tmp_path) as run:
         memory = run.engine.executor.memory
         arena = memory.arenas["cpu"]
-        assert arena.notice is None
+        assert arena.notices == []
         assert arena.pinned_bytes == arena.bytes == run.engine.plan.arena_bytes("cpu")
         tensor = arena.tensor
         assert tensor.is_pinned()
@@ -353,6 +357,17 @@ def test_many_pieces_arrive_in_both_directions() -> None:
     assert torch.equal(source, back)
 
 
+def test_a_sleeping_model_leaves_the_device_and_comes_back(tmp_path: Path) -> None:
+    def napping(run: Run, number: int) -> None:
+        plain(run, number)
+        held = torch.cuda.memory_allocated()
+        offload.sleep(run.model)
+        assert torch.cuda.memory_allocated() <= held - run.engine.plan.arena_bytes("device")
+        offload.wake(run.model)
+
+    assert_same(train(RESIDENT, tmp_path, napping), train(RESIDENT, tmp_path))
+
+
 # -- company ----------------------------------------------------------------------------------
 
 
@@ -394,6 +409,20 @@ def test_running_out_of_memory_leaves_the_engine_usable(
             handle.remove()
             run.optimizer.zero_grad()
             run.generator.set_state(state)
+            plain(run, number)
+        assert_same(result_of(run), expected)
+
+
+def test_an_attached_model_is_not_captured_and_goes_on(tmp_path: Path) -> None:
+    expected = train(CPU_TIER, tmp_path, steps=2)
+    tokens = batch(torch.Generator().manual_seed(3)).to(device().torch_device)
+    with attached(CPU_TIER, tmp_path) as run:
+        torch.manual_seed(2)
+        for number in range(2):
+            run.engine.settle()
+            graph = torch.cuda.CUDAGraph()
+            with pytest.raises(RuntimeError, match="Capture nothing"), torch.cuda.graph(graph):
+                run.model(tokens)
             plain(run, number)
         assert_same(result_of(run), expected)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +17,11 @@ import torch
 
 from offload import driver, numa
 from offload.driver import Driver, PinError, driver_of
+from tests.training import assert_same, attached, batch, loss_of, plain, result_of, train
 
 ROOT = Path(__file__).parents[1]
 CUDA = torch.device("cuda", 1)
+CPU_TIER = ("cpu", "cpu", "cpu")
 REFUSED = 2  # cudaErrorMemoryAllocation
 
 
@@ -29,6 +32,9 @@ class FakeRuntime:
     fails: bool = False
     pending: int = 0
     calls: list[tuple[str, int, int, int]] = field(default_factory=list)
+    devices: list[int] = field(default_factory=list)
+    """The thread's current device at each call."""
+    current: int = 0
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         self.calls.append(("register", address, size, flags))
@@ -46,6 +52,7 @@ class FakeRuntime:
         return last
 
     def _returned(self) -> int:
+        self.devices.append(self.current)
         code = REFUSED if self.fails else 0
         self.pending = code or self.pending
         return code
@@ -53,16 +60,33 @@ class FakeRuntime:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    """The runtime of a thread whose current device is the first; a launch finds what is pending."""
     fake = FakeRuntime()
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        before, fake.current = fake.current, device.index
+        yield
+        fake.current = before
+
+    def launched(*_: object, **__: object) -> None:
+        if fake.get_last_error():
+            raise RuntimeError("CUDA error: out of memory")
+
     monkeypatch.setattr(driver, "_runtime", lambda: fake)
-    monkeypatch.setattr(driver, "_last_error", lambda: fake.get_last_error)
+    monkeypatch.setattr(torch.cuda, "device", current)
+    monkeypatch.setattr(torch, "ones", launched)
     return fake
 
 
-def test_memory_is_registered_and_given_back(runtime: FakeRuntime) -> None:
+def test_memory_is_registered_and_given_back_by_any_thread_on_our_device(
+    runtime: FakeRuntime,
+) -> None:
     driver_of(CUDA).pin(4096, 1 << 20)
     driver_of(CUDA).unpin(4096)
     assert runtime.calls == [("register", 4096, 1 << 20, 0), ("unregister", 4096, 0, 0)]
+    assert runtime.devices == [CUDA.index, CUDA.index]
+    assert runtime.current == 0
 
 
 def test_a_refused_registration_says_why_and_leaves_nothing_pending(runtime: FakeRuntime) -> None:
@@ -78,43 +102,32 @@ def test_a_failure_to_give_back_is_taken_out_too(runtime: FakeRuntime) -> None:
     assert runtime.pending == 0
 
 
-def test_without_a_library_a_kernel_finds_the_error_and_is_thrown_away(
-    runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime.fails = True
-    monkeypatch.setattr(driver, "_last_error", lambda: None)
-
-    def launched(*_: object, **__: object) -> None:
-        if runtime.get_last_error():
-            raise RuntimeError("CUDA error: out of memory")
-
-    monkeypatch.setattr(torch, "ones", launched)
-    with pytest.raises(PinError):
-        driver_of(CUDA).pin(4096, 1 << 20)
-    assert runtime.pending == 0
-
-
-def test_the_error_is_asked_of_the_library_that_is_loaded(
+def test_an_attached_model_refuses_to_be_captured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    maps, opened = tmp_path / "maps", []
-    monkeypatch.setattr(driver, "_MAPS", maps)
-
-    def load(path: str) -> Any:
-        opened.append(path)
-        return SimpleNamespace(cudaGetLastError=lambda: 7, hipGetLastError=lambda: 8)
-
-    monkeypatch.setattr(driver.ctypes, "CDLL", load)
-    line = "7f00-7f01 r-xp 00000000 08:01 42    {}\n"
-    assert driver._last_error() is None
-    maps.write_text(line.format("/usr/lib/libc.so.6"))
-    assert driver._last_error() is None
-    for path, code in (("/opt/x/libcudart.so.12", 7), ("/opt/rocm/lib/libamdhip64.so.6", 8)):
-        maps.write_text(line.format("/usr/lib/libc.so.6") + line.format(path))
-        found = driver._last_error()
-        assert found is not None
-        assert found() == code
-    assert opened == ["/opt/x/libcudart.so.12", "/opt/rocm/lib/libamdhip64.so.6"]
+    """In forward, in a backward, and where a weight at rest is touched; and goes on afterwards."""
+    expected = train(CPU_TIER, tmp_path, steps=2)
+    with attached(CPU_TIER, tmp_path) as run:
+        torch.manual_seed(2)
+        plain(run, 0)
+        before = run.generator.get_state()
+        loss = loss_of(run.model, batch(run.generator))
+        uses: list[Callable[[], Any]] = [
+            lambda: run.model(batch(run.generator)),
+            loss.backward,
+            lambda: run.model.head.weight.detach(),  # type: ignore[union-attr,operator]
+        ]
+        for use in uses:
+            with monkeypatch.context() as patch:
+                on = run.engine.executor.device
+                patch.setattr(on, "refuse_capture", driver_of(CUDA).refuse_capture)
+                patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+                with pytest.raises(RuntimeError, match=r"CUDA graph .*Capture nothing"):
+                    use()
+        run.optimizer.zero_grad()
+        run.generator.set_state(before)
+        plain(run, 1)
+        assert_same(result_of(run), expected)
 
 
 @pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])

@@ -318,6 +318,28 @@ def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
     assert log == ["host waits", "lane runs"]
 
 
+def test_what_the_device_is_not_ready_for_holds_up_nothing_behind_it() -> None:
+    log: list[str] = []
+    with fenced(log) as (made, mine, fence):
+        gate = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        made.begin(gate)
+        made.finish(mine)
+        tasks = [
+            made.submit(op(), [gate, *waits], (0, key), partial(log.append, name))
+            for name, key, waits in (
+                ("first", 1, [mine]),
+                ("second", 2, []),
+                ("third", 3, [mine]),
+                ("last", 4, []),
+            )
+        ]
+        made._device = CPU
+        made.finish(gate)
+        made.wait(tasks)
+        assert fence.done
+    assert log == ["second", "last", "host waits", "first", "host waits", "third"]
+
+
 # -- failures and the end ---------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import offload
+from offload.bounce import bounce
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
@@ -23,6 +24,7 @@ from tests.paced_loops import (
     check,
     draw_script,
     edit,
+    edit_held,
     edit_the_second_block,
     evaluate,
     hold,
@@ -32,6 +34,7 @@ from tests.paced_loops import (
     look_at_gradients,
     look_at_held,
     look_at_states,
+    nap,
     save_states,
     set_gradients,
     step_and_keep_gradients,
@@ -47,17 +50,19 @@ from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_f
 LATE = {"seed": 0, "host_pace": 0.0, "host_pauses_s": 1e-2}
 """A device that does nothing before it must, and lanes that take their time."""
 
+LATER = {**LATE, "host_pauses_s": 1e-1}
+
 # What is done right after a backward, or a step, whose effects are still on their way.
 AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
     "put a copy home": (
         "cpu-nvme-cpu",
-        [look_at_gradients, step_and_keep_gradients, backward_only],
+        [hold_gradients, step_and_keep_gradients, edit_held],
     ),
     "put those apart home": (
         "cpu-cpu-cpu",
-        [hold_gradients, step_and_keep_gradients, backward_only],
+        [hold_gradients, step_and_keep_gradients, edit_held],
     ),
     "renew those held": ("cpu-cpu-cpu", [hold_gradients, backward_only, look_at_held]),
     "stream": ("device-cpu-cpu", [stream_weights]),
@@ -71,16 +76,14 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "stream": ("cpu-cpu-cpu", [stream_weights]),
     "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
-    "edit what is fetched": (
-        "cpu-cpu-cpu",
-        [hold, use_the_first_block, edit_the_second_block, evaluate],
-    ),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
 }
 
 
-def script_of(before: Actions, between: Actions, after: Actions) -> Script:
-    return Script([Step(before, between, after, LATE)], False, False, False, None, None)
+def script_of(
+    before: Actions, between: Actions, after: Actions, delays: dict[str, Any] = LATE
+) -> Script:
+    return Script([Step(before, between, after, delays)], False, False, False, None, None)
 
 
 @pytest.mark.parametrize("name", some_fast(AFTER_A_BACKWARD))
@@ -95,12 +98,18 @@ def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> Non
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
 
 
+@pytest.mark.slow
+def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(tmp_path: Any) -> None:
+    actions = [hold, use_the_first_block, edit_the_second_block, evaluate]
+    check(script_of([], [], actions, LATER), ("cpu", "cpu", "cpu"), tmp_path, tight=False)
+
+
 def gradients_after_detach(
     placement: tuple[str, str, str], directory: Any, device: Paced | None
 ) -> list[torch.Tensor]:
     with attached(placement, directory, build=lambda: Small(tied=False, checkpointed=False)) as run:
         if device is not None:
-            device.change(**LATE)
+            device.change(**LATER)
         Loop(run, device).backward()
         offload.detach(run.model)
         return [parameter.grad for parameter in run.model.parameters()]
@@ -123,6 +132,47 @@ def test_zeros_are_there_for_every_stream() -> None:
         device.timeline.finish()
     assert not device.timeline.races
     assert made.sum() == 64
+
+
+def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
+    script = script_of([], [], [hold, nap, look_at_held])
+    check(script, RESIDENT, tmp_path, tight=False)
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 129, 64 * 7 + 5])
+@pytest.mark.parametrize("pace", [0.0, 30.0, 1000.0])
+def test_copies_by_way_of_registered_memory_arrive(
+    size: int, pace: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("offload.bounce.PIECE_BYTES", 64)
+    content = torch.arange(size).mul(7).to(torch.uint8)
+    with paced() as device:
+        device.change(size, host_pace=pace, host_pauses_s=0.0)
+        one, other, back = device.zeros(size), device.zeros(size), torch.zeros_like(content)
+        with bounce(device, size) as copy:
+            for into, source in ((one, content), (other, one), (back, other)):
+                copy(into, source)
+        assert torch.equal(back, content)
+        device.timeline.finish()
+    assert not device.timeline.races
+
+
+def test_a_copy_that_fails_half_way_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.bounce.PIECE_BYTES", 64)
+    with paced() as device:
+        device.change(0, host_pace=0.0, host_pauses_s=0.0)
+        there, queue, left = device.zeros(640), device.copy, [3]
+
+        def copy_or_fail(into: torch.Tensor, source: torch.Tensor) -> None:
+            left[0] -= 1
+            if not left[0]:
+                raise RuntimeError("the device is gone")
+            queue(into, source)
+
+        monkeypatch.setattr(device, "copy", copy_or_fail)
+        with pytest.raises(RuntimeError), bounce(device, 640) as copy:
+            copy(there, torch.ones(640, dtype=torch.uint8))
+        assert not any(stream.items for stream in device.timeline._streams)
 
 
 # -- any schedule -------------------------------------------------------------------------------

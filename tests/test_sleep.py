@@ -269,3 +269,24 @@ def test_one_sleeps_where_the_other_works(tmp_path: Path) -> None:
         engine.close()
     assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
     assert shared.left("nvme") is None
+
+
+def test_what_an_engine_held_is_the_others_whatever_fails_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = offload.SharedBudget(device_memory="800KiB", cpu_memory="4MiB")
+    model = small()
+    asked = config(("cpu", "cpu", "nvme"), tmp_path, device_memory="800KiB", cpu_memory="4MiB")
+    _, optimizer = offload.attach(model, adamw(model), asked, budget=shared)
+    executor = optimizer.engine.executor
+
+    def fails() -> None:
+        raise OSError("on purpose")
+
+    monkeypatch.setattr(executor.store, "close", fails)
+    with pytest.raises(OSError, match="on purpose"):
+        optimizer.engine.close()
+    monkeypatch.undo()
+    executor.store.close()
+    assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
+    assert [arena.tensor.numel() for arena in executor.memory.arenas.values()] == [0, 0]

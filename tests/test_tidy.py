@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("schedule", "driver", "device"),
     ("verify", "simulate"),
     ("arena", "store", "lanes", "copies"),
+    ("bounce",),
     ("bed",),
     ("executor", "totals"),
     ("states", "exposure", "passes", "updates", "resting"),

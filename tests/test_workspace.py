@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
-from cpu_adam import FORMATS, choice, reference
-from cpu_adam.formats import scratch_bytes
+from cpu_adam import FORMATS, choice, native, patience, reference
+from cpu_adam.compact import temporaries_bytes
+from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.machine import Machine
 from tests.test_adam_native import State, assert_same_state, hyper_of
 from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
@@ -41,6 +43,36 @@ class Made(TorchDispatchMode):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
                 self.sizes.append((str(func), x.untyped_storage().nbytes()))
         return found
+
+
+class Live(TorchDispatchMode):
+    """The most bytes that ops have made and that are not let go, at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = self._now = 0
+        self._known = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        inputs = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
+        given = {x.untyped_storage()._cdata for x in inputs}
+        for x in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                if storage._cdata not in given | self._known:
+                    self._known.add(storage._cdata)
+                    self._count(storage.nbytes())
+                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
+        return found
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._count(-size)
+
+    def _count(self, size: int) -> None:
+        self._now += size
+        self.most = max(self.most, self._now)
 
 
 @pytest.fixture
@@ -76,15 +108,68 @@ def test_nothing_else_is_taken_for_temporaries(name: str, dtype: torch.dtype) ->
     assert [size for _, size in made.sizes if size > SMALL_BYTES] == [scratch_bytes(5000)]
 
 
+@pytest.mark.usefixtures("as_elsewhere")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_coded_states_take_beside_it_is_known(dtype: torch.dtype) -> None:
+    elements = 1 << 15
+    state = State("compact", elements, dtype)
+    workspace = torch.empty(scratch_bytes(elements), dtype=torch.uint8)
+    with Live() as live:
+        state.update(
+            reference, hyper_of("compact"), step=2, gradient_scale=0.3, workspace=workspace
+        )
+    assert temporaries_bytes(elements) / 2 < live.most <= temporaries_bytes(elements)
+
+
+def test_memory_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a step that has waited for it is the same step."""
+    here = State("exact", 1000, torch.bfloat16)
+    there, refused = here.clone(), [3]
+
+    class Refused(reference.Scratch):
+        def __init__(self, *args: Any) -> None:
+            refused[0] -= 1
+            if refused[0] >= 0:
+                raise torch.OutOfMemoryError("full for now")
+            super().__init__(*args)
+
+    here.update(reference, hyper_of("exact"), step=1)
+    monkeypatch.setattr(reference, "Scratch", Refused)
+    there.update(reference, hyper_of("exact"), step=1)
+    assert refused == [-1]
+    assert_same_state(there, here)
+    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
+    refused[0] = 1 << 30
+    before = there.clone()
+    with pytest.raises(torch.OutOfMemoryError, match="full for now"):
+        there.update(reference, hyper_of("exact"), step=2)
+    assert_same_state(there, before)
+
+
+@pytest.mark.parametrize("elements", [1, 2, 3, 127, 513, 1000, 1024, 1025, 70_001])
+def test_squares_are_summed_in_a_workspace_no_larger_than_that_of_the_update(elements: int) -> None:
+    x = torch.randn(elements).bfloat16()
+    size = squares_bytes(elements)
+    assert size <= scratch_bytes(elements)
+    workspace = torch.full((scratch_bytes(elements),), 255, dtype=torch.uint8)
+    with Made() as made:
+        found = reference.sum_of_squares(x, workspace)
+    assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
+    assert found == reference.sum_of_squares(x) == native.sum_of_squares(x)
+    assert workspace[size:].eq(255).all()
+
+
 @contextmanager
-def as_on_an_accelerator(directory: Path, **config: Any) -> Iterator[Run]:
+def as_on_an_accelerator(
+    directory: Path, placement: tuple[str, str, str] = RESIDENT, **config: Any
+) -> Iterator[Run]:
     """A plan as for one, on the CPU."""
     free = 1 << 30
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
     torch.manual_seed(1)
     model = Model().to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    asked = config_of(RESIDENT, directory, **config)
+    asked = config_of(placement, directory, **config)
     _, engine = offload.attach(model, optimizer, asked, machine=machine)
     run = Run(model, engine, torch.Generator().manual_seed(7))
     try:
@@ -106,3 +191,15 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_pa
         assert not memory.eq(1).all()
     with attached(RESIDENT, tmp_path) as run:
         assert not any(place.use == "workspace" for place in run.engine.plan.slots)
+
+
+def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(tmp_path: Path) -> None:
+    on_device = ("cpu", "device", "cpu")
+    with as_on_an_accelerator(tmp_path, on_device, max_grad_norm=0.1) as run:
+        plan = run.engine.plan
+        (room,) = (b for place, b in plan.slots.items() if place.use == "workspace")
+        chunks = [chunk.elements for unit in plan.profile.units for chunk in unit.chunks]
+        assert room.bytes >= squares_bytes(max(chunks)) > room.bytes - 4096
+    for placement, most in ((("cpu", "cpu", "cpu"), 0.1), (on_device, None)):
+        with as_on_an_accelerator(tmp_path, placement, max_grad_norm=most) as run:
+            assert not any(place.use == "workspace" for place in run.engine.plan.slots)

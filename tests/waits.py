@@ -80,8 +80,8 @@ WAITS = (
         "lane: for fences before its op",
         "lanes",
         "            for fence in task.fences:\n                fence.synchronize()\n"
-        "            work = task.run()",
-        "            work = task.run()",
+        "            work =",
+        "            work =",
     ),
     Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
     Wait(
@@ -145,7 +145,7 @@ WAITS = (
     Wait(
         "order: tasks over on the host only",
         "task",
-        "return self.over and (not self.fences or all(fence.query() for fence in self.fences))",
+        "return self.over and not self.fenced",
         "return self.over",
     ),
     Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
@@ -271,6 +271,30 @@ WAITS = (
         "                self._executor.lanes.begin(self._executor.reserve("
         "Op(op.lane, op.verb, op.value, (), (), 0, op.deadline), self._passes.number))\n"
         "            except",
+    ),
+    Wait(
+        "sleep: for a piece before it is filled again",
+        "bounce",
+        "        if before is not None:\n            before.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: for a piece before it is emptied",
+        "bounce",
+        "            if fence is not None:\n                fence.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: until the last piece is through",
+        "bounce",
+        "        left[turn % 2] = device.fence(device.stream())\n    device.drain()\n",
+        "        left[turn % 2] = device.fence(device.stream())\n",
+    ),
+    Wait(
+        "sleep: for a copy on the device",
+        "bounce",
+        "            _at_once(into, source)\n            device.drain()\n",
+        "            _at_once(into, source)\n",
     ),
     Wait(
         "device: after zeros were written",

@@ -3,14 +3,17 @@
     PYTHONPATH=. python benchmarks/gpu/copies.py [--dry]
 
 Registered memory (as the engine's arena is), with and without huge pages, beside memory of
-cudaHostAlloc and pageable memory, whole and in the engine's pieces; and what it costs to touch and
-to register it. A line is the median of `ROUNDS` rounds, in which all kinds take turns.
+cudaHostAlloc and pageable memory, whole and in the engine's pieces; what it costs to touch and to
+register it; and how long a fork of the process takes beside it (a worker of a DataLoader), with the
+memory kept from children, as the arena is, and not. A line is the median of `ROUNDS` rounds, in
+which all kinds take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import mmap
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -29,6 +32,7 @@ from offload.driver import PinError
 from offload.numa import touch
 
 ROUNDS = 5
+FORKS = ("memory", "fork_s", "touch_after_s")
 COLUMNS = ("memory", "pieces", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "touch_s", "register_s", "note")
 
 
@@ -77,6 +81,40 @@ def of_the_runtime(size: int) -> Memory:
     since = time.perf_counter()
     source, target = (torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(2))
     return Memory("cudaHostAlloc", source, target, {"register_s": time.perf_counter() - since})
+
+
+def forks(device: Device, size: int) -> list[dict[str, Any]]:
+    """What a fork takes beside registered memory, and then to write every page of that again."""
+    rows = []
+    for advice in ("MADV_DONTFORK", "MADV_DOFORK"):
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        area.madvise(getattr(mmap, advice))
+        memory = np.frombuffer(area, dtype=np.uint8)
+        touch(memory)
+        address = torch.frombuffer(area, dtype=torch.uint8).data_ptr()
+        pinned = device.driver is not None
+        try:
+            if device.driver is not None:
+                device.driver.pin(address, size)
+        except PinError:
+            pinned = False
+        times: list[tuple[float, float]] = []
+        for _ in range(ROUNDS):
+            since = time.perf_counter()
+            child = os.fork()
+            if not child:
+                os._exit(0)
+            forked = time.perf_counter()
+            memory[:: mmap.PAGESIZE] = 1
+            times.append((forked - since, time.perf_counter() - forked))
+            os.waitpid(child, 0)
+        if pinned and device.driver is not None:
+            device.driver.unpin(address)
+        fork_s, touch_s = (statistics.median(column) for column in zip(*times))
+        kind = f"{'registered' if pinned else 'pageable'}, {advice}"
+        rows.append({"memory": kind, "fork_s": fork_s, "touch_after_s": touch_s})
+    return rows
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -149,7 +187,9 @@ def main() -> None:
         memory.unpin()
     node = device.driver.numa_node() if device.driver is not None else None
     print(table(rows, COLUMNS))
-    print(f"kept in {save('copies', rows, bytes=size, numa_node=node)}")
+    forked = forks(device, size)
+    print(table(forked, FORKS))
+    print(f"kept in {save('copies', rows, bytes=size, numa_node=node, forks=forked)}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Autograd calls the engine from threads of its own, as it does wherever there is a device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import offload
+from tests.training import Net, attached, batch, loss_of
+
+WIDTH, BLOCKS = 16, 6
+
+
+class Biased(nn.Module):
+    """Takes a bias and passes it on, as T5's blocks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, *, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return torch.tanh(self.inner(x) + bias), {"bias": bias}
+
+
+class Pairs(nn.Module):
+    """Two blocks to a checkpoint."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.bias = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Biased() for _ in range(BLOCKS))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias(x)
+        for first in range(0, BLOCKS, 2):
+            x, bias = checkpoint(self._two, first, x, bias, use_reentrant=self.reentrant)
+        return x
+
+    def _two(
+        self, first: int, x: torch.Tensor, bias: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for block in self.blocks[first : first + 2]:
+            x, passed = block(x, bias=bias)
+        return x, passed["bias"]
+
+
+def here(work: Callable[[], Any]) -> None:
+    work()
+
+
+def elsewhere(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def trained(
+    reentrant: bool, call: Callable[[Callable[[], Any]], None]
+) -> tuple[list[list[str]], list[torch.Tensor]]:
+    """The units that were held, in each of three backwards that `call` made; and the weights."""
+    torch.manual_seed(0)
+    model = Pairs(reentrant)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = offload.Config(params="cpu", gradients="cpu", optimizer="cpu")
+    _, optimizer = offload.attach(model, stock, asked)
+    engine = optimizer.engine
+    hold, held = engine.hold, list[list[str]]()
+
+    def spy(unit: int) -> None:
+        held[-1].append(engine.units[unit].spec.name)
+        hold(unit)
+
+    engine.hold = spy
+    try:
+        for _ in range(3):
+            held.append([])
+            call(model(torch.ones(2, WIDTH, requires_grad=True)).sum().backward)
+            optimizer.step()
+            optimizer.zero_grad()
+        return held, [values for _, values in engine.stream_weights()]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("stops_early", [True, False])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_units_are_held_in_the_same_order_on_any_thread(reentrant: bool, stops_early: bool) -> None:
+    """A recompute's arguments are numbered by the forward's thread, not by autograd's."""
+    with set_checkpoint_early_stop(stops_early):
+        expected, weights = trained(reentrant, here)
+        found, others = trained(reentrant, elsewhere)
+    assert found == expected
+    assert all(torch.equal(one, other) for one, other in zip(weights, others))
+    once = [f"blocks.{number}" for number in reversed(range(BLOCKS))] + ["bias"]
+    assert [list(dict.fromkeys(units)) for units in found] == [once] * 3
+
+
+def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a module's output has left the device its node is the caller's, beside the others."""
+    build = partial(Net, checkpointed=True, tied=True)
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+        loss = loss_of(run.model, batch(run.generator))
+        alone: dict[str, list[bool]] = {}
+
+        def entered(name: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+            lock: Any = run.engine.lock
+            alone.setdefault(name, []).append(lock._is_owned())
+            return function(*args, **options)
+
+        methods = ("enter", "leave", "hold", "collect", "tensor_of", "end_pass")
+        for name in methods:
+            method = partial(entered, name, getattr(run.engine, name))
+            monkeypatch.setattr(run.engine, name, method)
+        elsewhere(loss.backward)
+    assert set(alone) == set(methods)
+    assert {name for name, found in alone.items() if not all(found)} == set()
