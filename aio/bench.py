@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
 from aio.load import Load, memory_bytes
-from aio.sweep import Setting, Spent, Sweep, ranked, sweep
+from aio.sweep import Setting, Spent, Sweep, sweep
 from aio.system import IO
 
 BLOCKS_BYTES = tuple(1 << bits for bits in range(18, 25))
@@ -216,7 +217,12 @@ class _Path:
         enough = PREFERRED_SHARE * max(map(second.rate, second.rates))
         good = [s for s in second.rates if second.rate(s) >= enough]
         backend = min((s.backend for s in good), key=backends.index)
-        return ranked(second, [s for s in good if s.backend == backend])[0]
+        same = Setting(backend, first.best.block_bytes, first.best.depth)
+        return (
+            same
+            if same in good
+            else max(good, key=lambda s: (s.backend == backend, second.rate(s)))
+        )
 
     def _swept(
         self, mode: Mode, settings: Sequence[Setting], seconds: float, base: float, whole: float
@@ -255,9 +261,7 @@ class _Path:
 
     def _seen(self) -> Iterator[Cell]:
         for (mode, setting), rates in self._cells.items():
-            ordered = sorted(rates)
-            middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-            yield Cell(mode, setting, middle, len(rates))
+            yield Cell(mode, setting, statistics.median(rates), len(rates))
 
     def compared(self, found: Found) -> list[Compared]:
         """The chosen settings of reading and writing beside fio in the same.

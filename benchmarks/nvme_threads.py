@@ -21,7 +21,7 @@ from rich.console import Console
 
 from aio import File, Ticket, create_scratch, open_backend
 from aio.backends import compared
-from aio.figures import Ratio
+from aio.ratio import Ratio
 
 MIB = 1 << 20
 THREADS = 8

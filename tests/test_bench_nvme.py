@@ -18,8 +18,9 @@ import aio
 import offload.cli
 from aio import bench, fio
 from aio.drives import Direction, Drive, DriveIO
-from aio.figures import MODES, Figure, Found, Ratio, Sample, quantile
+from aio.figures import MODES, Figure, Found, Sample, quantile
 from aio.load import Load
+from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
 from cpu_adam import FORMATS
 from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, measuring
