@@ -14,6 +14,7 @@ import errno
 import math
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -153,8 +154,10 @@ class Volume(Region):
         path: of all files; `path_of` tells for a stretch.
     """
 
-    def __init__(self, files: Sequence[File], stripes: Stripes, owned: ExitStack) -> None:
-        """`owned` closes files and backends; the volume takes it over."""
+    def __init__(
+        self, files: Sequence[File], stripes: Stripes, backends: Sequence[Backend]
+    ) -> None:
+        """Files and backends are the volume's from now on."""
         self.files = tuple(files)
         self.stripes = stripes
         self.bytes = sum(file.bytes for file in files)
@@ -165,7 +168,8 @@ class Volume(Region):
         self.offset_align_bytes = max(file.offset_align_bytes for file in files)
         self.closed = False
         self._pid = os.getpid()
-        self._owned = owned
+        self._backends = tuple(backends)
+        self._closing = threading.Lock()
 
     @property
     def bytes_read(self) -> int:
@@ -224,7 +228,15 @@ class Volume(Region):
         if os.getpid() != self._pid:
             return
         self.closed = True
-        self._owned.close()
+        failure: OSError | None = None
+        with self._closing:  # whoever closes it, it is closed then
+            for close in [one.close for one in self.files] + [b.close for b in self._backends]:
+                try:
+                    close()
+                except OSError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         shares: dict[int, list[Part]] = {}
@@ -306,7 +318,8 @@ def create_volume(
             count = layout.bytes_on(drive, size)
             files.append(create_scratch(folders[one], count, backends[drive]))
             opened.callback(files[-1].close)
-        volume = Volume(files, layout, opened.pop_all())
+        volume = Volume(files, layout, backends)
+        opened.pop_all()
     if fill:
         try:
             volume.fill()
