@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from aio.counters import Counters
 from aio.errors import os_error
@@ -42,6 +42,7 @@ _FILL_BYTES = 4 << 20
 _FILLS_AT_ONCE = 16
 
 Directory = str | os.PathLike[str]
+Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
 
 
 class Run(NamedTuple):
@@ -261,7 +262,7 @@ class Volume(Region):
 def create_volume(
     directories: Directory | Sequence[Directory],
     bytes: int,
-    open_backend: Callable[[], Backend],
+    open_backend: Openers,
     *,
     weights: Sequence[float] | None = None,
     unit_bytes: int = UNIT_BYTES,
@@ -275,7 +276,8 @@ def create_volume(
     Args:
         directories: one, or several on different drives.
         bytes: size of the volume, positive.
-        open_backend: makes a backend; called once per file, in the order of the directories.
+        open_backend: makes a backend, once per file in the order of the directories; or a list of
+            such, one for each directory.
         weights: by directory, its share, best its measured speed; by default all are equal.
         unit_bytes: bytes on one drive before the next one's turn.
         fill: whether to write zeros over all of it at once ([Note: First writes]).
@@ -310,7 +312,7 @@ def create_volume(
     with ExitStack() as opened:
         backends = []
         for drive, one in enumerate(used):
-            backends.append(open_backend())
+            backends.append(_openers(open_backend, len(folders))[one]())
             opened.callback(backends[-1].close)
             _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
         files = []
@@ -327,6 +329,17 @@ def create_volume(
             volume.close()
             raise
     return volume
+
+
+def _openers(given: Openers, count: int) -> Sequence[Callable[[], Backend]]:
+    """What makes the backend of each of `count` directories."""
+    openers = [given] * count if callable(given) else given
+    if len(openers) != count:
+        raise ValueError(
+            f"volume over {count} directories with {len(openers)} openers of backends: "
+            "expected one for each, or a single one for all"
+        )
+    return openers
 
 
 def _check_room(backend: Backend, folder: Directory, share: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from offload.arena import host_tensor
 from offload.config import TIERS, Tier, format_bytes
 from offload.layout import PLACED, Placement, Plan, file_layout
+from offload.machine import measured_speeds
 from offload.plan import BudgetError
 from offload.program import Value
 from offload.shared import Share
@@ -46,7 +47,7 @@ class Bed:
         self._hold({**self._awake(), self._tier: plan.arena_bytes(self._tier) + self.bytes})
         try:
             if directories and sizes:
-                self._store = Store(directories, layout)
+                self._store = Store(directories, layout, speeds=measured_speeds(directories))
             else:
                 self._memory = {value: host_tensor(size) for value, size in sizes.items()}
         except BaseException:
