@@ -31,7 +31,6 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from aio.ratio import Ratio
 
@@ -77,10 +76,12 @@ class Sweep:
     Attributes:
         rates: by setting, bytes per second of each turn.
         left: settings that are still in the race, the best first once a round is over.
+        rounds: rates in the final, by round.
     """
 
     rates: dict[Setting, list[float]] = field(default_factory=dict)
     left: list[Setting] = field(default_factory=list)
+    rounds: dict[Setting, dict[int, float]] = field(default_factory=dict)
 
     @property
     def best(self) -> Setting:
@@ -90,6 +91,11 @@ class Sweep:
     def rate(self, setting: Setting) -> float:
         """Bytes per second of a setting; the median of its turns."""
         return statistics.median(self.rates[setting])
+
+    def compared(self, one: Setting, other: Setting) -> Ratio:
+        """How fast one is in multiples of the other, by the rounds of the final with both."""
+        ours, others = self.rounds.get(one, {}), self.rounds.get(other, {})
+        return Ratio.middle([rate / others[n] for n, rate in ours.items() if n in others])
 
 
 def sweep(
@@ -131,10 +137,6 @@ def sweep(
     return found
 
 
-_Rounds: TypeAlias = dict[Setting, dict[int, float]]
-"""Rates in the final, by round, of those that are still in it."""
-
-
 class _Race:
     """The settings of a sweep against each other and the clock."""
 
@@ -147,7 +149,7 @@ class _Race:
         progress: Callable[[float, Setting], None],
     ) -> None:
         self.found = Sweep()
-        self._rounds: _Rounds = {}
+        self._finalists: list[Setting] = []
         self._measure = measure
         self._seconds = seconds
         self._choice = choice
@@ -180,30 +182,34 @@ class _Race:
 
     def final(self) -> None:
         """See [Note: The final]."""
-        left = self.found.left
-        self._rounds = {setting: {} for setting in left}
-        if not self.found.rates:
-            self._turn(min(left, key=_lightness), FINAL_TURN_SECONDS)
+        found = self.found
+        self._finalists = list(found.left)
+        if not found.rates:
+            self._turn(min(found.left, key=_lightness), FINAL_TURN_SECONDS)
         for number in itertools.count():
-            if len(self._rounds) == 1:
+            if len(self._finalists) == 1:
                 return
-            for setting in self._choice.sample(list(self._rounds), len(self._rounds)):
+            for setting in self._choice.sample(self._finalists, len(self._finalists)):
                 if self._left(self._seconds) <= 0:
                     return
-                if not _too_much(self.found, setting):
-                    self._rounds[setting][number] = self._turn(setting, FINAL_TURN_SECONDS)
-            fastest = _fastest(self._rounds)
-            for setting in list(self._rounds):
-                if _compared(self._rounds, setting, fastest).high < AS_FAST:
-                    del self._rounds[setting]
+                if not _too_much(found, setting):
+                    rate = self._turn(setting, FINAL_TURN_SECONDS)
+                    found.rounds.setdefault(setting, {})[number] = rate
+            fastest = self._fastest()
+            self._finalists = [
+                s for s in self._finalists if found.compared(s, fastest).high >= AS_FAST
+            ]
+
+    def _fastest(self) -> Setting:
+        known = [setting for setting in self._finalists if setting in self.found.rounds]
+        return max(known, key=lambda s: statistics.median(self.found.rounds[s].values()))
 
     def chosen(self) -> Setting | None:
-        """The winner of the final; None where it had no whole round."""
-        known = {setting: rates for setting, rates in self._rounds.items() if rates}
-        if not known:
+        """The winner of the final; None where it had no turn."""
+        if not self.found.rounds:
             return None
-        fastest = _fastest(known)
-        equal = [s for s in known if _compared(known, s, fastest).low >= AS_FAST]
+        fastest = self._fastest()
+        equal = [s for s in self._finalists if self.found.compared(s, fastest).low >= AS_FAST]
         return min([fastest, *equal], key=_lightness)
 
 
@@ -223,16 +229,6 @@ def _seated(found: Sweep, settings: Collection[Setting], seats: int) -> list[Set
     light = [setting for setting in ordered if setting not in stay]
     light.sort(key=lambda s: (found.rate(s) < enough, _lightness(s)))
     return stay + light[: seats - len(stay)]
-
-
-def _fastest(rounds: _Rounds) -> Setting:
-    return max(rounds, key=lambda s: statistics.median(rounds[s].values()) if rounds[s] else 0.0)
-
-
-def _compared(rounds: _Rounds, one: Setting, other: Setting) -> Ratio:
-    """How fast one is in multiples of the other, by the rounds that both were in."""
-    ratios = [rate / rounds[other][n] for n, rate in rounds[one].items() if n in rounds[other]]
-    return Ratio.middle(ratios)
 
 
 def _order(found: Sweep, turns: int, choice: random.Random) -> Iterator[Setting]:
