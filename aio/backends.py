@@ -78,6 +78,7 @@ def open_backend(
     Raises:
         ValueError: there is none of that name, or it does not work here; an argument is out of
             its range.
+        OSError: no descriptor is left (EMFILE, ENFILE), so that no file could be had either.
     """
 
     def opened(name: str) -> Backend:
@@ -107,8 +108,13 @@ def open_backend(
     for candidate in BACKEND_NAMES:
         try:
             return opened(candidate)
-        except (ImportError, OSError):
-            continue
+        except (ImportError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise OSError(
+                    error.errno,
+                    f"asked for a backend of files; found for {candidate} that "
+                    f"{_why(candidate, error)}; likely files are opened and never closed",
+                ) from error
     raise AssertionError("the python backend needs nothing")
 
 
@@ -176,6 +182,10 @@ def _why(name: str, error: ImportError | OSError) -> str:
             return "the kernel does not give the memory for its rings: see `ulimit -l`"
         if code == errno.EOPNOTSUPP:
             return "the kernel's io_uring is older than 5.11"
+    if name == "linux_aio" and code == errno.EOPNOTSUPP:
+        return "the kernel's Linux AIO is older than 4.18, which polls nothing"
+    if code in (errno.EMFILE, errno.ENFILE):
+        return f"no descriptor is left for it ({error}): raise `ulimit -n`, or close files"
     if code == errno.ENOSYS:
         return "the kernel has no such call, or a seccomp filter says so"
     if code == errno.EPERM:

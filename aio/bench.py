@@ -2,8 +2,9 @@
 
 For every path: a scratch file is written once, then the best setting is searched for reading,
 writing and both at once (sweep.py), first among block sizes and depths of the preferred backend,
-then among all backends in the best of those, then the chosen ones are measured anew, in turns.
-Several paths are measured one after the other, and at the end all at once.
+then in the best of those among all backends: the preferred one, unless another is surely faster.
+The chosen ones are measured anew, in turns. Several paths are measured one after the other, and at
+the end all at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -19,7 +21,7 @@ from dataclasses import dataclass
 from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
 from aio.load import Load, memory_bytes
-from aio.sweep import Setting, Spent, Sweep, ranked, sweep
+from aio.sweep import Setting, Spent, Sweep, sweep
 from aio.system import IO
 
 BLOCKS_BYTES = tuple(1 << bits for bits in range(18, 25))
@@ -33,9 +35,8 @@ BACKENDS_SHARE, FIGURES_SHARE = 0.15, 0.25
 WRITES_OF_SEARCH: dict[Mode, float] = {"read": 0.0, "write": 0.2, "both": 0.4}
 WRITES_OF_FIGURES, WRITES_OF_COMPARISON = 0.6, 0.95
 """Share of the bytes that may be written after the filling, of what is done up to there."""
-BACKENDS_SETTINGS = 3
-PREFERRED_SHARE = 0.97
-"""Of the fastest backend's speed, with which one that is preferred to it is chosen."""
+FASTER = 1.03
+"""In multiples of a backend: what is surely faster than that takes the place of a preferred one."""
 FIGURE_TURNS = 4
 COMPARE_ROUNDS = 6
 COMPARE_SECONDS = 0.8
@@ -205,18 +206,19 @@ class _Path:
         first = self._swept(mode, self._wanted.settings(backends[0], mode), main, base, whole)
         if len(backends) == 1:
             return first.best
-        leaders = sorted(first.rates, key=first.rate, reverse=True)[:BACKENDS_SETTINGS]
-        leaders = list(dict.fromkeys([first.best, *leaders]))[:BACKENDS_SETTINGS]
-        others = [Setting(name, s.block_bytes, s.depth) for s in leaders for name in backends]
+        best = first.best
+        others = [Setting(name, best.block_bytes, best.depth) for name in backends]
         base += main / max(whole, 1e-9)
         try:
             second = self._swept(mode, others, seconds - main, base, whole)
         except Spent:
-            return first.best
-        enough = PREFERRED_SHARE * max(map(second.rate, second.rates))
-        good = [s for s in second.rates if second.rate(s) >= enough]
-        backend = min((s.backend for s in good), key=backends.index)
-        return ranked(second, [s for s in good if s.backend == backend])[0]
+            return best
+        unbeaten = (
+            setting
+            for setting in others
+            if not any(second.compared(s, setting).low > FASTER for s in others)
+        )
+        return next(unbeaten, best)
 
     def _swept(
         self, mode: Mode, settings: Sequence[Setting], seconds: float, base: float, whole: float
@@ -255,9 +257,7 @@ class _Path:
 
     def _seen(self) -> Iterator[Cell]:
         for (mode, setting), rates in self._cells.items():
-            ordered = sorted(rates)
-            middle = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-            yield Cell(mode, setting, middle, len(rates))
+            yield Cell(mode, setting, statistics.median(rates), len(rates))
 
     def compared(self, found: Found) -> list[Compared]:
         """The chosen settings of reading and writing beside fio in the same.

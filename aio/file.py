@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -74,6 +75,7 @@ class File(Region):
         self._backend = backend
         self._pid = os.getpid()
         self.closed = False
+        self._descriptor = threading.Lock()  # while it is used otherwise than by transfers
         self._close_fd = weakref.finalize(self, _close_fd, backend.io, fd, self._pid)
         self._close_fd.atexit = False  # at exit threads may still write; the system closes it
 
@@ -83,11 +85,13 @@ class File(Region):
 
     def sync(self) -> None:
         """See Region.sync."""
-        self._check_open("sync")
-        try:
-            self._backend.io.fsync(self.fd)
-        except OSError as error:
-            raise os_error(error.errno or errno.EIO, "sync", self.path) from error
+        self._check_process()  # before the lock, which a child may have inherited
+        with self._descriptor:
+            self._check_open("sync")
+            try:
+                self._backend.io.fsync(self.fd)
+            except OSError as error:
+                raise os_error(error.errno or errno.EIO, "sync", self.path) from error
 
     def close(self) -> None:
         """See Region.close."""
@@ -95,7 +99,8 @@ class File(Region):
             return
         self.closed = True
         self._backend.drain(self)
-        self._close_fd()
+        with self._descriptor:
+            self._close_fd()
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         return self._backend.submit(self, writing, parts)

@@ -6,8 +6,10 @@ load by its descriptor in /proc, so that nothing is left on disk however either 
 [Note: The same memory]
 What a transfer costs the processor is mostly the looking up of its pages. Ours are huge where the
 system has such; fio's are by `HUGE_PAGES`, as it would compare pages of 4 KiB with them otherwise.
-Ours are there before the clock starts. fio fills what it writes, but what it reads into is made as
-it reads, so that its reads are counted once all of that must have been touched.
+Ours are there before the clock starts. fio fills what it writes before it starts its own, but what
+it only reads into is made as it reads, slowly on a virtual machine. So it is told that it also
+writes, in none of a hundred transfers: then it fills that too. Both are counted alike, from the
+first submission until the last transfer is over.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from aio.figures import Mode, Ratio
+from aio.figures import Mode
 from aio.load import Load
+from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
 
 ENGINES = {
@@ -36,10 +39,12 @@ ENGINES = {
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Environment that gives a program huge pages where it asks for memory (glibc 2.35 or newer)."""
 
-RAMP_BYTES_PER_S = 0.3e9
-"""How fast memory that is touched for the first time comes at least (virtual machines are slow)."""
-
-_RW = {"read": "read", "write": "write", "both": "rw"}
+_RW = {
+    "read": ("--rw=rw", "--rwmixread=100"),
+    "write": ("--rw=write",),
+    "both": ("--rw=rw",),
+}
+"""By mode; see [Note: The same memory]."""
 TIMEOUT_S = 60.0
 PATIENCE_S = 4.0
 """So long it may take until a first transfer ends."""
@@ -106,7 +111,7 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
         )
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(
-            f"asked fio for {_RW[mode]} for {seconds:g} s; found that it had not ended after "
+            f"asked fio for {mode} for {seconds:g} s; found that it had not ended after "
             f"{TIMEOUT_S + seconds:g} s; likely the drive hangs; look at `dmesg`, or try without "
             "--compare"
         ) from error
@@ -128,7 +133,7 @@ def run_fio(load: Load, mode: Mode, setting: Setting, seconds: float) -> FioSamp
     except (ValueError, KeyError, IndexError) as error:
         text = (done.stderr.strip() or str(error)).splitlines()
         raise RuntimeError(
-            f"asked fio for {_RW[mode]} by {ENGINES[setting.backend]}; found that it failed: "
+            f"asked fio for {mode} by {ENGINES[setting.backend]}; found that it failed: "
             f"{text[-1] if text else 'no output'}; likely its engine is not usable here; try "
             "without --compare, or run: " + " ".join(command)
         ) from error
@@ -143,7 +148,7 @@ def _command(load: Load, mode: Mode, setting: Setting, seconds: float, bytes_max
         installed() or "fio",
         "--name=beside",
         f"--filename={load.fio_path}",
-        f"--rw={_RW[mode]}",
+        *_RW[mode],
         f"--bs={setting.block_bytes}",
         f"--ioengine={engine}",
         f"--direct={int(load.file.direct)}",
@@ -156,9 +161,6 @@ def _command(load: Load, mode: Mode, setting: Setting, seconds: float, bytes_max
         "--group_reporting",
         "--output-format=json",
     ]
-    if mode == "read":
-        ramp_seconds = 0.1 + depth * setting.block_bytes / RAMP_BYTES_PER_S
-        command.append(f"--ramp_time={round(ramp_seconds * 1e3)}ms")
     if engine == "psync":  # A thread for each transfer, each in a part of the file.
         part = max(setting.block_bytes, load.file.bytes // depth // 4096 * 4096)
         parts = max(1, load.file.bytes // part)

@@ -87,7 +87,24 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
 
 
 def wait_all(tickets: Iterable[Ticket]) -> None:
-    """Returns when every ticket is done, however it ended: their buffers are the caller's again."""
+    """Returns when every ticket is done, however it ended: their buffers are the caller's again.
+
+    That holds where a signal handler raises (Ctrl-C), too: its exception comes when all are done.
+    Who does not want to wait for that (a drive that hangs) presses Ctrl-C again: a second one ends
+    the wait at once.
+
+    Raises:
+        RuntimeError: called in a forked child, where what is under way never ends.
+    """
+    asked = tuple(tickets)
+    try:
+        _wait_all(asked)
+    except BaseException:
+        _wait_all(asked)
+        raise
+
+
+def _wait_all(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
         if not ticket.done():
             wait_any([ticket])

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from aio import wait_any
+from aio import wait_all, wait_any
 from aio.backends import open_backend
 from aio.figures import Mode, Sample
 from aio.file import Backend, File
@@ -167,9 +167,7 @@ class Load:
                     _reap(under_way, slots)
             finally:
                 self.bytes_written += moved[True]
-                for ticket, _ in under_way:  # The memory is theirs until they are over.
-                    with contextlib.suppress(OSError):
-                        ticket.wait()
+                wait_all(ticket for ticket, _ in under_way)  # The memory is theirs until then.
             return Sample(
                 seconds=clock() - started,
                 bytes_read=moved[False],

@@ -176,6 +176,9 @@ class Native:
 
         Any number of slabs of at most 1 GiB each; transfers within one of them profit. Where it is
         not to be had, the answer says why, and everything works as before.
+
+        Raises:
+            ValueError: the memory is read-only, or none.
         """
         self.check_process()
         return Registration(self._engine, self._pid, buffer)
@@ -194,7 +197,11 @@ class Native:
             )
 
     def close(self) -> None:
-        """Finishes what is queued, then ends the thread. Closing twice is fine."""
+        """Finishes what is queued, then ends the thread. Closing twice is fine.
+
+        What a signal handler raises (Ctrl-C) ends the wait, but not the work: nothing new is taken,
+        the thread goes on by itself, and closing again waits again.
+        """
         if os.getpid() == self._pid:
             self._engine.close()
 
@@ -214,9 +221,16 @@ class Registration:
     """
 
     def __init__(self, engine: _native.Engine, pid: int, buffer: Memory) -> None:
-        array = np.frombuffer(memoryview(cast("Buffer", buffer)), dtype=np.uint8)
+        view = memoryview(cast("Buffer", buffer))
+        if view.readonly or not view.nbytes:
+            raise ValueError(
+                f"asked to register {view.nbytes} bytes with the kernel; found that they are "
+                f"{'read-only' if view.nbytes else 'none'}; likely it is not the memory that was "
+                "meant; give what transfers will read into"
+            )
+        array = np.frombuffer(view, dtype=np.uint8)
         address = int(array.ctypes.data)
-        code = engine.register_buffer(address, array.nbytes) if array.nbytes else errno.EINVAL
+        code = engine.register_buffer(address, array.nbytes)
         self.registered = code == 0
         self.reason = None if self.registered else _why_not_registered(code, array.nbytes)
         self._release = weakref.finalize(self, _unregister, engine, pid, address, array)

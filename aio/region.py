@@ -78,6 +78,9 @@ class Region(ABC):
             ValueError: a buffer cannot be used, is not aligned, or reaches past the end, or
                 the region is closed. Nothing was started then.
             RuntimeError: called in a forked child.
+
+        After any other exception, that is one of a signal handler, the transfer may be under way
+        though its ticket is lost: `close` waits for it.
         """
         return self._start(False, self._parts(buffer, offset, False))
 
@@ -96,6 +99,8 @@ class Region(ABC):
     @abstractmethod
     def close(self) -> None:
         """Waits for transfers under way, then closes. Closing twice is fine.
+
+        What a signal handler raises (Ctrl-C) ends the wait; closing again waits again.
 
         In a forked child it does nothing: see [Note: What a forked child may touch] in request.py.
         """

@@ -14,11 +14,12 @@ import errno
 import math
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from aio.counters import Counters
 from aio.errors import os_error
@@ -41,6 +42,7 @@ _FILL_BYTES = 4 << 20
 _FILLS_AT_ONCE = 16
 
 Directory = str | os.PathLike[str]
+Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
 
 
 class Run(NamedTuple):
@@ -153,8 +155,10 @@ class Volume(Region):
         path: of all files; `path_of` tells for a stretch.
     """
 
-    def __init__(self, files: Sequence[File], stripes: Stripes, owned: ExitStack) -> None:
-        """`owned` closes files and backends; the volume takes it over."""
+    def __init__(
+        self, files: Sequence[File], stripes: Stripes, backends: Sequence[Backend]
+    ) -> None:
+        """Files and backends are the volume's from now on."""
         self.files = tuple(files)
         self.stripes = stripes
         self.bytes = sum(file.bytes for file in files)
@@ -165,7 +169,8 @@ class Volume(Region):
         self.offset_align_bytes = max(file.offset_align_bytes for file in files)
         self.closed = False
         self._pid = os.getpid()
-        self._owned = owned
+        self._backends = tuple(backends)
+        self._closing = threading.Lock()
 
     @property
     def bytes_read(self) -> int:
@@ -224,7 +229,15 @@ class Volume(Region):
         if os.getpid() != self._pid:
             return
         self.closed = True
-        self._owned.close()
+        failure: OSError | None = None
+        with self._closing:  # whoever closes it, it is closed then
+            for close in [one.close for one in self.files] + [b.close for b in self._backends]:
+                try:
+                    close()
+                except OSError as error:
+                    failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         shares: dict[int, list[Part]] = {}
@@ -249,7 +262,7 @@ class Volume(Region):
 def create_volume(
     directories: Directory | Sequence[Directory],
     bytes: int,
-    open_backend: Callable[[], Backend],
+    open_backend: Openers,
     *,
     weights: Sequence[float] | None = None,
     unit_bytes: int = UNIT_BYTES,
@@ -263,7 +276,8 @@ def create_volume(
     Args:
         directories: one, or several on different drives.
         bytes: size of the volume, positive.
-        open_backend: makes a backend; called once per file, in the order of the directories.
+        open_backend: makes a backend, once per file in the order of the directories; or a list of
+            such, one for each directory.
         weights: by directory, its share, best its measured speed; by default all are equal.
         unit_bytes: bytes on one drive before the next one's turn.
         fill: whether to write zeros over all of it at once ([Note: First writes]).
@@ -298,7 +312,7 @@ def create_volume(
     with ExitStack() as opened:
         backends = []
         for drive, one in enumerate(used):
-            backends.append(open_backend())
+            backends.append(_openers(open_backend, len(folders))[one]())
             opened.callback(backends[-1].close)
             _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
         files = []
@@ -306,7 +320,8 @@ def create_volume(
             count = layout.bytes_on(drive, size)
             files.append(create_scratch(folders[one], count, backends[drive]))
             opened.callback(files[-1].close)
-        volume = Volume(files, layout, opened.pop_all())
+        volume = Volume(files, layout, backends)
+        opened.pop_all()
     if fill:
         try:
             volume.fill()
@@ -314,6 +329,17 @@ def create_volume(
             volume.close()
             raise
     return volume
+
+
+def _openers(given: Openers, count: int) -> Sequence[Callable[[], Backend]]:
+    """What makes the backend of each of `count` directories."""
+    openers = [given] * count if callable(given) else given
+    if len(openers) != count:
+        raise ValueError(
+            f"volume over {count} directories with {len(openers)} openers of backends: "
+            "expected one for each, or a single one for all"
+        )
+    return openers
 
 
 def _check_room(backend: Backend, folder: Directory, share: int) -> None:

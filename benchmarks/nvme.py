@@ -22,9 +22,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from aio.backends import compared
-from aio.figures import Mode, Ratio
+from aio.figures import Mode
 from aio.fio import ENGINES, Compared, compare, run_fio
 from aio.load import Load
+from aio.ratio import Ratio
 from aio.sweep import Setting, sweep
 
 MIB = 1 << 20
@@ -84,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.6, help="of each turn")
     parser.add_argument("--size", type=int, default=4096, help="MiB of the file")
+    parser.add_argument("--choice", action="store_true", help="only what the sweep chose")
     parser.add_argument("--json", type=Path, help="a file for every figure")
     return parser.parse_args()
 
@@ -110,22 +112,29 @@ def main() -> None:
         def told(share: float, what: str) -> None:
             bar.update(task, completed=share, description=what)
 
-        cells = list(compare(load, same, asked.rounds, asked.seconds, told))
+        cells = [] if asked.choice else list(compare(load, same, asked.rounds, asked.seconds, told))
         told(0.0, "the sweep, and fio's best")
         picked = chosen(load, asked.backend, asked.seconds)
         best = list(compare(load, picked, asked.rounds, asked.seconds, told))
         direct = load.file.direct
-    console.print(table(f"{asked.backend} beside fio's {ENGINES[asked.backend]}", cells))
-    pooled = {m: Ratio.of([r for c in cells if c.mode == m for r in c.ratios]) for m in MODES}
-    pooled_all = Ratio.of([ratio for cell in cells for ratio in cell.ratios])
-    told_all = ", ".join(f"{mode} {shown(ratio)}" for mode, ratio in pooled.items())
-    console.print(f"all cells {shown(pooled_all)}; {told_all}; O_DIRECT {direct}", highlight=False)
-    cpu = Ratio.of([c.ours_cpu_s_per_gb / c.fio_cpu_s_per_gb for c in cells])
-    console.print(f"CPU seconds per GB in multiples of fio's: {shown(cpu)}", highlight=False)
+    if cells:
+        show(console, f"{asked.backend} beside fio's {ENGINES[asked.backend]}", cells)
     console.print(table("what the sweep chose, against fio's best", best))
+    console.print(f"O_DIRECT {direct}", highlight=False)
     if asked.json:
         found = {"cells": [asdict(c) for c in cells], "best": [asdict(c) for c in best]}
         asked.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+
+
+def show(console: Console, title: str, cells: list[Compared]) -> None:
+    """All cells, and what they come to together."""
+    console.print(table(title, cells))
+    pooled = {m: Ratio.of([r for c in cells if c.mode == m for r in c.ratios]) for m in MODES}
+    pooled_all = Ratio.of([ratio for cell in cells for ratio in cell.ratios])
+    told_all = ", ".join(f"{mode} {shown(ratio)}" for mode, ratio in pooled.items())
+    console.print(f"all cells {shown(pooled_all)}; {told_all}", highlight=False)
+    cpu = Ratio.of([c.ours_cpu_s_per_gb / c.fio_cpu_s_per_gb for c in cells])
+    console.print(f"CPU seconds per GB in multiples of fio's: {shown(cpu)}", highlight=False)
 
 
 if __name__ == "__main__":

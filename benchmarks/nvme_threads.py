@@ -3,15 +3,18 @@
     PYTHONPATH=. python benchmarks/nvme_threads.py DIRECTORY [--backend io_uring] [--rounds 10]
 
 One backend, one file, as many bytes under way in both cases: one thread keeps eight transfers under
-way, or eight threads keep one each, every transfer of so many blocks. In turns, each first in every
-second round; ratios of speed and of processor seconds per byte, geometric means with 95% intervals.
-A ratio of 1 is what is asked for. Nothing is left on disk. Ten rounds take half a minute.
+way, or eight threads keep one each, every transfer of so many blocks. The drive is asked for the
+same in both cases: one stretch of the file after the other, or with --apart in eight streams, a
+part of the file for each, in turn. Both take turns, each first in every second round; ratios of
+speed and of processor seconds per byte, geometric means with 95% intervals. A ratio of 1 is what is
+asked for. Nothing is left on disk. Ten rounds take half a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import mmap
 import threading
 import time
@@ -21,7 +24,7 @@ from rich.console import Console
 
 from aio import File, Ticket, create_scratch, open_backend
 from aio.backends import compared
-from aio.figures import Ratio
+from aio.ratio import Ratio
 
 MIB = 1 << 20
 THREADS = 8
@@ -31,9 +34,22 @@ class Turn:
     """One load: `threads` threads keep THREADS transfers under way, for about so many seconds."""
 
     def __init__(
-        self, file: File, memory: memoryview, request: int, writing: bool, seconds: float
+        self,
+        file: File,
+        memory: memoryview,
+        request: int,
+        writing: bool,
+        seconds: float,
+        apart: bool,
     ) -> None:
-        self._file = file
+        streams = THREADS if apart else 1
+        stretch = file.bytes // streams // request * request
+        self._offsets = (
+            stream * stretch + at
+            for at in itertools.cycle(range(0, stretch, request))
+            for stream in range(streams)
+        )
+        self._lock = threading.Lock()  # of the offsets
         self._memory = memory
         self._request = request
         self._call = file.write_from if writing else file.read_into
@@ -56,9 +72,7 @@ class Turn:
         return moved / (time.perf_counter() - began), (time.process_time() - cpu) / moved
 
     def _work(self, number: int, depth: int) -> None:
-        """A stretch of the file and of the memory of its own, `depth` transfers under way."""
-        size = self._file.bytes // THREADS * depth
-        first, at = number * size, 0
+        """Some of the memory, `depth` transfers under way."""
         slots = range(number * depth, (number + 1) * depth)
         views = deque(self._memory[n * self._request : (n + 1) * self._request] for n in slots)
         under_way: deque[tuple[Ticket, memoryview]] = deque()
@@ -70,9 +84,10 @@ class Turn:
                     ticket.wait()
                     views.append(view)
                 view = views.popleft()
-                under_way.append((self._call(view, first + at), view))
+                with self._lock:
+                    offset = next(self._offsets)
+                under_way.append((self._call(view, offset), view))
                 self._moved[number] += view.nbytes
-                at = at + self._request if at + 2 * self._request <= size else 0
         except OSError as error:
             self._errors.append(error)
         finally:
@@ -89,6 +104,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.6, help="of each turn")
     parser.add_argument("--size", type=int, default=2048, help="MiB of the file")
     parser.add_argument("--request", type=int, default=4, help="MiB of a transfer")
+    parser.add_argument("--apart", action="store_true", help="eight streams of offsets")
     return parser.parse_args()
 
 
@@ -110,7 +126,7 @@ def main() -> None:
             for number in range(asked.rounds):
                 found = {}
                 for threads in (1, THREADS) if number % 2 else (THREADS, 1):
-                    turn = Turn(file, view, request, writing, asked.seconds)
+                    turn = Turn(file, view, request, writing, asked.seconds, asked.apart)
                     found[threads] = turn.run(threads)
                 speeds.append(found[THREADS][0] / found[1][0])
                 costs.append(found[THREADS][1] / found[1][1])

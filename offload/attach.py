@@ -19,7 +19,7 @@ from offload.executor import Executor
 from offload.hooks import Hooks
 from offload.interrupt import whole
 from offload.layout import Plan
-from offload.machine import Machine, host_free_bytes, probe
+from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_module, reset
 from offload.optimizer import Optimizer, give_back, rule_of
 from offload.plan import plan
@@ -221,7 +221,8 @@ class _Attaching:
         store = None
         if self.plan.file.extents:
             shares = self.nvme_shares or None
-            store = Store(self.config.nvme_path, self.plan.file, weights=shares)
+            speeds = measured_speeds(self.config.nvme_path)
+            store = Store(self.config.nvme_path, self.plan.file, weights=shares, speeds=speeds)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:

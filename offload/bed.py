@@ -11,6 +11,7 @@ from offload.bounce import Copy
 from offload.config import BUDGETS, TIERS, Tier, format_bytes
 from offload.device import Device
 from offload.layout import Placement, Plan, file_layout
+from offload.machine import measured_speeds
 from offload.plan import BudgetError
 from offload.program import Value
 from offload.records import KINDS
@@ -53,7 +54,7 @@ class Bed:
         self._hold({**self._awake(), self._tier: plan.arena_bytes(self._tier) + self.bytes})
         try:
             if directories and sizes:
-                self._store = Store(directories, layout)
+                self._store = Store(directories, layout, speeds=measured_speeds(directories))
             else:
                 self._memory = {value: host_tensor(size) for value, size in sizes.items()}
         except BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import operator
 import os
 import re
 import reprlib
@@ -235,6 +236,7 @@ class DriveSpeed:
     """Of the setting that is best for both at once, as are the next two."""
     block_bytes: int
     depth: int
+    """Blocks under way in each direction."""
     measured: str
     """When, in ISO 8601."""
 
@@ -242,6 +244,9 @@ class DriveSpeed:
         rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
         if not all(0 < rate < math.inf for rate in rates):
             raise ValueError(f"speeds of a drive must be positive and finite: {self}")
+        block, depth = operator.index(self.block_bytes), operator.index(self.depth)
+        if block % 4096 or not (0 < block <= 1 << 30 and 0 < depth <= 1024):
+            raise ValueError(f"a drive cannot be asked like that: {self}")
 
 
 def profile_path() -> Path:

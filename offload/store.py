@@ -15,8 +15,10 @@ import numpy.typing as npt
 import torch
 
 import aio
+from aio.backends import BACKEND_VARIABLE
 from cpu_adam import crc32c
 from offload import records
+from offload.machine import DriveSpeed
 from offload.records import BLOCK_BYTES, ChunkEntry, Extent, FileLayout
 
 CHECK_BYTES = 8 << 20
@@ -39,6 +41,8 @@ class Store:
         depth: pieces of transfers that are under way at once on each drive.
         unit_bytes: bytes on one drive before the next one's turn.
         weights: by directory its share, best its measured speed; by default all are equal.
+        speeds: by directory what was measured of its drive: it is asked in the way that was best
+            then, in place of `depth` pieces of 4 MiB by the first backend that works.
 
     Raises:
         ValueError: a weight is none, or so small that its drive would only slow the others down.
@@ -53,6 +57,7 @@ class Store:
         depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
         weights: Sequence[float] | None = None,
+        speeds: Sequence[DriveSpeed | None] = (),
     ) -> None:
         self.layout = layout
         self._pid = os.getpid()
@@ -65,7 +70,8 @@ class Store:
         self._volume = aio.create_volume(
             directories,
             layout.bytes,
-            partial(aio.open_backend, depth=depth, io=io),
+            [partial(_asking, speed, depth, io) for speed in speeds]
+            or partial(_asking, None, depth, io),
             unit_bytes=unit_bytes,
             weights=weights,
         )
@@ -304,3 +310,19 @@ class Store:
             "bits; look at `dmesg` and the drive's health, and use another drive",
             self._volume.path_of(offset, size),
         )
+
+
+def _asking(speed: DriveSpeed | None, depth: int, io: aio.IO | None) -> aio.Backend:
+    """A backend that asks a drive in the way that was measured to be its best.
+
+    Where that was found under another kernel or in another container and does not work here, the
+    first backend that does takes its place.
+    """
+    if speed is None:
+        return aio.open_backend(depth=depth, io=io)
+    piece_bytes = min(speed.block_bytes, CHECK_BYTES)
+    opened = partial(aio.open_backend, depth=2 * speed.depth, piece_bytes=piece_bytes, io=io)
+    try:
+        return opened(os.environ.get(BACKEND_VARIABLE) or speed.backend)
+    except ValueError:
+        return opened()

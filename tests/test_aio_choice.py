@@ -83,6 +83,7 @@ def test_a_simulation_goes_through_python(monkeypatch):
         ("io_uring", errno.ENOMEM, "0", "ulimit -l"),
         ("linux_aio", errno.EAGAIN, "7", "fs.aio-max-nr allows are taken (7 of 7)"),
         ("linux_aio", errno.EPERM, "7", "seccomp"),
+        ("linux_aio", errno.EOPNOTSUPP, "7", "older than 4.18"),
         ("threads", errno.EMFILE, "0", "eventfd"),
     ],
 )
@@ -111,6 +112,21 @@ def test_without_the_engine():
         "backend.close()\n"
     )
     assert run(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
+
+
+@native
+def test_no_descriptor_is_left():
+    """Nothing slower takes its place: the file could not be opened either."""
+    code = (
+        "import aio, os, resource\n"
+        "aio.open_backend().close()\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))\n"
+        "try: aio.open_backend()\n"
+        "except OSError as error: print(error)\n"
+    )
+    assert re.match(
+        r"\[Errno 24\] asked for a backend.*no descriptor is left.*ulimit -n", run(code)
+    )
 
 
 @native
@@ -200,6 +216,9 @@ def test_registered_memory(tmp_path):
             Native(name, piece_bytes=8 * BLOCK) as backend,
             scratch(backend, 64 * BLOCK, tmp_path) as file,
         ):
+            for none in (bytes(BLOCK), bytearray()):
+                with pytest.raises(ValueError, match=r"found that they are (read-only|none)"):
+                    backend.register(none)
             slab = backend.register(memory)
             if name == "io_uring":  # since Linux 5.19, where the limit of memory allows it
                 new = tuple(map(int, platform.release().split(".")[:2])) >= (5, 19)

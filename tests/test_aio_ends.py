@@ -118,6 +118,47 @@ def test_ctrl_c_while_waiting(name, tmp_path):
         assert not tickets[-1].done()
 
 
+@pytest.mark.parametrize("name", few(ENGINE))
+def test_ctrl_c_while_closing(name, tmp_path):
+    """It ends the wait and not the work: nothing new is taken, and closing again waits again."""
+    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
+    with (
+        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 8 * BLOCK, tmp_path) as file,
+    ):
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(8)]
+        for close in (file.close, backend.close):
+            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                close()
+            assert not tickets[-1].done()
+            timer.join()
+        with pytest.raises(ValueError, match="closed"):
+            file.write_from(aligned(BLOCK), 0)
+        backend.close()
+        assert all(ticket.done() for ticket in tickets)
+
+
+@pytest.mark.parametrize("name", few(ENGINE))
+def test_ctrl_c_at_exit(name, tmp_path):
+    """Who does not want to wait for what is queued need not."""
+    code = (
+        "import aio, errno, mmap, signal, sys\n"
+        "from aio.native import Faults, Native\n"
+        "faults = Faults(errors=dict.fromkeys(range(1, 200000), errno.EAGAIN))\n"
+        "backend = Native(sys.argv[2], faults=faults, depth=1, piece_bytes=4096)\n"
+        "file = aio.create_scratch(sys.argv[1], 4096, backend)\n"
+        "tickets = [file.write_from(mmap.mmap(-1, 4096), 0) for n in range(2000)]\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+    )
+    run = [sys.executable, "-c", code, str(tmp_path), name]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60)  # all would take 130 s
+    assert "KeyboardInterrupt" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 def open_and_close(name, directory, times):
     for _ in range(times):
         with opened(name, depth=4) as backend, scratch(backend, BLOCK, directory) as file:

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -64,9 +65,9 @@ class Simulated:
         self.measured += 1
         return rate * self.drive.chance(self.choice)
 
-    def sweep(self, seconds, seed=0):
+    def sweep(self, seconds, seed=0, settings=GRID):
         choice = random.Random(seed)
-        return sweep(GRID, self.measure, seconds, choice=choice, clock=lambda: self.seconds)
+        return sweep(settings, self.measure, seconds, choice=choice, clock=lambda: self.seconds)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.005])
@@ -79,17 +80,49 @@ def test_of_what_is_as_fast_the_least_under_way_is_chosen(noise):
     assert drive.rate(found.best) >= 0.97 * best
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
-@given(directions(), st.sampled_from((0.0, 0.01, 0.02)), st.integers(0, 1 << 30))
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(directions(), st.sampled_from((0.0, 0.02, 0.04)), st.integers(0, 1 << 30))
 def test_the_choice_is_within_five_percent_of_the_exhaustive_best(direction, noise, seed):
     drive = Simulated(direction, noise, seed)
     found = drive.sweep(10.0, seed)
     best = max(map(drive.rate, GRID))
     assert drive.rate(found.best) >= 0.95 * best
-    assert drive.measured <= 2.5 * len(GRID)
+    assert drive.measured <= 5 * len(GRID)
     # The last measurement begins within the time.
     slowest = max(s.under_way_bytes / drive.rate(s) for s in found.rates)
     assert drive.seconds <= 10.0 + max(slowest, 0.5)
+
+
+def test_a_drive_that_stalls_is_judged_by_what_it_does_in_between():
+    """A tenth of its turns it is at 0.4 of its speed, and all else differs by a tenth."""
+    few = [Setting("python", 1 << bits, depth) for bits in (20, 22) for depth in (1, 4, 16)]
+    wrong = 0
+    for seed in range(40):
+        direction = Direction(bytes_per_s=2e9, latency_s=2e-3, block_knee=1 << 20, block_loss=0.05)
+        drive = Simulated(direction, 0.1, seed)
+        drive.drive = replace(drive.drive, slow_share=0.1, slow_factor=0.4)
+        found = drive.sweep(10.0, seed, few)
+        wrong += drive.rate(found.best) < 0.95 * max(map(drive.rate, few))
+    assert wrong <= 2
+
+
+@pytest.mark.parametrize(
+    ("shares", "chosen"),
+    [((0.985,), 1), ((0.98, 0.99), 1), ((0.96,), 2), ((0.9, 0.985, 1.05), 2), ((0.6, 0.7, 1.0), 2)],
+)
+def test_fewer_bytes_under_way_must_be_shown_to_cost_nothing(shares, chosen):
+    """The same median of the ratio is not enough where rounds differ; nor are a few good rounds."""
+    light, heavy = Setting("python", 1 << 20, 1), Setting("python", 1 << 20, 2)
+    rates = {light: itertools.cycle(shares), heavy: itertools.repeat(1.0)}
+    clock, choice = itertools.count(), random.Random(0)
+    found = sweep(
+        [light, heavy],
+        lambda setting, _: 1e9 * next(rates[setting]),
+        120.0,
+        choice=choice,
+        clock=lambda: next(clock),
+    )
+    assert found.best.depth == chosen
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.2, 3.0])

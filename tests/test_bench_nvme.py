@@ -18,8 +18,9 @@ import aio
 import offload.cli
 from aio import bench, fio
 from aio.drives import Direction, Drive, DriveIO
-from aio.figures import MODES, Figure, Found, Ratio, Sample, quantile
+from aio.figures import MODES, Figure, Found, Sample, quantile
 from aio.load import Load
+from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
 from cpu_adam import FORMATS
 from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, measuring
@@ -40,6 +41,7 @@ needs_fio = pytest.mark.skipif(fio.installed() is None, reason="no fio here")
 def surroundings(monkeypatch, tmp_path, request):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(bench_nvme, "SAVED_SECONDS_MIN", 0.1)
     monkeypatch.setattr(measuring.psutil, "cpu_percent", lambda interval: 0.0)
     monkeypatch.chdir(tmp_path)
     # Fonts that were drawn with stay open.
@@ -235,6 +237,13 @@ def test_without_matplotlib_a_map_is_refused_with_the_remedy(monkeypatch, capsys
     monkeypatch.delattr(offload.cli, "bench_nvme_plot", raising=False)
     assert command(tmp_path, "--plot", "map.png") == EXIT_BAD_INPUT
     assert "try: pip install 'offload-engine[plot]'" in capsys.readouterr().err
+
+
+def test_what_was_measured_too_briefly_is_not_saved(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(bench_nvme, "SAVED_SECONDS_MIN", 10.0)
+    assert command(tmp_path, *TINY) == 0
+    assert "not saved: 0.3 s are too few to plan by; try --seconds 10" in capsys.readouterr().err
+    assert not (tmp_path / "machine.json").exists()
 
 
 def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -213,6 +214,15 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
     assert {speed.depth for speed in saved_speeds().values()} == {4, 8}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5e9
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"block_bytes": -1}, {"block_bytes": 5000}, {"depth": 0}, {"depth": "z"}, {"depth": 1 << 20}],
+)
+def test_ways_to_ask_a_drive_that_are_none(wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        replace(SPEED, **wrong)
 
 
 DAMAGED = ("", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')

@@ -4,12 +4,14 @@ import errno
 import itertools
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 import aio
+from offload.machine import DriveSpeed
 from offload.records import ChunkSpec, Segment, ValueSpec, lay_out_file
 from offload.store import Store
 from tests.faults import aligned_tensor, failure_of, in_child, nothing_leaks
@@ -31,6 +33,39 @@ def _nothing_leaks():
 
 def value(kind, unit, seed):
     return aligned_tensor(LAYOUT.extent(kind, unit).bytes, seed)
+
+
+def test_a_drive_is_asked_as_was_measured_to_be_best(tmp_path, monkeypatch):
+    """And by another backend where that one does not work here."""
+    opened, inner = [], aio.open_backend
+
+    def open_backend(name=None, **limits):
+        opened.append((name, limits["depth"], limits.get("piece_bytes")))
+        if name == "libaio":
+            raise ValueError("does not work here")
+        return inner("python", **limits)
+
+    monkeypatch.setattr(aio, "open_backend", open_backend)
+    monkeypatch.delenv("AIO_BACKEND", raising=False)
+    speed = DriveSpeed(
+        read_bytes_per_s=1e9, write_bytes_per_s=1e9, both_bytes_per_s=1e9, backend="libaio",
+        block_bytes=1 << 20, depth=4, measured="now",
+    )  # fmt: skip
+    long = replace(speed, block_bytes=64 << 20, backend="python", depth=1)
+    names = [tmp_path / name for name in "abc"]
+    for name in names:
+        name.mkdir()
+    with Store(names, LAYOUT, unit_bytes=4096, speeds=[speed, None, long]) as store:
+        data = value("gradient", "b", 3)
+        store.write("gradient", "b", data, step=1)
+        back = aligned_tensor(data.numel())
+        store.read("gradient", "b", back)
+        assert torch.equal(data, back)
+    asked = [("libaio", 8, 1 << 20), (None, 8, 1 << 20), (None, 8, None), ("python", 2, 8 << 20)]
+    assert opened == asked
+    monkeypatch.setenv("AIO_BACKEND", "threads")
+    with Store(tmp_path, LAYOUT, speeds=[speed]):
+        assert opened[-1] == ("threads", 8, 1 << 20)
 
 
 @pytest.mark.parametrize("where", ["disk", "/dev/shm"])

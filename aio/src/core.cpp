@@ -122,6 +122,9 @@ void Core::run(Signal& opened, std::exception_ptr& failure) {
         give_up(error.code().value());
     }
     close_queue();
+    std::lock_guard lock(mutex_);
+    ended_thread_ = true;
+    ended_.notify_all();
 }
 
 // Without the lock, which callers may take with one of their own: some kernels take 40 ms for it.

@@ -51,7 +51,7 @@ public:
     bool drain(int fd, int64_t wait_ns);
     void call(const std::function<void(Queue&)>& action);
     Counters counters();
-    void close();
+    bool close(int64_t wait_ns);
 
     const pid_t pid = getpid();
 
@@ -88,7 +88,8 @@ private:
     std::unordered_map<int, int64_t> pending_;  // requests by descriptor
     bool asleep_ = false;  // the thread, until it is woken,
     bool idle_ = false;    // and it could begin with a new request at once
-    bool closing_ = false, open_ = false, joining_ = false, joined_ = false;
+    bool closing_ = false, open_ = false;
+    bool ended_thread_ = false, joining_ = false, joined_ = false;
     int broken_ = 0;  // errno of the queue
     int64_t cpu_ns_at_end_ = 0;
 

@@ -127,13 +127,16 @@ Counters Core::counters() {
     return found;
 }
 
-void Core::close() {
+bool Core::close(int64_t wait_ns) {
     std::unique_lock lock(mutex_);
     closing_ = true;
     if (queue_) wake_if_asleep();
+    const auto over = [&] { return ended_thread_; };
+    if (wait_ns == FOREVER) ended_.wait(lock, over);
+    else if (!ended_.wait_for(lock, std::chrono::nanoseconds(wait_ns), over)) return false;
     if (joining_) {  // by another thread, or over
         ended_.wait(lock, [&] { return joined_; });
-        return;
+        return true;
     }
     joining_ = true;
     lock.unlock();
@@ -141,12 +144,13 @@ void Core::close() {
     lock.lock();
     joined_ = true;
     ended_.notify_all();
+    return true;
 }
 
 Engine::Engine(const Options& options) : core_(std::make_unique<Core>(options)) {}
 
 Engine::~Engine() {
-    if (getpid() == core_->pid) core_->close();
+    if (getpid() == core_->pid) core_->close(FOREVER);
     else static_cast<void>(core_.release());  // its thread and locks are the parent's
 }
 
@@ -182,7 +186,7 @@ void Engine::unregister_buffer(std::byte* data, int64_t bytes) {
 
 Counters Engine::counters() { return core_->counters(); }
 
-void Engine::close() { core_->close(); }
+bool Engine::close(int64_t wait_ns) { return core_->close(wait_ns); }
 
 void probe(Kind kind) { open_queue(kind, 1); }
 

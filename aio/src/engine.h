@@ -132,8 +132,9 @@ public:
 
     Counters counters();
 
-    // Finish what was submitted, then end the thread. Any number of times, by any thread.
-    void close();
+    // Take no more, finish what was submitted, then end the thread: whether that is done, after
+    // waiting at most so long for it. Any number of times, by any thread.
+    bool close(int64_t wait_ns = FOREVER);
 
 private:
     std::unique_ptr<class Core> core_;

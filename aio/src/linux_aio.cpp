@@ -1,4 +1,5 @@
-// The queue over Linux AIO (io_submit): asynchronous for O_DIRECT only, on any kernel.
+// The queue over Linux AIO (io_submit): asynchronous for O_DIRECT only, since Linux 4.18.
+#include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -6,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <system_error>
 
 #include "queue.h"
@@ -17,15 +19,32 @@ namespace {
 
 constexpr size_t EVENTS_MAX = 64;  // reaped by one call
 
+// [Note: Few calls]
+// One call submits all that is ready; one waits for what is over and takes all of it. What is over
+// already is read from the ring that the kernel shares with us, by no call. `wake` ends the same
+// wait: it is a poll of an eventfd in the same context, renewed after each wake.
+
+// The kernel's struct aio_ring, at the address that is the context.
+struct Ring {
+    static constexpr uint32_t MAGIC = 0xa10a10a1;
+    uint32_t id, count, head, tail, magic, compatible, incompatible, header_bytes;
+    io_event events[];
+};
+
 class LinuxAio final : public Queue {
 public:
     explicit LinuxAio(int depth) : blocks_(size_t(depth)) {
-        if (syscall(SYS_io_setup, depth, &context_) != 0) fail("io_setup");
+        if (syscall(SYS_io_setup, depth + 1, &context_) != 0) fail("io_setup");
         wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        if (wake_ < 0) {
-            const int code = errno;
+        const char* call = wake_ < 0    ? "eventfd"
+                           : !waits()   ? "io_getevents"  // else only called where it must wait
+                           : !armed()   ? "io_submit of a poll"
+                                        : nullptr;
+        if (call != nullptr) {
+            const int code = wake_ >= 0 && errno == EINVAL ? EOPNOTSUPP : errno;
             syscall(SYS_io_destroy, context_);
-            fail("eventfd", code);
+            if (wake_ >= 0) close(wake_);
+            fail(call, code);
         }
         for (iocb& block : blocks_) free_.push_back(&block);
     }
@@ -60,27 +79,17 @@ public:
         if (!refused_.empty()) wait_ns = 0;
         out.insert(out.end(), refused_.begin(), refused_.end());
         refused_.clear();
-        if (wait_ns != 0) {
-            const timespec span{wait_ns / 1'000'000'000, wait_ns % 1'000'000'000};
-            pollfd awaited{wake_, POLLIN, 0};
-            const int found = ppoll(&awaited, 1, wait_ns == FOREVER ? nullptr : &span, nullptr);
-            if (found < 0 && errno != EINTR) fail("ppoll");
-            if (found > 0 && awaited.revents & POLLNVAL) fail("ppoll of the eventfd", EBADF);
-        }
-        uint64_t ignored;
-        const bool signalled = read(wake_, &ignored, sizeof ignored) > 0;
+        woken_ = false;
+        if (take_shared(out) || (wait_ns == 0 && readable())) return woken_;
+        if (!armed_ && !armed()) fail("io_submit of a poll");
         io_event events[EVENTS_MAX];
-        timespec none{};
-        for (long found = EVENTS_MAX; found == long(EVENTS_MAX);) {
-            found = syscall(SYS_io_getevents, context_, 0, EVENTS_MAX, events, &none);
-            if (found < 0 && errno != EINTR) fail("io_getevents");
-            for (long i = 0; i < found; i++) {
-                out.push_back({reinterpret_cast<Piece*>(uintptr_t(events[i].data)),
-                               int64_t(events[i].res)});
-                free_.push_back(reinterpret_cast<iocb*>(uintptr_t(events[i].obj)));
-            }
-        }
-        return signalled;
+        timespec span{wait_ns / 1'000'000'000, wait_ns % 1'000'000'000};
+        const long found = syscall(SYS_io_getevents, context_, wait_ns == 0 ? 0 : 1, EVENTS_MAX,
+                                   events, wait_ns == FOREVER ? nullptr : &span);
+        if (found < 0 && errno != EINTR) fail("io_getevents");
+        if (found == 0 && fcntl(wake_, F_GETFD) < 0) fail("the eventfd");  // closed by others
+        for (long i = 0; i < found; i++) take(events[i], out);
+        return woken_;
     }
 
     void wake() override {
@@ -101,12 +110,57 @@ private:
         block.aio_buf = reinterpret_cast<uintptr_t>(piece.data);
         block.aio_nbytes = uint64_t(piece.bytes);
         block.aio_offset = piece.offset;
-        block.aio_flags = IOCB_FLAG_RESFD;
-        block.aio_resfd = uint32_t(wake_);
+    }
+
+    // Whether the kernel takes the call that waits.
+    bool waits() const {
+        io_event event;
+        timespec none{};
+        return syscall(SYS_io_getevents, context_, 0, 1, &event, &none) == 0;
+    }
+
+    // Has the eventfd polled; whether the kernel takes that.
+    bool armed() {
+        poll_ = iocb{};
+        poll_.aio_lio_opcode = IOCB_CMD_POLL;
+        poll_.aio_fildes = uint32_t(wake_);
+        poll_.aio_buf = POLLIN;
+        iocb* const one[] = {&poll_};
+        armed_ = syscall(SYS_io_submit, context_, 1, one) == 1;
+        return armed_;
+    }
+
+    void take(const io_event& event, std::vector<Completion>& out) {
+        if (event.obj == reinterpret_cast<uintptr_t>(&poll_)) {
+            uint64_t ignored;
+            while (read(wake_, &ignored, sizeof ignored) < 0 && errno == EINTR) {}
+            armed_ = false;
+            woken_ = true;
+            return;
+        }
+        out.push_back({reinterpret_cast<Piece*>(uintptr_t(event.data)), int64_t(event.res)});
+        free_.push_back(reinterpret_cast<iocb*>(uintptr_t(event.obj)));
+    }
+
+    Ring& ring() const { return *reinterpret_cast<Ring*>(context_); }
+    bool readable() const { return ring().magic == Ring::MAGIC && ring().incompatible == 0; }
+
+    // Takes what is in the shared ring; whether that was anything.
+    bool take_shared(std::vector<Completion>& out) {
+        if (!readable()) return false;
+        Ring& ring = this->ring();
+        const uint32_t end = std::atomic_ref(ring.tail).load(std::memory_order_acquire);
+        uint32_t head = ring.head;
+        const bool found = head != end;
+        for (; head != end; head = (head + 1) % ring.count) take(ring.events[head], out);
+        std::atomic_ref(ring.head).store(head, std::memory_order_release);
+        return found;
     }
 
     aio_context_t context_ = 0;
-    int wake_ = -1;  // counts completions and calls of `wake`
+    int wake_ = -1;  // written by `wake`
+    iocb poll_{};    // of it
+    bool armed_ = false, woken_ = false;
     std::vector<iocb> blocks_;
     std::vector<iocb*> free_, chosen_;
     std::vector<Completion> refused_;

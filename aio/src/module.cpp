@@ -98,7 +98,23 @@ static bool wait_for(Signal& signal, std::optional<double> seconds) {
     });
 }
 
-static std::shared_ptr<Request> submit(Engine& engine, nb::object file, bool writing,
+// An engine as Python holds it. To drop one never waits, as that would be with the GIL: where
+// closing it was interrupted, its thread is left to finish by itself.
+class Owned {
+public:
+    explicit Owned(const Options& options) : engine_(std::make_unique<Engine>(options)) {}
+    Owned(const Owned&) = delete;
+    ~Owned() {
+        if (getpid() == pid_ && !engine_->close(0)) static_cast<void>(engine_.release());
+    }
+    Engine* operator->() const { return engine_.get(); }
+
+private:
+    std::unique_ptr<Engine> engine_;
+    const pid_t pid_ = getpid();
+};
+
+static std::shared_ptr<Request> submit(Owned& engine, nb::object file, bool writing,
                                        int64_t align, nb::list buffers,
                                        const std::vector<int64_t>& offsets) {
     settle();
@@ -125,7 +141,7 @@ static std::shared_ptr<Request> submit(Engine& engine, nb::object file, bool wri
     };
     add(file, "pending", 1);
     held.release();
-    auto request = engine.submit(std::move(transfer));
+    auto request = engine->submit(std::move(transfer));
     if (request == nullptr) {  // closed
         put_on_list(kept);
         settle();
@@ -141,8 +157,8 @@ static nb::object failure(Request& request) {
                           found.last_code, found.free_bytes);
 }
 
-static nb::tuple counters(Engine& engine) {
-    const Counters found = engine.counters();
+static nb::tuple counters(Owned& engine) {
+    const Counters found = engine->counters();
     nb::list latencies;
     for (int64_t count : found.latencies) latencies.append(count);
     return nb::make_tuple(found.bytes_read, found.bytes_written, found.operations, found.retries,
@@ -162,16 +178,16 @@ static void translate(const std::exception_ptr& thrown, void*) {
 }
 
 static void bind_engine(nb::module_& m) {
-    nb::class_<Engine>(m, "Engine")
+    nb::class_<Owned>(m, "Engine")
         .def("__init__",
-             [](Engine* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max,
+             [](Owned* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max,
                 const std::map<int64_t, int>& errors, uint64_t seed, double short_rate,
                 double retry_rate, double refusal_rate, int64_t broken_at) {
                  const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max,
                                        {errors, seed, short_rate, retry_rate, refusal_rate,
                                         broken_at}};
                  const WithoutGil released;
-                 new (self) Engine(options);
+                 new (self) Owned(options);
              },
              nb::arg("kind"), nb::arg("depth"), nb::arg("piece_bytes"),
              nb::arg("inflight_bytes_max"), nb::arg("errors"), nb::arg("seed"),
@@ -180,32 +196,29 @@ static void bind_engine(nb::module_& m) {
         .def("submit", &submit, nb::arg("file"), nb::arg("writing"), nb::arg("align"),
              nb::arg("buffers"), nb::arg("offsets"))
         .def("drain",
-             [](Engine& engine, int fd) {
-                 const auto drained = [&](int64_t ns) { return engine.drain(fd, ns); };
+             [](Owned& engine, int fd) {
+                 const auto drained = [&](int64_t ns) { return engine->drain(fd, ns); };
                  wait_interruptibly(std::nullopt, drained);
                  settle();
              })
         .def("forget",
-             [](Engine& engine, int fd) {
+             [](Owned& engine, int fd) {
                  const WithoutGil released;
-                 engine.forget(fd);
+                 engine->forget(fd);
              })
         .def("register_buffer",
-             [](Engine& engine, uintptr_t address, int64_t bytes) {
+             [](Owned& engine, uintptr_t address, int64_t bytes) {
                  const WithoutGil released;
-                 return engine.register_buffer(at(address), bytes);
+                 return engine->register_buffer(at(address), bytes);
              })
         .def("unregister_buffer",
-             [](Engine& engine, uintptr_t address, int64_t bytes) {
+             [](Owned& engine, uintptr_t address, int64_t bytes) {
                  const WithoutGil released;
-                 engine.unregister_buffer(at(address), bytes);
+                 engine->unregister_buffer(at(address), bytes);
              })
         .def("counters", &counters)
-        .def("close", [](Engine& engine) {
-            {
-                const WithoutGil released;
-                engine.close();
-            }
+        .def("close", [](Owned& engine) {
+            wait_interruptibly(std::nullopt, [&](int64_t ns) { return engine->close(ns); });
             settle();
         });
 }

@@ -31,6 +31,8 @@ BLOCK_BYTES_MAX = 256 << 20
 DEPTH_MAX = 256
 FILE_BYTES_MIN = 1 << 20
 SECONDS_MAX = 3600
+SAVED_SECONDS_MIN = 10.0
+"""For each path: what was measured for less is shown and not kept."""
 COMPARE_SECONDS = 2 * 2 * bench.COMPARE_ROUNDS * bench.COMPARE_SECONDS
 """What a comparison with fio takes for each path, about."""
 
@@ -326,6 +328,11 @@ def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
 def _saved(asked: Nvme, report: bench_nvme_report.Report) -> str | None:
     """Where the speeds are kept; None where they are not."""
     kept: Path | None = None
+    if asked.save and asked.seconds < SAVED_SECONDS_MIN * len(report.found):
+        return (
+            f"not saved: {asked.seconds:g} s are too few to plan by; try --seconds "
+            f"{SAVED_SECONDS_MIN * len(report.found):g} or more"
+        )
     if asked.save:
         for path, speed in _speeds(report):
             try:

@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from aio.bench import Together
-from aio.figures import Figure, Found, Ratio
+from aio.figures import Figure, Found
 from aio.fio import ENGINES, Compared
+from aio.ratio import Ratio
 from offload.cli.bench_nvme_verdict import GPU_SHARE, Verdict
 from offload.config import format_bytes
 

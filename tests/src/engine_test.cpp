@@ -139,16 +139,16 @@ void test_broken(Kind kind, const char* directory) {
                        .faults = {.broken_at = number}});
         File file(directory, false);
         Memory memory(SIZE);
-        const auto work = [&] {
+        const auto work = [&](std::byte* into) {
             for (int turn = 0; turn < 8; turn++) {
-                auto request = engine.submit({file.fd, false, 1, {{memory.data, 4 * BLOCK, 0}}});
+                auto request = engine.submit({file.fd, false, 1, {{into, 4 * BLOCK, 0}}});
                 finish(request);
                 const Failure& failure = request->failure();
                 CHECK(failure.code == 0 || failure.cause == Cause::queue_broken);
                 CHECK(turn < 4 || failure.last_code == EBADF);
             }
         };
-        std::thread one(work), other(work);
+        std::thread one(work, memory.data), other(work, memory.data + 4 * BLOCK);
         one.join();
         other.join();
         CHECK(engine.drain(file.fd, FOREVER));
