@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 import weakref
@@ -61,6 +62,8 @@ class Engine:
         self._graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
+        available()  # The extensions are loaded now: what is registered later goes first at exit,
+        atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
 
     def __enter__(self) -> Engine:
         return self

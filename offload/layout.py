@@ -18,6 +18,7 @@ from offload.profile import BLOCK_BYTES, Chunk, Profile, StateChoice, Unit, roun
 from offload.records import ChunkSpec, FileLayout, ValueSpec, lay_out_file
 from offload.records import Kind as StoredKind
 from offload.records import Segment as StoredRange
+from offload.rows import Row, TierUse
 
 Kind = Literal["weight", "gradient", "state", "activation"]
 """The kinds of values. Activations are a kind that is not placed yet."""
@@ -64,26 +65,6 @@ class Placement:
         """The tier of `kind`."""
         tier: Tier = getattr(self, kind)
         return tier
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table of what lives where."""
-
-    kind: Kind
-    tier: Tier
-    units: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """What a plan takes of one tier, against the budget."""
-
-    tier: Tier
-    resident_bytes: int
-    staging_bytes: int
-    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
