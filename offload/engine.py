@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cpu_adam.choice import available
 from offload.arena import Memory
 from offload.binding import BoundUnit, Handle, version_of
 from offload.casts import Casts
