@@ -1,5 +1,5 @@
-// What this x86 processor can do and its operating system saves, asked of the processor itself: what
-// __builtin_cpu_supports says is the runtime's of the compiler, and Zig's says that it can nothing.
+// What this x86 processor can do and its operating system saves, asked of the processor itself:
+// __builtin_cpu_supports says what the compiler's runtime knows, and Zig's knows of nothing.
 #pragma once
 
 #if defined(__x86_64__)
