@@ -6,7 +6,7 @@ READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* native/*)
 
-.PHONY: help train test test-slow parity check sanitize clean
+.PHONY: help train test test-slow parity check sanitize wheel clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
@@ -15,6 +15,7 @@ help:
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make check      ruff, mypy, sizes and layering"
 	@echo "make sanitize   the native file layer under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make wheel      a manylinux wheel for this Python, in dist/, without a container"
 	@echo "make clean      remove the virtual environment and caches"
 
 train: $(READY)
@@ -45,6 +46,9 @@ sanitize:
 			-fno-sanitize-recover=all -Iaio/src $(ENGINE) -pthread -o build/engine_test && \
 		setarch -R build/engine_test build || exit 1; \
 	done
+
+wheel:
+	@native/wheel.sh $(PYTHON)
 
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2

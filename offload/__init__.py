@@ -66,7 +66,11 @@ else:
 
     def __getattr__(name):
         if name not in _HOMES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from difflib import get_close_matches
+
+            likely = get_close_matches(name, __all__, n=1)
+            close = f": did you mean {likely[0]!r}?" if likely else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{close}")
         from importlib import import_module
 
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

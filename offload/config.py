@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import math
 import os
@@ -101,15 +102,15 @@ class Config:
     of them. Needed when anything lives there."""
 
     device_memory: int | str | None = None
-    """Most bytes taken of the compute device's memory, activations aside. Default: half of
-    what is free."""
+    """Most bytes taken of the compute device's memory, activations aside. Not given:
+    half of what is free."""
 
     cpu_memory: int | str | None = None
-    """Most bytes taken of CPU memory. Default: half of what is free (after device_memory, where
-    the CPU is the compute device)."""
+    """Most bytes taken of CPU memory. Not given: half of what is free (after device_memory,
+    where the CPU is the compute device)."""
 
     nvme_space: int | str | None = None
-    """Most bytes taken on nvme_path, on all of several together. Default: nine tenths of what
+    """Most bytes taken on nvme_path, on all of several together. Not given: nine tenths of what
     is free."""
 
     states: Literal["exact", "compact"] = "exact"
@@ -132,11 +133,19 @@ class Config:
 
     exposed_memory: int | str | None = None
     """Most bytes of private copies that touching parameters outside their use may hold at once.
-    Default: a tenth of what is free, at least 256 MiB."""
+    Not given: a tenth of what is free, at least 256 MiB."""
 
     trace: bool = True
     """Keep in memory what the lanes did last, for `offload report`: some megabytes, and far below a
     hundredth of the time."""
+
+    def __new__(cls, *_: Any, **given: Any) -> Config:
+        """Refuses a misspelt field, and says which is like it."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in given:
+            if name not in known and (close := difflib.get_close_matches(name, known, n=1)):
+                raise TypeError(f"{cls.__name__} has no field {name!r}: did you mean {close[0]!r}?")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         if not isinstance(self.trace, bool):

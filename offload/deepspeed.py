@@ -53,6 +53,8 @@ class Translation:
     """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
     unknown: tuple[str, ...] = ()
     """Keys that neither DeepSpeed nor this table knows, where DeepSpeed ignores them."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """By proper name of a key, the name that the file has for it, where that is another."""
 
     def report(self, became: Mapping[str, str] | None = None) -> list[str]:
         """What each key became, a line each; those without a meaning together, by reason.
@@ -62,15 +64,15 @@ class Translation:
         lines = []
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
-            key = _key_of(name)
+            key, told = _key_of(name), self.spelled.get(name, name)
             if key.fate == "nothing":
-                reasons.setdefault(key.says, []).append(name)
+                reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
                 now = f"{key.becomes}={getattr(self.config, key.becomes)!r}"
-                lines.append(f"{name} = {_text(value)}: {now}")
+                lines.append(f"{told} = {_text(value)}: {now}")
             else:
                 mine = (became or {}).get(name, f"yours: {key.says}")
-                lines.append(f"{name} = {_text(value)}: {mine}")
+                lines.append(f"{told} = {_text(value)}: {mine}")
         if "gradient_clipping" not in self.values:
             norm = self.config.max_grad_norm
             lines.append(f"gradient_clipping is missing: max_grad_norm={norm}, DeepSpeed's default")
@@ -103,7 +105,8 @@ def translate(content: Any) -> Translation:
     if not isinstance(content, dict):
         raise ValueError(f"expected one JSON object, found {_text(content)}")
     unknown: list[str] = []
-    values = dict(_flat(content, "", unknown))
+    spelled: dict[str, str] = {}
+    values = dict(_flat(content, "", unknown, spelled))
     fields = _fields(values)
     expects = tuple(
         (name, _hashable(value))
@@ -111,7 +114,7 @@ def translate(content: Any) -> Translation:
         if name.startswith(("optimizer.", "scheduler."))
     )
     config = DeepSpeedConfig(**fields, expects=expects)
-    return Translation(config=config, values=values, unknown=tuple(unknown))
+    return Translation(config=config, values=values, unknown=tuple(unknown), spelled=spelled)
 
 
 def _parsed(text: str) -> Any:
@@ -138,7 +141,9 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _flat(found: Mapping[str, Any], section: str, unknown: list[str]) -> Iterator[tuple[str, Any]]:
+def _flat(
+    found: Mapping[str, Any], section: str, unknown: list[str], spelled: dict[str, str]
+) -> Iterator[tuple[str, Any]]:
     """Proper names and values of all keys that hold something."""
     seen: dict[str, str] = {}
     for given, value in found.items():
@@ -149,6 +154,8 @@ def _flat(found: Mapping[str, Any], section: str, unknown: list[str]) -> Iterato
         if name in seen:
             continue
         seen[name] = given
+        if name != full:
+            spelled[name] = full
         if section in FREE_SECTIONS:
             if not _is_default(value):
                 yield full, value
@@ -157,7 +164,7 @@ def _flat(found: Mapping[str, Any], section: str, unknown: list[str]) -> Iterato
             unknown.append(full)
         elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
             value = _as_section(name, value)
-            yield from _flat(value, name, unknown)
+            yield from _flat(value, name, unknown, spelled)
         elif not _is_default(value):
             yield name, _read(BY_NAME[name], value)
 

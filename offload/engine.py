@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cpu_adam.choice import available
 from offload.arena import Memory
 from offload.arrivals import Arrivals
 from offload.binding import BoundUnit, Handle, version_of
@@ -65,6 +67,8 @@ class Engine:
         self._graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
+        available()  # The extensions are loaded now: what is registered later goes first at exit,
+        atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
 
     def __enter__(self) -> Engine:
         return self

@@ -26,6 +26,7 @@ from offload.records import (
     lay_out_file,
     round_up,
 )
+from offload.rows import Row, TierUse
 
 WEIGHT_SLOTS_MAX = 3
 """Weight slots of one size class: one in use, one arriving, one being left."""
@@ -66,26 +67,6 @@ class Placement:
         """The tier of `kind`."""
         tier: Tier = getattr(self, kind)
         return tier
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table of what lives where."""
-
-    kind: Kind
-    tier: Tier
-    units: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierUse:
-    """What a plan takes of one tier, against the budget."""
-
-    tier: Tier
-    resident_bytes: int
-    staging_bytes: int
-    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

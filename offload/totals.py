@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from offload.config import format_bytes
 from offload.lanes import LaneUse
-from offload.layout import TierUse
+from offload.rows import TierUse
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,3 +23,15 @@ class Report:
     """Seconds since the engine was attached."""
     compute_s: float
     """Those seconds less the time in which the user's thread waited for a lane."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.steps} steps in {self.wall_s:.2f} s, {self.wall_s - self.compute_s:.2f} s of "
+            f"them waiting for lanes; {self.misses} misses",
+            f"{'lane':8} {'busy':>10} {'exposed':>10} {'moved':>10}",
+        ]
+        for name, use in self.lanes.items():
+            if use.operations:
+                seconds = f"{use.busy_s:8.2f} s {use.exposed_s:8.2f} s"
+                lines.append(f"{name:8} {seconds} {format_bytes(use.bytes):>10}")
+        return "\n".join([*lines, f"{'tier':8} {'taken':>10} of", *map(str, self.tiers)])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import platform
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +41,17 @@ LENGTHS = (0, 1, 7, 15, 16, 17, 63, 64, 65, 129, 511, 513, 1000)
 THREADS = (1, 2, 3, 5)
 
 every_kernel = pytest.mark.parametrize("kernel", COMPILED)
+
+
+@pytest.mark.skipif(not COMPILED, reason="no kernel was compiled")
+def test_the_kernels_are_those_of_this_processor() -> None:
+    told = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
+    flags = set(re.findall(r"\b(?:avx2|f16c|avx512\w+)\b", told))
+    avx2 = {"avx2", "f16c"} <= flags
+    avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
+    neon = platform.machine() == "aarch64"
+    here = {"avx512": avx512, "avx2": avx2, "neon": neon, "portable": True}
+    assert [name for name, runs in here.items() if runs] == COMPILED
 
 
 @pytest.fixture

@@ -79,13 +79,14 @@ def test_a_file_for_nvme_with_comments(tmp_path):
     assert found.values["aio.intra_op_parallelism"] == 1
     assert found.values["aio.single_submit"] is False
     assert found.unknown == ("aio.of_my_own",)
+    assert found.spelled == {"aio.intra_op_parallelism": "aio.thread_count"}
     report = found.report()
     told = "\n".join(report)
     assert "zero_optimization.offload_param.device = \"nvme\": params='nvme'" in report
     assert "gradient_accumulation_steps = 8: micro_batches=8" in report
     assert "aio.of_my_own" in report[-1]
     for name in found.values:
-        assert name in told
+        assert found.spelled.get(name, name) in told
 
 
 def test_what_is_missing_is_the_default():

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,3 +138,22 @@ def test_closed_streams() -> None:
     assert out.returncode == 2
     assert out.stderr.startswith("offload: error: standard output is closed")
     assert (err.returncode, err.stdout, err.stderr) == (2, "", "")
+
+
+LEFT_OPEN = """
+import torch, offload
+model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+config = offload.Config(params="nvme", gradients="nvme", optimizer="nvme", nvme_path=PATH)
+model, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+for _ in range(3):
+    model(torch.ones(2, 512)).sum().backward()
+    optimizer.step()
+print("end", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_left_open_ends_with_its_process(tmp_path: Path) -> None:
+    """Reads ahead are under way then, and torch has finalizers registered before the extensions."""
+    assert python(LEFT_OPEN.replace("PATH", repr(str(tmp_path)))) == "end\n"
+    assert not list(tmp_path.iterdir())

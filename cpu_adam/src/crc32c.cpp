@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "processor.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -96,14 +97,18 @@ uint32_t by_tables(uint32_t crc, const Byte* data, int64_t bytes) {
 }
 
 #if defined(__x86_64__)
+#if defined(__clang__)  // there the instruction is no part of SSE4.2
+#define CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define CRC_TARGET __attribute__((target("sse4.2")))
+#endif
 
 CRC_TARGET inline uint32_t add_word(uint32_t crc, uint64_t word) {
     return uint32_t(_mm_crc32_u64(crc, word));
 }
 CRC_TARGET inline uint32_t add_byte(uint32_t crc, Byte byte) { return _mm_crc32_u8(crc, byte); }
 
-bool has_instruction() { return __builtin_cpu_supports("sse4.2"); }
+bool has_instruction() { return processor().crc32; }
 
 #elif defined(__aarch64__)
 #define CRC_TARGET
@@ -163,11 +168,6 @@ CRC_TARGET uint32_t by_instruction(uint32_t crc, const Byte* data, int64_t bytes
 #if defined(__x86_64__)
 #define FOLD_TARGET __attribute__((target("sse4.2,avx512f,pclmul,vpclmulqdq")))
 
-bool has_wide_products() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("pclmul") &&
-           __builtin_cpu_supports("vpclmulqdq") && has_instruction();
-}
-
 // What carries 16 bytes over a distance: a factor for the first 8, x^64 above the others, and one
 // for those. The product of two reflected numbers of 64 bits is x too low in its 128.
 template <uint64_t DISTANCE_BYTES> FOLD_TARGET inline __m512i factors() {
@@ -206,7 +206,7 @@ FOLD_TARGET uint32_t by_folding(uint32_t crc, const Byte* data, int64_t bytes) {
 
 Crc32c crc32c_of([[maybe_unused]] const Kernel& kernel) {
 #if defined(__x86_64__)
-    if (&kernel == &avx512::kernel && has_wide_products()) return by_folding;
+    if (&kernel == &avx512::kernel && processor().wide_products) return by_folding;
 #endif
 #if defined(CRC_TARGET)
     if (&kernel != &portable::kernel && has_instruction()) return by_instruction;

@@ -11,14 +11,16 @@ from offload.cli import COMMANDS, BadInput, nearest
 from offload.cli.bench import BENCHMARKS
 from offload.cli.flags import Flags, flag
 
-SHELLS = ("bash", "zsh")
+SHELLS = ("bash", "zsh", "fish")
 
-_HELP = """usage: offload completion {bash,zsh}
+_HELP = """usage: offload completion {bash,zsh,fish}
 
-Prints what the shell needs to complete commands, flags and their values:
+Prints what the shell needs to complete commands, flags and their values. Kept in a file, since it
+takes seconds to make; anew after an update:
 
   bash: offload completion bash > ~/.local/share/bash-completion/completions/offload
-  zsh:  echo 'eval "$(offload completion zsh)"' >> ~/.zshrc"""
+  zsh:  offload completion zsh > ~/.offload.zsh; echo "source ~/.offload.zsh" >> ~/.zshrc
+  fish: offload completion fish > ~/.config/fish/completions/offload.fish"""
 
 _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 
@@ -40,6 +42,27 @@ _BASH = """_offload() {
 complete -o default -F _offload offload
 """
 
+_FISH = """function __offload
+    set -l typed (commandline -opc)
+    set -l command "$typed[2]"
+    if test "$command" = bench; and test (count $typed) -gt 2
+        set command "bench $typed[3]"
+    end
+    if test (count $typed) -eq 1
+        string split ' ' -- "@commands@"
+        return
+    end
+    switch "$command $typed[-1]"
+@values@
+    end
+    string match -q -- '-*' (commandline -ct); or contains -- "$typed[-1]" @words@; or return
+    switch "$command"
+@flags@
+    end
+end
+complete -c offload -n 'test -n "$(__offload)"' -f -a '(__offload)'
+"""
+
 
 def command(arguments: Sequence[str]) -> None:
     """Prints the script of the shell that is named.
@@ -57,25 +80,38 @@ def command(arguments: Sequence[str]) -> None:
             f"offload completion {' '.join(arguments)}: found no such shell{close}; likely it is "
             "one that is not known here; try offload completion bash"
         )
-    print(_ZSH * (name == "zsh") + script(), end="")
+    print(script(name), end="")
 
 
-def script() -> str:
+def script(shell: str) -> str:
     """The script: words for every place in which one may be typed, and file names elsewhere."""
-    values, flags = [], []
+    values: dict[str, Sequence[str]] = {}
+    flags: dict[str, Sequence[str]] = {}
     for name, found in _commands().items():
         if isinstance(found, tuple):
-            flags.append(f'                "{name}") words="{" ".join(found)} --help" ;;')
+            flags[name] = [*found, "--help"]
             continue
         names = []
         for key, kind in _fields(found.kind).items():
             names += [flag(key), *([flag(f"no_{key}")] if kind is bool else [])]
             choices = [str(one) for one in typing.get_args(kind) if isinstance(one, str)]
             if choices:
-                values.append(f'            "{name} {flag(key)}") words="{" ".join(choices)}" ;;')
-        flags.append(f'                "{name}") words="{" ".join(names)} --help" ;;')
-    filled = _BASH.replace("@commands@", f"{' '.join(COMMANDS)} --help --version")
-    return filled.replace("@values@", "\n".join(values)).replace("@flags@", "\n".join(flags))
+                values[f"{name} {flag(key)}"] = choices
+        flags[name] = [*names, "--help"]
+    text, case = (
+        (_FISH, '    case "{}"\n        string split \' \' -- "{}"')
+        if shell == "fish"
+        else (_ZSH * (shell == "zsh") + _BASH, '                "{}") words="{}" ;;')
+    )
+    filled = {
+        "commands": " ".join([*COMMANDS, "--help", "--version"]),
+        "values": [case.format(name, " ".join(words)) for name, words in values.items()],
+        "flags": [case.format(name, " ".join(words)) for name, words in flags.items()],
+        "words": " ".join(_WORDS),
+    }
+    for name, lines in filled.items():
+        text = text.replace(f"@{name}@", lines if isinstance(lines, str) else "\n".join(lines))
+    return text
 
 
 def _commands() -> dict[str, Flags[Any] | tuple[str, ...]]:

@@ -10,15 +10,19 @@ from rich.table import Table
 
 from offload.config import TIERS, Tier, format_bytes
 from offload.lanes import LaneUse
-from offload.layout import Row, TierUse
+from offload.rows import Row, TierUse
 
 NARROW_COLUMNS = 72
 """Below it, lines leave out what is not needed."""
 
-LANES_CAPTION = (
-    "busy: working; exposed: training had to wait for it\n"
-    "compute: updates of states on the device; h2d/d2h: copies to and from the device"
-)
+_LANES = {
+    "compute": "updates of states on the device",
+    "h2d": "copies to the device",
+    "d2h": "copies from the device",
+    "cpu": "updates of states in CPU memory",
+    "disk": "reads and writes of the nvme tier",
+}
+"""What the lanes do."""
 
 HINT = (
     "everything fits on the device; to see it move, try\n"
@@ -63,6 +67,13 @@ def lanes(uses: Mapping[str, LaneUse]) -> Table:
             _amount(use.bytes),
         )
     return table
+
+
+def lanes_caption(uses: Mapping[str, LaneUse]) -> str:
+    """What the table of lanes says, and what the lanes in it do."""
+    seen = [f"{name}: {_LANES[name]}" for name, use in uses.items() if use.operations]
+    told = ["busy: working; exposed: training had to wait for it (evaluation is left out)"]
+    return "\n".join([*told, *("; ".join(seen[k : k + 2]) for k in range(0, len(seen), 2))])
 
 
 def peaks(uses: Iterable[TierUse], *, device_is_cpu: bool) -> Table:

@@ -56,7 +56,8 @@ def memlock(limit_bytes: int | None, root: Path, *, gpu: bool) -> Finding:
     told = f"at most {format_bytes(limit_bytes)} may be locked"
     status = re.search(r"^CapEff:\s*([0-9a-f]+)", read(root / "proc/self/status") or "", re.M)
     if status and int(status[1], 16) >> _CAP_IPC_LOCK & 1:
-        return Finding("memlock", "ok", f"{told}, but not for this user (CAP_IPC_LOCK)")
+        others = format_bytes(limit_bytes)
+        return Finding("memlock", "ok", f"no limit for this user (CAP_IPC_LOCK; others: {others})")
     if limit_bytes >= MEMLOCK_LEAST_BYTES:
         return Finding("memlock", "ok", told)
     what = "memory for the GPU may not be pinned" if gpu else "io_uring cannot register buffers"

@@ -37,6 +37,7 @@ from offload.config import format_bytes
 from offload.device import compute_device
 from offload.machine import host_free_bytes
 from offload.runs import Run
+from offload.totals import Report
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the end."""
@@ -80,24 +81,25 @@ def command(arguments: Sequence[str]) -> None:
                             _emit(record)
                         reached.steps = record["step"]
                         reached.losses.append(record["loss"])
-                reached.run = recorded.run_of(engine)  # Before what is no part of training.
+                # Before what is no part of training.
+                reached.run = recorded.run_of(engine)
+                engine.settle()
+                reached.report = engine.report()
                 with _out_of_memory("after the last step, on held-out text"):
                     loss, count = evaluate(settings, model, corpus)
                 _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
-                engine.settle()
                 reached.held_out_loss, reached.held_out_bytes = loss, count
-                report = engine.report()  # Before the sample, which is no part of training.
                 reached.sample = _sampled(settings, model, corpus)
             except Stopped as stop:
                 reached.stopped_by = stop.by
                 reached.run = reached.run or recorded.run_of(engine)
-                _conclude(console, settings, reached, engine.report())
+                _conclude(console, settings, reached, reached.report or engine.report())
                 raise
             finally:
                 if draw and reached.losses:
                     draw(*_drawn(settings, reached))
                 _leave(remarks, settings, reached.run)
-            _conclude(console, settings, reached, report)
+            _conclude(console, settings, reached, reached.report)
 
 
 @dataclass(slots=True)
@@ -114,6 +116,8 @@ class Reached:
     """Of each step."""
     run: Run | None = None
     """What the lanes did in the last steps."""
+    report: Report | None = None
+    """What they did in all of training, once it is over."""
     stopped_by: str | None = None
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
 
@@ -142,7 +146,8 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         console.print("Loss, smoothed", style="italic")
         console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
     console.print(display.lanes(report.lanes))
-    console.print(display.LANES_CAPTION, style="dim", highlight=False, soft_wrap=True)
+    caption = display.lanes_caption(report.lanes)
+    console.print(caption, style="dim", highlight=False, soft_wrap=True)
     console.print(display.peaks(report.tiers, device_is_cpu=compute_device().is_host))
     console.print(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
