@@ -6,6 +6,9 @@ READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
 NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* native/*)
 
+# Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
+test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help train test test-slow parity check sanitize wheel clean
 
 help:
@@ -22,7 +25,7 @@ train: $(READY)
 	@$(BIN)/offload train $(ARGS)
 
 test: $(READY) $(MODELS)
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,13 @@ torch.set_num_threads(1)
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
+
+
+def pytest_collection_finish() -> None:
+    """What is imported and collected stays: no collection of garbage goes through it again."""
+    gc.collect()
+    gc.freeze()
+
 
 _passed: set[int] = set()
 """Cases of the parity suite that have passed here, or in a process of this run."""

@@ -8,6 +8,7 @@ import platform
 import re
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,10 @@ LENGTHS = (0, 1, 7, 15, 16, 17, 63, 64, 65, 129, 511, 513, 1000)
 THREADS = (1, 2, 3, 5)
 
 every_kernel = pytest.mark.parametrize("kernel", COMPILED)
+needs_kernels = pytest.mark.skipif(not COMPILED, reason="no kernel is compiled")
 
 
-@pytest.mark.skipif(not COMPILED, reason="no kernel was compiled")
+@needs_kernels
 def test_the_kernels_are_those_of_this_processor() -> None:
     told = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
     flags = set(re.findall(r"\b(?:avx2|f16c|avx512\w+)\b", told))
@@ -149,6 +151,12 @@ class State:
         other.slots = {name: slot.clone() for name, slot in self.slots.items()}
         return other
 
+    def become(self, other: State) -> None:
+        """The numbers of another one, in the memory that this one has."""
+        self.weight.copy_(other.weight)
+        for name, slot in other.slots.items():
+            self.slots[name].copy_(slot)
+
     def copy_in_place(self, elements: slice, turn: int = 0, first_element: int = 0) -> Span:
         start, stop, _ = elements.indices(self.weight.numel())
         part = reference.cut(self.slots, self.format, start, stop - start)
@@ -176,18 +184,30 @@ def assert_same_state(got: State, want: State) -> None:
         assert_same(got.slots[name], slot)
 
 
-def assert_updates_as_the_reference(kernel: str, got: State, by: Any, **options: Any) -> None:
-    want = got.clone()
-    with choice.forced(kernel):
-        got.update(native, by, **options)
+@contextmanager
+def told(*where: object) -> Iterator[None]:
+    """Says where a comparison has failed."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{where}: {error}") from error
+
+
+def assert_updates_as_the_reference(state: State, by: Any, **options: Any) -> None:
+    """By every kernel, each from what `state` is now; it is what they make of it afterwards."""
+    before, want = state.clone(), state.clone()
     want.update(reference, by, **options)
-    assert_same_state(got, want)
+    for kernel in COMPILED:
+        state.become(before)
+        with choice.forced(kernel), told(kernel, options):
+            state.update(native, by, **options)
+            assert_same_state(state, want)
 
 
-@every_kernel
+@needs_kernels
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
-def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> None:
+def test_update_is_the_reference(name: str, dtype: torch.dtype) -> None:
     options = itertools.product(
         VARIANTS[FORMATS[name].rule], (False, True), (1.0, 0.37, float("nan"))
     )
@@ -200,7 +220,7 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
             if coded and scale == scale:
                 scales += [x for key, x in state.slots.items() if key.endswith("_scale")]
             assert_updates_as_the_reference(
-                kernel, state, by, step=step, gradient_scale=scale, first_element=first
+                state, by, step=step, gradient_scale=scale, first_element=first
             )
     if coded:
         found = torch.cat(scales)
@@ -208,9 +228,9 @@ def test_update_is_the_reference(kernel: str, name: str, dtype: torch.dtype) -> 
         assert bool(found.isnan().any())
 
 
-@every_kernel
+@needs_kernels
 @pytest.mark.parametrize("exponent", [119, 121, 127])
-def test_compact_of_huge_momenta(kernel: str, exponent: int) -> None:
+def test_compact_of_huge_momenta(exponent: int) -> None:
     """A scale above 2**120 is as one that is not finite."""
     state = State("compact", 12800, torch.float32)
     for slot in state.slots.values():
@@ -218,27 +238,27 @@ def test_compact_of_huge_momenta(kernel: str, exponent: int) -> None:
     state.weight.fill_(1.0)
     mantissa = 1 + np.random.default_rng(exponent).random(12800, "f4").clip(0.0, 0.99)
     state.gradient.copy_(torch.from_numpy(mantissa) * 2.0**exponent)
-    assert_updates_as_the_reference(kernel, state, hyper_of("compact", beta1=0.0), step=3)
+    assert_updates_as_the_reference(state, hyper_of("compact", beta1=0.0), step=3)
     scales = state.slots["exp_avg_scale"]
     assert bool((scales.isnan() if exponent > 120 else scales.isfinite()).all())
 
 
-@every_kernel
+@needs_kernels
 @pytest.mark.parametrize("gradient", [0.0, -0.0, -1e-3])
-def test_every_pair_of_codes(kernel: str, gradient: float) -> None:
+def test_every_pair_of_codes(gradient: float) -> None:
     state = State("compact", 1 << 16, torch.float32)
     state.gradient.fill_(gradient)
     state.slots["exp_avg"].copy_(torch.arange(1 << 16) & 255)
     state.slots["exp_avg_sq"].copy_(torch.arange(1 << 16) >> 8)
     state.slots["exp_avg_scale"].copy_(torch.logspace(-30, 30, 512, 2.0))
     state.slots["exp_avg_sq_scale"].copy_(torch.logspace(30, -30, 512, 2.0))
-    assert_updates_as_the_reference(kernel, state, hyper_of("compact"), step=7)
+    assert_updates_as_the_reference(state, hyper_of("compact"), step=7)
 
 
-@every_kernel
+@needs_kernels
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
-def test_update_is_the_reference_for_any_factors(kernel: str, data: st.DataObject) -> None:
+def test_update_is_the_reference_for_any_factors(data: st.DataObject) -> None:
     number = st.floats(0.0, 1e6, width=32)
     by = AdamHyper(
         lr=data.draw(number),
@@ -255,44 +275,51 @@ def test_update_is_the_reference_for_any_factors(kernel: str, data: st.DataObjec
     )
     step, scale = data.draw(st.integers(1, 1 << 40)), data.draw(st.floats(-1e6, 1e6, width=32))
     state = State(name, data.draw(st.integers(0, 700)), dtype, seed=data.draw(st.integers(0, 1000)))
-    assert_updates_as_the_reference(kernel, state, by, step=step, gradient_scale=scale)
+    assert_updates_as_the_reference(state, by, step=step, gradient_scale=scale)
 
 
-@every_kernel
-@pytest.mark.parametrize("count", THREADS)
+@needs_kernels
 @pytest.mark.parametrize("name", FORMATS)
-def test_threads_do_not_matter(kernel: str, name: str, count: int, many_threads: None) -> None:
-    cpu_adam.set_threads(count)
-    with choice.forced(kernel):
-        assert cpu_adam.threads() == count
-    state = State(name, 5 * PIECE + 77, torch.bfloat16)
-    assert_updates_as_the_reference(kernel, state, hyper_of(name), step=3)
+def test_threads_do_not_matter(name: str, many_threads: None) -> None:
+    state, by = State(name, 5 * PIECE + 77, torch.bfloat16), hyper_of(name)
+    before, want = state.clone(), state.clone()
+    want.update(reference, by, step=3)
+    for kernel, count in itertools.product(COMPILED, THREADS):
+        state.become(before)
+        cpu_adam.set_threads(count)
+        with choice.forced(kernel), told(kernel, count):
+            assert cpu_adam.threads() == count
+            state.update(native, by, step=3)
+            assert_same_state(state, want)
 
 
-@every_kernel
+@needs_kernels
 @pytest.mark.parametrize("name", FORMATS)
-def test_table_is_the_spans(kernel: str, name: str, many_threads: None) -> None:
+def test_table_is_the_spans(name: str, many_threads: None) -> None:
     lengths = [*LENGTHS, PIECE, PIECE + 1, *(37,) * 300, 2 * PIECE + 3]
     group = FORMATS[name].group_elements
     lengths = [-(-length // group) * group for length in lengths[:-1]] + lengths[-1:]
     whole = State(name, sum(lengths), torch.float16)
-    want, again = whole.clone(), whole.clone()
+    before, want, again = whole.clone(), whole.clone(), whole.clone()
     ends = list(itertools.accumulate(lengths))
     cuts = [slice(end - length, end) for length, end in zip(lengths, ends)]
     turns = [(hyper_of(name, lr=10.0**-k), k + 1) for k in range(3)]
     spans = [whole.copy_in_place(cut, k % 3, k * group) for k, cut in enumerate(cuts)]
     parts = [Part(cut.start, cut.stop - cut.start, k * group, k % 3) for k, cut in enumerate(cuts)]
     options: dict[str, Any] = {"gradient_scale": 0.5, "format": whole.format}
-    with choice.forced(kernel):
-        UpdateTable(spans, whole.format).update(turns, gradient_scale=0.5)
-        native.update_parts(again.weight, again.gradient, again.slots, parts, turns, **options)
-    assert_same_state(again, whole)
     for k, cut in enumerate(cuts):
         part = want.copy_in_place(cut)
         by, step = turns[k % 3]
-        options.update(step=step, first_element=k * group)
-        reference.update(part.weight, part.gradient, part.record_views, by, **options)
-    assert_same_state(whole, want)
+        here = {**options, "step": step, "first_element": k * group}
+        reference.update(part.weight, part.gradient, part.record_views, by, **here)
+    for kernel in COMPILED:
+        whole.become(before)
+        again.become(before)
+        with choice.forced(kernel), told(kernel):
+            UpdateTable(spans, whole.format).update(turns, gradient_scale=0.5)
+            native.update_parts(again.weight, again.gradient, again.slots, parts, turns, **options)
+            assert_same_state(again, want)
+            assert_same_state(whole, want)
 
 
 def test_table_takes_other_gradients_and_serves_the_reference() -> None:

@@ -45,7 +45,7 @@ def resident():
 def watch():
     while not done.is_set():
         peaks.append(resident())
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 path, layers, device, cpu = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
 torch.set_num_threads(2)

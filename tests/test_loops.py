@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.training import (
     SAMPLED,
     Net,
     Regions,
+    Result,
     Run,
     assert_same,
     batch,
@@ -397,6 +398,12 @@ def placed() -> list[Any]:
     return found
 
 
+@cache
+def alone(case: str) -> Result:
+    feature, options = CASES[case]
+    return without_idle_states(train_alone(feature, **options))
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize(("case", "placement"), placed())
 def test_the_bits_without_an_engine(
@@ -404,7 +411,7 @@ def test_the_bits_without_an_engine(
 ) -> None:
     feature, options = CASES[case]
     ours = train(placement, tmp_path, feature, **options)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
+    assert_same(without_idle_states(ours), alone(case))
 
 
 @pytest.mark.slow

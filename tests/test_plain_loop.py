@@ -1,4 +1,4 @@
-"""The bits of a loop without any engine: plain PyTorch, stepped by the optimizers of `cpu_adam`."""
+"""Beside loops without any engine: optimizers of `cpu_adam` attached, and torch's own AdamW."""
 
 from __future__ import annotations
 
@@ -13,45 +13,7 @@ import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from tests.small import adamw, small
 from tests.test_exact import CASES
-from tests.training import (
-    Net,
-    Run,
-    assert_same,
-    plain,
-    some_fast,
-    train,
-    train_alone,
-    without_idle_states,
-)
-
-LOOPS = (
-    "plain",
-    "plain fp32",
-    "accumulation",
-    "torch clipping",
-    "tied, accumulation",
-    "frozen",
-    "checkpointing",
-    "dropout",
-    "second backward",
-    "two losses",
-    "evaluation",
-    "L2 term",
-    "out of order",
-    "skipped step",
-    "groups, L2 decay",
-    "SGD",
-    "SGD, fp32, edits",
-    "Lion",
-)
-PLACEMENT = ("nvme", "cpu", "nvme")
-
-
-@pytest.mark.parametrize("case", some_fast(sorted(LOOPS), fast=6))
-def test_the_bits_of_a_loop_without_an_engine(case: str, tmp_path: Path) -> None:
-    feature, options = CASES[case]
-    ours = train(PLACEMENT, tmp_path, feature, **options)
-    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
+from tests.training import RESIDENT, Net, Run, batch, loss_of, plain, train
 
 
 @pytest.mark.parametrize("kind", [CPUAdam, CPULion, CPUSGD])
@@ -105,3 +67,57 @@ def test_as_good_as_plain_torch(tmp_path: Path) -> None:
         plain(run, number)
     ours = train(("cpu", "cpu", "cpu"), tmp_path, steps=5, dtype=torch.float32)
     assert ours.losses == pytest.approx(run.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("case", ["plain", "tied, accumulation", "checkpointing", "two losses"])
+@pytest.mark.parametrize("placement", [RESIDENT, ("nvme", "nvme", "nvme")], ids="-".join)
+def test_gradients_are_those_of_plain_torch(
+    case: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    _, options = CASES[case]
+    build = options.get("build", Net)
+    torch.manual_seed(1)
+    model = build().to(torch.bfloat16)
+    for seed in (7, 8):
+        loss_of(model, batch(torch.Generator().manual_seed(seed))).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+
+    def gradients(run: Run, number: int) -> None:
+        for seed in (7, 8):
+            run.generator.manual_seed(seed)
+            run.loss().backward()
+        for name, parameter in run.model.named_parameters():
+            assert torch.equal(parameter.grad, expected[name]), name
+            assert parameter.grad.is_contiguous()
+
+    train(placement, tmp_path, gradients, steps=1, build=build)
+
+
+def test_scheduler_before_and_after_attach(tmp_path: Path) -> None:
+    results = []
+    for placement in (RESIDENT, ("nvme", "cpu", "nvme")):
+        torch.manual_seed(1)
+        model = Net().to(torch.bfloat16)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        before = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        params, gradients, states = placement
+        config = offload.Config(
+            params=params,
+            gradients=gradients,
+            optimizer=states,
+            nvme_path=(str(tmp_path),),  # type: ignore
+            device_memory="64MiB",
+            cpu_memory="64MiB",
+        )
+        _, optimizer = offload.attach(model, optimizer, config)
+        after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        run = Run(model, optimizer, torch.Generator().manual_seed(7))
+        for _ in range(4):
+            run.loss().backward()
+            optimizer.step()
+            before.step()
+            after.step()
+            optimizer.zero_grad()
+        results.append((run.losses, before.get_last_lr(), after.get_last_lr()))
+        optimizer.engine.close()
+    assert results[0] == results[1]

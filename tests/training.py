@@ -303,10 +303,12 @@ def train_alone(
 
 
 def without_idle_states(result: Result) -> Result:
-    """Less the slots that are kept only where there is a use for them."""
+    """Less what `cpu_adam` alone does not keep: steps that only Adam counts, unused momenta."""
     for number, slots in list(result.states.items()):
-        for name in ("step", "momentum_buffer"):
-            slots.pop(name, None)
+        if "exp_avg_sq" not in slots:
+            slots.pop("step", None)
+        if "momentum_buffer" in slots and not slots["momentum_buffer"].any():
+            del slots["momentum_buffer"]
         if not slots:
             del result.states[number]
     return result
