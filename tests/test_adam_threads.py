@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 import threading
@@ -15,15 +17,31 @@ import torch
 
 import cpu_adam
 from cpu_adam import choice, native, processors, reference
-from tests.test_adam_native import COMPILED, PIECE, State, assert_same_state, hyper
-
-needs_kernels = pytest.mark.skipif(not COMPILED, reason="no kernel is compiled")
+from tests.test_adam_native import (
+    COMPILED,
+    PIECE,
+    State,
+    assert_same_state,
+    hyper,
+    needs_kernels,
+)
 
 
 def updated(state: State, steps: int = 1) -> State:
     for step in range(1, steps + 1):
         state.update(native, hyper(), step=step)
     return state
+
+
+@needs_kernels
+def test_the_kernels_are_those_of_this_processor() -> None:
+    told = Path("/proc/cpuinfo").read_text() if platform.machine() == "x86_64" else ""
+    flags = set(re.findall(r"\b(?:avx2|f16c|avx512\w+)\b", told))
+    avx2 = {"avx2", "f16c"} <= flags
+    avx512 = avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
+    neon = platform.machine() == "aarch64"
+    here = {"avx512": avx512, "avx2": avx2, "neon": neon, "portable": True}
+    assert [name for name, runs in here.items() if runs] == COMPILED
 
 
 FORKS = """
