@@ -145,9 +145,8 @@ class Engine:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
             self._graphs.pop(graph, None)
-            if self._graphs:
-                self._release_held()
-            else:
+            self._release_held()
+            if not self._graphs:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
                     self.settle_edits(unit)  # Copies that only the backward has used go.
@@ -175,15 +174,11 @@ class Engine:
                     self._begin_updates({unit: turns})
 
     def end_pass(self, *, finished: bool) -> None:
-        """Put every unit at rest, send all gradients home, take back what was queued.
-
-        Raises:
-            RuntimeError: a parameter was changed while it was in use; the pass has ended.
-        """
+        """Put every unit at rest, send all gradients home, take back what was queued."""
         self.arrivals.take()
-        edited = self.in_use.release_all()
+        self.in_use.release_all()
         self._graphs.clear()
-        if self.passes.verb is Verb.BACKWARD and (edited or not finished):
+        if self.passes.verb is Verb.BACKWARD and not finished:
             self.finality.aborted()
             for bound in self.units:
                 for parameter in bound.parameters:
@@ -192,7 +187,6 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)
-        refuse_edit(edited)
 
     def end_abandoned_backward(self) -> None:
         """From outside a backward: one that is still open was left by an exception; end it."""
@@ -223,7 +217,9 @@ class Engine:
         bound = self.units[unit]
         bound.depth = max(0, bound.depth - 1)
         bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
-        refuse_edit(self.in_use.release(bound))
+        edited = bound.edited() if bound.buffer is not None else None
+        self.in_use.release(bound)
+        refuse_edit(edited)
 
     def hold(self, unit: int) -> None:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
@@ -239,13 +235,11 @@ class Engine:
 
         With `but` in another's forward, or the other way round, one's backward is in the other's.
         """
-        edited = None
         for bound in self.in_use:
             nested = but is not None and (bound.index in but.around or but.index in bound.around)
             if bound is not but and not nested and not bound.spec.lasting:
                 bound.held = False
-                edited = self.in_use.release(bound) or edited
-        refuse_edit(edited)
+                self.in_use.release(bound)
 
     def _use(self, bound: BoundUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""

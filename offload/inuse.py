@@ -67,14 +67,10 @@ class InUse:
         bound.serve(buffer, keep_views=False)
         self._units.append(bound)
 
-    def release(self, bound: BoundUnit) -> str | None:
-        """Put a unit at rest when nothing uses it any more.
-
-        Returns the name of a parameter that was changed in place meanwhile, for `refuse_edit`.
-        """
+    def release(self, bound: BoundUnit) -> None:
+        """Put a unit at rest when nothing uses it any more."""
         if bound.buffer is None or bound.depth > 0 or bound.held:
-            return None
-        edited = bound.edited()
+            return
         bound.rest()
         if bound.task is not None:
             self._executor.lanes.finish(bound.task)
@@ -83,15 +79,12 @@ class InUse:
             self._executor.lanes.passed(*self._turns[bound.index])
         self._turns.pop(bound.index, None)
         self._units.remove(bound)
-        return edited
 
-    def release_all(self) -> str | None:
-        """Put every unit at rest, whatever uses it; returns as `release`."""
-        edited = None
+    def release_all(self) -> None:
+        """Put every unit at rest, whatever uses it."""
         for bound in self:
             bound.depth, bound.held = 0, False
-            edited = self.release(bound) or edited
-        return edited
+            self.release(bound)
 
     def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
         """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
@@ -113,7 +106,7 @@ def refuse_edit(name: str | None) -> None:
     """
     if name is not None:
         raise RuntimeError(
-            f"{name} was changed in place while its own module ran, or its backward: in use it is "
+            f"{name} was changed in place while its own module ran: in use it is "
             "a view of a buffer that is not written back, so the change cannot be honoured. "
             "Change it before the forward or after the backward instead"
         )
