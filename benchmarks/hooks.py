@@ -2,11 +2,9 @@
 
     PYTHONPATH=. python benchmarks/hooks.py
 
-A unit is one small linear layer, so nearly all of the time is Python, and where weights are
-streamed the lanes are what bounds the pass: some of the user's thread is spent on waiting for them.
-Given are microseconds of processor time per unit and pass, over rounds that take turns: of the
-user's thread (median and quartiles; and `more`, the median of what it is above the model without
-an engine in the same round), and of all threads of the process (the lanes take the GIL too).
+A unit is one small linear layer, so nearly all of the time is Python. Given are microseconds per
+unit and pass, medians over rounds that take turns: of the user's thread, and of all threads of the
+process (the lanes take the GIL too).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from torch import nn
 import offload
 
 UNITS, WIDTH, ROUNDS, STEPS = 64, 16, 15, 4
-VERBS = ("forward", "backward")
 
 
 class Chain(nn.Module):
@@ -62,7 +59,7 @@ def clocks() -> tuple[float, float]:
 def taken(model: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]:
     """Microseconds per unit of a forward and of a backward, on the two clocks."""
     x = torch.zeros(1, WIDTH)
-    found = dict.fromkeys(VERBS, (0.0, 0.0))
+    found = {"forward": (0.0, 0.0), "backward": (0.0, 0.0)}
     for _ in range(STEPS):
         marks = [clocks()]
         loss = model(x).sum()
@@ -77,19 +74,14 @@ def taken(model: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]:
     return found
 
 
-def seen_of(rounds: list[dict[str, tuple[float, float]]], verb: str, clock: int) -> list[float]:
-    """What the rounds have found of a pass on one of the clocks, in their order."""
-    return [one[verb][clock] for one in rounds]
-
-
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
     kinds: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "without an engine": lambda: build(None),
-        "weights, gradients: device": lambda: build("device"),
-        "weights: cpu, gradients: device": lambda: build("cpu"),
-        "weights, gradients: cpu": lambda: build("cpu", "cpu"),
+        "weights and gradients on the device": lambda: build("device"),
+        "weights on cpu, gradients on the device": lambda: build("cpu"),
+        "weights and gradients on cpu": lambda: build("cpu", "cpu"),
     }
     made = {name: make() for name, make in kinds.items()}
     rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in kinds}
@@ -98,21 +90,18 @@ def main() -> None:
             one = taken(*pair)
             if number >= 2:
                 rounds[name].append(one)
-    title = f"us of Python per unit and pass, {UNITS} units, load {os.getloadavg()[0]:.1f}"
-    table = Table(title=title, caption="user's thread: median, and quartiles; all: all threads")
-    for column in ("", "forward", "more", "all", "backward", "more", "all"):
+    title = f"us per unit and pass, {UNITS} units, load {os.getloadavg()[0]:.1f}"
+    table = Table(title=title)
+    for column in ("", "forward", "all threads", "backward", "all threads"):
         table.add_column(column, justify="right")
-    least = [seen_of(rounds["without an engine"], verb, 0) for verb in VERBS]
     for name, seen in rounds.items():
-        row = []
-        for verb, without in zip(VERBS, least):
-            mine, both = seen_of(seen, verb, 0), seen_of(seen, verb, 1)
-            low, middle, high = statistics.quantiles(mine, n=4)
-            more = statistics.median(own - bare for own, bare in zip(mine, without))
-            row += [f"{middle:.1f} ({low:.1f} to {high:.1f})", f"{more:.1f}"]
-            row.append(f"{statistics.median(both):.1f}")
-        table.add_row(name, *row)
-    Console(width=120).print(table)
+        row = [
+            statistics.median(one[verb][clock] for one in seen)
+            for verb in ("forward", "backward")
+            for clock in (0, 1)
+        ]
+        table.add_row(name, *(f"{value:.1f}" for value in row))
+    Console().print(table)
     for _, optimizer in made.values():
         if not isinstance(optimizer, torch.optim.AdamW):
             optimizer.engine.close()

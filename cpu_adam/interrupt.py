@@ -12,7 +12,7 @@ from __future__ import annotations
 # What `signal` is made of: its own functions spend microseconds on turning numbers into enums.
 import _signal  # type: ignore[import-not-found]
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from signal import SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
 from typing import Any, ParamSpec
@@ -21,24 +21,6 @@ Parameters = ParamSpec("Parameters")
 Handler = Callable[[int, FrameType | None], object]
 
 _NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
-_get: Callable[[int], Any] = _signal.getsignal
-
-_found: tuple[Any, ...] = ()
-"""What each signal does, as it was when last looked at."""
-_callable: tuple[tuple[int, Handler], ...] = ()
-"""Those of them that are Python functions."""
-
-
-def handlers() -> tuple[tuple[int, Handler], ...]:
-    """The signals whose handlers are Python functions, and these."""
-    global _found, _callable
-    found = tuple(map(_get, _NUMBERS))
-    if found != _found:
-        # Both at once, for whoever is interrupted between two lines.
-        chosen = tuple((n, handler) for n, handler in zip(_NUMBERS, found) if callable(handler))
-        _found, _callable = found, chosen
-        return chosen
-    return _callable
 
 
 def whole(
@@ -52,31 +34,31 @@ def whole(
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*args, **kwargs)
-    before = handlers()
+    found = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS))
+    handlers = {number: handler for number, handler in found if callable(handler)}
     came: dict[int, FrameType | None] = {}
     note = came.setdefault
     try:
-        for number, _ in before:
+        for number in handlers:
             _signal.signal(number, note)
         function(*args, **kwargs)
     finally:
         try:
-            put_back(before, note)
+            _put_back(handlers, note)
         finally:
             try:
-                put_back(before, note)  # Again, as one that is back may have raised meanwhile.
+                _put_back(handlers, note)  # Again, as one that is back may have raised meanwhile.
             finally:
-                call(dict(before), came)
+                _call(handlers, came)
 
 
-def put_back(before: Sequence[tuple[int, Handler]], note: Any) -> None:
-    """Let `note` no longer be the handler of any signal; who set another since keeps it."""
-    for number, handler in before:
-        if _get(number) is note:
+def _put_back(handlers: dict[int, Handler], note: Any) -> None:
+    for number, handler in handlers.items():
+        if _signal.getsignal(number) is note:
             _signal.signal(number, handler)
 
 
-def call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
+def _call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
     """Call the handlers of what came; one that raises does not keep the others from it."""
     if came:
         number = next(iter(came))
@@ -84,4 +66,4 @@ def call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> Non
         try:
             handlers[number](number, frame)
         finally:
-            call(handlers, came)
+            _call(handlers, came)

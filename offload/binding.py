@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from offload.arena import typed
+from offload.interrupt import whole
 from offload.passes import in_backward
 from offload.profile import Unit
 from offload.resting import RestingParameter
@@ -174,14 +175,8 @@ class BoundUnit:
             resting_storage[p.dtype].expand(p.shape) if p.shape else resting_storage[p.dtype][0]
             for p in spec.parameters
         ]
-        self.offsets = [spec.weight_offset(i) for i in range(len(parameters))]
-        self.kept: torch.Tensor | None = None
-        """The place where the unit is always used, once it was, with the views of it."""
-        self._kept_views: list[torch.Tensor] = []
-        self.views: list[torch.Tensor] = []
-        """While in use, what the parameters show."""
-        self.address = 0
-        """Of the buffer in use."""
+        self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
+        self._views: dict[int, list[torch.Tensor]] = {}
         self._versions: list[int] = []
         self._saved: Callable[[], Saved | None] = lambda: None
 
@@ -200,44 +195,34 @@ class BoundUnit:
 
     def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
         """Let the parameters be views of `buffer`, the unit's flat weights."""
-        views = [
-            typed(buffer, p.dtype, offset, p.shape)
-            for p, offset in zip(self.spec.parameters, self.offsets)
-        ]
-        if keep_views:
-            self.kept = buffer
-            self._kept_views = views
-        self._show(buffer, views)
-
-    def serve_again(self) -> None:
-        """Let the parameters be the views that were kept, of the place that was served before."""
-        assert self.kept is not None
-        self._show(self.kept, self._kept_views)
-
-    def _show(self, buffer: torch.Tensor, views: list[torch.Tensor]) -> None:
+        views = self._views.get(buffer.data_ptr()) if keep_views else None
+        if views is None:
+            views = [
+                typed(buffer, p.dtype, offset, p.shape)
+                for p, offset in zip(self.spec.parameters, self._offsets)
+            ]
+            if keep_views:
+                self._views[buffer.data_ptr()] = views
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(self.parameters, views):
                 parameter.data = view
                 parameter.__class__ = nn.Parameter
-            self._versions = [parameter._version for parameter in self.parameters]
         self.buffer = buffer
-        self.address = buffer.data_ptr()
-        self.views = views
+        self.note_versions()
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
-        with torch._C.DisableTorchFunctionSubclass():
-            self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [version_of(parameter) for parameter in self.parameters]
 
     def edited(self) -> str | None:
         """Name of a parameter that was changed in place while in use; None when none was."""
         assert self.buffer is not None
-        with torch._C.DisableTorchFunctionSubclass():
-            found = [(p._version, p.data_ptr() - self.address) for p in self.parameters]
-        if found == list(zip(self._versions, self.offsets)):
-            return None
-        for one, now, before in zip(self.spec.parameters, found, zip(self._versions, self.offsets)):
-            if now[0] != before[0] or (one.elements and now[1] != before[1]):
+        base = self.buffer.data_ptr()
+        for index, (one, before) in enumerate(zip(self.spec.parameters, self._versions)):
+            parameter = self.parameters[index]
+            if version_of(parameter) != before:
+                return one.name
+            if one.elements and parameter.data_ptr() != base + self._offsets[index]:
                 return one.name
         return None
 
@@ -247,7 +232,7 @@ class BoundUnit:
             for parameter, dummy in zip(self.parameters, self._dummies):
                 parameter.data = dummy
                 parameter.__class__ = RestingParameter
-        self.buffer, self.views = None, []
+        self.buffer = None
 
     def lend(self, parameter: int, tensor: torch.Tensor) -> None:
         """Let one parameter show `tensor`, keeping its class."""
@@ -267,11 +252,11 @@ class BoundUnit:
 
     def parameter_at(self, offset: int) -> int:
         """Index of the parameter that holds the byte at `offset` of the weight buffer."""
-        return bisect_right(self.offsets, offset) - 1
+        return bisect_right(self._offsets, offset) - 1
 
     def close(self) -> None:
         """Let go of all views."""
-        self.kept, self._kept_views = None, []
+        self._views.clear()
 
 
 def version_of(parameter: torch.Tensor) -> int:
@@ -334,12 +319,8 @@ class SavingGuard:
 
     def close(self) -> None:
         """Stop guarding."""
-        top = _hooks._top_saved_tensors_default_hooks(False)
-        if top is not None and top[0] is self._pair[0]:
-            _hooks._pop_saved_tensors_default_hooks()
-        else:
-            now = _take_all()
-            _put_back([pair for pair in now if pair[0] is not self._pair[0]])
+        now = _take_all()
+        _put_back([pair for pair in now if pair[0] is not self._pair[0]])
         self._let_go()
 
     @staticmethod
@@ -361,9 +342,13 @@ class SavingGuard:
         """Break the circle through our own methods."""
         del self._pair, self._stack
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    @whole
+    def _locate(self, tensor: torch.Tensor) -> Handle | None:
         with torch._C.DisableTorchFunctionSubclass():
-            handle = self._locator.handle_of(tensor)  # Changes nothing that Ctrl-C could tear.
+            return self._locator.handle_of(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._locate(tensor)
         if handle is not None:
             return handle
         if self._outer is None:

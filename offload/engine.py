@@ -15,7 +15,6 @@ import torch
 
 from cpu_adam.choice import available
 from offload.arena import Memory
-from offload.arrivals import Arrivals
 from offload.binding import BoundUnit, Handle, version_of
 from offload.casts import Casts
 from offload.executor import Executor
@@ -59,7 +58,6 @@ class Engine:
         self.updates = Updates(executor, max_grad_norm)
         early = None if max_grad_norm is not None else micro_batches
         self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
-        self.arrivals = Arrivals(executor, self.gradients, self.finality)
         self.units = units
         self.lock = threading.RLock()
         self._pid, self._torn = os.getpid(), torn()
@@ -153,15 +151,14 @@ class Engine:
                 self._begin_final()
                 self.finality.backward_ended()
 
-    def arrived(self, unit: int, index: int, gradient: torch.Tensor) -> None:
-        """A gradient has come; when it makes the unit's final, its update begins soon."""
-        if torch._C._current_graph_task_id() not in self._graphs:
-            whole(self.enter_backward)()
-        self.arrivals.note(unit, index, gradient)
+    def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient; when it makes the unit's final, its update begins soon."""
+        self.enter_backward()
+        self.finality.gradient_came(unit, index)
+        self.gradients.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
-        self.arrivals.take()
         exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
         for unit in self.finality.final:
             bound = self.units[unit]
@@ -175,7 +172,6 @@ class Engine:
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
-        self.arrivals.take()
         self.in_use.release_all()
         self._graphs.clear()
         if self.passes.verb is Verb.BACKWARD and not finished:
@@ -195,16 +191,15 @@ class Engine:
             self.end_pass(finished=False)
 
     def enter(self, unit: int) -> None:
-        """A module that uses `unit` is about to run, after `check`."""
+        """A module that uses `unit` is about to run."""
         bound = self.units[unit]
         if in_backward():
             self.enter_backward()  # A recompute may be the first that is seen of it.
             self.finality.recomputed(unit)
         else:
-            if self.passes.verb is Verb.BACKWARD:
-                self.end_abandoned_backward()
+            self.end_abandoned_backward()
             self.finality.called(unit)
-            bound.around.update([o.index for o in self.in_use if o.depth and o is not bound])
+            bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
         self._use(bound)
         bound.depth += 1
 
@@ -262,12 +257,13 @@ class Engine:
             return None
         bound, offset = found
         index = bound.parameter_at(offset)
-        return bound.handle(self, index, offset - bound.offsets[index], tensor)
+        return bound.handle(self, index, offset - bound.spec.weight_offset(index), tensor)
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
         return tensor if self.handle_of(tensor) is None else tensor.clone()
 
+    @whole
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
 
@@ -283,14 +279,14 @@ class Engine:
                 "or an in-place operation): the gradient would be wrong. Run backward first, or "
                 "forward again"
             )
-        if bound.buffer is not None:
-            base = bound.views[handle.parameter]
-        else:
-            base = whole(self.exposures.tensor)(handle.unit, handle.parameter).detach()
-        if base.dtype is not handle.dtype:
-            base = base.reshape(-1).view(torch.uint8).view(handle.dtype)
-        start = base.storage_offset() + handle.offset // handle.dtype.itemsize
-        return torch.as_strided(base, handle.shape, handle.stride, start)
+        with torch._C.DisableTorchFunctionSubclass():
+            if bound.buffer is not None:
+                base = bound.parameters[handle.parameter].detach()
+            else:
+                base = self.exposures.tensor(handle.unit, handle.parameter).detach()
+            flat = base.reshape(-1).view(torch.uint8).view(handle.dtype)
+            start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
+            return torch.as_strided(flat, handle.shape, handle.stride, start)
 
     # -- parameters at rest ----------------------------------------------------------------------
 

@@ -3,13 +3,6 @@
 The executor owns the memory, the store and the lanes of an engine. It knows places and values, and
 nothing of parameters or modules. The user's thread reads and writes homes through `peek` and
 `poke`, after `quiesce`.
-
-[Note: Turns without a task]
-What the user computes in place, at a home on the device, keeps nothing waiting that is queued
-before, and where the device is the host it is over before anything is queued behind it. So when
-nothing is under way at that home it needs no task: none of the lanes, nor the board, hears of it.
-An accelerator has still to do what has returned: there each use of a home is a task, whose fences
-keep the update from what is still read.
 """
 
 from __future__ import annotations
@@ -17,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from operator import attrgetter
 
 import torch
 
@@ -73,14 +65,12 @@ class Executor:
         except BaseException:
             self._release()
             raise
-        self._cells: dict[tuple[Use, ...], tuple[object, ...]] = {}
-        """By uses of whole values: some for each unit."""
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
         self._board: Scoreboard[Task] = Scoreboard(
-            taken_back=attrgetter("cancelled"),
-            fixed=attrgetter("begun"),
-            settled=attrgetter("settled"),
+            taken_back=lambda task: task.cancelled,
+            fixed=lambda task: task.begun,
+            settled=lambda task: task.settled,
         )
 
     def check(self) -> None:
@@ -135,13 +125,6 @@ class Executor:
         """A task for the user's own compute, begun and finished by the caller."""
         return self._submit(op, pass_number, None)
 
-    def idle(self, op: Op) -> bool:
-        """Whether the user's own compute needs no task, see [Note: Turns without a task]."""
-        if not self.device.is_host:
-            return False
-        waits = self._board.waits(self._cells_of(op.reads), self._cells_of(op.writes))
-        return all(task.settled for task in waits)
-
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else passage.at(use))
 
@@ -152,21 +135,11 @@ class Executor:
         run: Run | None,
         passage: Passage | None = None,
     ) -> Task:
-        if op.value.chunk == WHOLE:
-            reads, writes = self._cells_of(op.reads), self._cells_of(op.writes)
-        else:
-            reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
+        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
         key: Key = (pass_number, op.deadline)
         task = self.lanes.submit(op, self._board.waits(reads, writes), key, run, passage)
         self._board.note(task, reads, writes)
         return task
-
-    def _cells_of(self, uses: tuple[Use, ...]) -> tuple[object, ...]:
-        """As `program.cells`; made once for the same uses."""
-        found = self._cells.get(uses)
-        if found is None:
-            found = self._cells[uses] = tuple(cells(self.plan, uses))
-        return found
 
     def _mover(self, op: Op, passage: Passage | None) -> Run:
         source, target, value = op.reads[0], op.writes[0], op.value

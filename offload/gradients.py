@@ -10,10 +10,9 @@ theirs; a parameter that comes twice, or another unit that needs the slot, sends
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
 from offload.passes import Passes
-from offload.program import Lane, Op, Use, Value, Verb, carry_out
+from offload.program import Use, Value, Verb, carry_out, compute
 from offload.task import Task
 
 
@@ -37,12 +36,8 @@ class _Unit:
     """Parameters that have a gradient."""
     arrived: set[int] = field(default_factory=set)
     """Parameters whose gradient is in the place where it is collected."""
-    since: tuple[Op, float] | None = None
-    """The collecting, while it goes on, and when it began."""
     task: Task | None = None
-    """Its task; None where it needs none, see [Note: Turns without a task] of `executor`."""
-    views: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By parameter, where its gradient is collected."""
+    """The collecting, while it goes on."""
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     """What `p.grad` has returned."""
     apart: set[int] = field(default_factory=set)
@@ -68,8 +63,6 @@ class Gradients:
         self._executor = executor
         self._plan = executor.plan
         self._passes = passes
-        self._under_way: set[int] = set()
-        """Units that are collected now."""
         self._units = [
             _Unit(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units
@@ -82,7 +75,7 @@ class Gradients:
     # -- backward --------------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take over a gradient that autograd has produced.
+        """Take over a gradient that autograd has just produced.
 
         Raises:
             ValueError: a sparse gradient.
@@ -97,13 +90,11 @@ class Gradients:
         at_home = self._plan.gradient_slot[unit] is None
         if parameter in now.arrived and not at_home:
             self.send(unit)
-        if now.since is None:
+        if now.task is None:
             self._acquire(unit)
-        elif now.task is not None:
+        else:
             self._executor.lanes.join(now.task)
-        view = now.views.get(parameter)
-        if view is None:
-            view = now.views[parameter] = self._view(self._collecting(unit), unit, parameter)
+        view = self._view(self._collecting(unit), unit, parameter)
         if at_home and parameter in now.kept:
             accumulate(view, gradient)
         else:
@@ -117,14 +108,10 @@ class Gradients:
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""
         now = self._units[unit]
-        if now.since is None:
-            return
         if now.task is None:
-            self._executor.lanes.passed(*now.since)
-        else:
-            self._executor.lanes.finish(now.task)
-        now.task = now.since = None
-        self._under_way.discard(unit)
+            return
+        self._executor.lanes.finish(now.task)
+        now.task = None
         arrived, now.arrived = now.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
@@ -138,35 +125,30 @@ class Gradients:
 
     def send_all(self) -> None:
         """Send on everything that has arrived anywhere."""
-        for unit in sorted(self._under_way):
+        for unit in range(len(self._units)):
             self.send(unit)
 
     def _collecting(self, unit: int) -> Use:
         place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
         return Use(place, Value("gradient", unit))
 
-    def _collecting_op(self, unit: int) -> Op:
-        """The user's compute that makes a unit's gradient."""
-        value, into = Value("weight", unit), self._collecting(unit)
-        return Op(Lane.COMPUTE, Verb.BACKWARD, value, (), (into,), 0, self._passes.position)
-
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]
-        for other in sorted(self._under_way) if slot is not None else ():
-            if self._plan.gradient_slot[other] == slot:
-                self.send(other)
-        now, op = self._units[unit], self._collecting_op(unit)
-        if self._plan.gradient_slot[unit] is not None or not self._executor.idle(op):
-            task = self._executor.reserve(op, self._passes.number)
-            try:
-                self._executor.lanes.begin(task)
-            except BaseException:
-                self._executor.lanes.cancel([task])
-                raise
-            now.task = task
-        now.since = op, time.perf_counter()
-        self._under_way.add(unit)
+        if slot is not None:
+            for other, place in enumerate(self._plan.gradient_slot):
+                if place == slot and other != unit:
+                    self.send(other)
+        op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
+        op = replace(op, reads=(), writes=(self._collecting(unit),))
+        task = self._executor.reserve(op, self._passes.number)
+        try:
+            self._executor.lanes.begin(task)
+        except BaseException:
+            self._executor.lanes.cancel([task])
+            raise
+        now = self._units[unit]
+        now.task = task
         for parameter in list(now.shown):
             if not self._held(unit, parameter):
                 del now.shown[parameter]
@@ -359,11 +341,6 @@ class Gradients:
             now.apart.add(parameter)
         elif not self._viewed(unit, parameter):
             del now.shown[parameter]
-
-    def forget_places(self) -> None:
-        """The memory of the tiers is given back: keep no views of it."""
-        for now in self._units:
-            now.views.clear()
 
     def zero(self, unit: int, parameter: int) -> None:
         """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""

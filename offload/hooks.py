@@ -41,14 +41,6 @@ class Hooks:
         self._looks = weakref.WeakKeyDictionary()
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
-        self._announce = [
-            _alone(engine.lock, partial(self._before_backward, unit.index))
-            if unit.spec.backward
-            else None
-            for unit in engine.units
-        ]
-        """By unit, what a gradient that reaches its output calls; None where it needs no weights
-        for its backward."""
         self.structure = Structure(model)
         keep = self._handles.append
         hook = partial(Hook, lock=engine.lock)
@@ -69,8 +61,7 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    function = partial(_gradient_arrived, known, trains, unit.index, index)
-                    arrive = hook(function, is_whole=False)
+                    arrive = hook(partial(_gradient_arrived, known, trains, unit.index, index))
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -118,10 +109,10 @@ class Hooks:
     ) -> Any:
         if not self._guards or self._guards[-1][0] is not module:
             return None  # Its pre-hook was not reached: another hook raised before.
-        _, guard, began = self._guards.pop()
-        guard.close()  # First, as what comes then may raise, and nobody else would.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
+        _, guard, began = self._guards.pop()
+        guard.close()
         looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
@@ -129,10 +120,10 @@ class Hooks:
         if torch.is_grad_enabled():
             own = [leaf for leaf in tensors_in(output) if began.before(leaf)]
             for unit in used:
-                if (backward := self._announce[unit]) is not None:
+                if self._engine.units[unit].spec.backward:
                     for leaf in own:
                         announce: Any = leaf.register_hook
-                        announce(backward)
+                        announce(_alone(self._engine.lock, partial(self._before_backward, unit)))
         for unit in used:
             self._engine.leave(unit)
         return output
@@ -201,12 +192,9 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(
-        self, function: Callable[..., Any], lock: threading.RLock, *, is_whole: bool = True
-    ):
-        """Call `function` wherever the hook is called, holding `lock`; whole, see `interrupt`, or
-        as it is."""
-        self._function = _alone(lock, function, is_whole=is_whole)
+    def __init__(self, function: Callable[..., Any], lock: threading.RLock):
+        """Call `function` wherever the hook is called, holding `lock`."""
+        self._function = _alone(lock, function)
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
@@ -220,10 +208,8 @@ class Hook:
         return (_get_inert, ())
 
 
-def _alone(
-    lock: threading.RLock, function: Callable[..., Any], *, is_whole: bool = True
-) -> Callable[..., Any]:
-    """`function`, which no other thread that holds `lock` can come between, and no signal.
+def _alone(lock: threading.RLock, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which no signal and no other thread that holds `lock` can come between.
 
     A node of a backward on CPU tensors (an output that left the device) runs on the thread that
     called backward, beside the device's own.
@@ -233,7 +219,7 @@ def _alone(
         with lock:
             return function(*args)
 
-    return whole(run) if is_whole else run
+    return whole(run)
 
 
 def _inert(*_: object) -> None:
@@ -261,7 +247,8 @@ def _gradient_arrived(
             "attach it with its optimizer, or run it under torch.no_grad()"
         )
     _refuse_create_graph()
-    engine.arrived(unit, index, gradient)
+    with torch.no_grad():
+        engine.collect(unit, index, gradient)
 
 
 def _refuse_create_graph() -> None:

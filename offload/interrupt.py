@@ -19,16 +19,16 @@ import _signal  # type: ignore[import-not-found]
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from signal import SIGINT
+from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
-from typing import ParamSpec, TypeVar
-
-from cpu_adam.interrupt import Handler, call, handlers, put_back
+from typing import Any, ParamSpec, TypeVar
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+Handler = Callable[[int, FrameType | None], object]
 
 _SIGINT = int(SIGINT)
+_NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
 _MAIN = threading.main_thread().ident
 
 _inside = False
@@ -65,7 +65,8 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         # On other threads Python calls no handlers.
         if _inside or threading.get_ident() != _MAIN:
             return function(*args, **kwargs)
-        found = handlers()
+        get: Any = _signal.getsignal
+        handlers = [(number, it) for number in _NUMBERS if callable(it := get(number))]
         begun, before = False, len(_torn)
         _came.clear()
         _presses = 0
@@ -74,7 +75,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         try:
             try:
                 _inside = True
-                for number, _ in found:
+                for number, _ in handlers:
                     _signal.signal(number, _note)
                 begun = True
                 return function(*args, **kwargs)
@@ -84,23 +85,39 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
                     _torn.append(f"{type(error).__name__} was raised")
                 raise
             finally:
-                _end(found)
+                _end(handlers)
         finally:
             if _inside or _came:
-                _end(found)
+                _end(handlers)
 
     return run
 
 
-def _end(found: Sequence[tuple[int, Handler]]) -> None:
+def _end(handlers: Sequence[tuple[int, Handler]]) -> None:
     """Put the handlers back and call those whose signals came."""
     global _inside
     _inside = False
     try:
-        put_back(found, _note)
+        _put_back(handlers)
     finally:
         try:
-            put_back(found, _note)  # Again, as one that is back may have raised meanwhile.
+            _put_back(handlers)  # Again, as one that is back may have raised meanwhile.
         finally:
-            if _came:
-                call(dict(found), _came)
+            _call(dict(handlers))
+
+
+def _put_back(handlers: Sequence[tuple[int, Handler]]) -> None:
+    for number, handler in handlers:
+        if _signal.getsignal(number) is _note:
+            _signal.signal(number, handler)
+
+
+def _call(handlers: dict[int, Handler]) -> None:
+    """Call the handlers of what came; one that raises does not keep the others from it."""
+    if _came:
+        number = next(iter(_came))
+        frame = _came.pop(number)
+        try:
+            handlers[number](number, frame)
+        finally:
+            _call(handlers)

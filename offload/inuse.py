@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import torch
@@ -11,7 +10,7 @@ from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.passes import Entry, Passes
-from offload.program import Op, Value
+from offload.program import Value
 
 
 class InUse:
@@ -24,8 +23,6 @@ class InUse:
         self._memory = memory
         self._passes = passes
         self._units: list[BoundUnit] = []
-        self._turns: dict[int, tuple[Op, float]] = {}
-        """By unit in use, its compute and when it began."""
         self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
@@ -35,24 +32,18 @@ class InUse:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        taken = [self._weight_slot[other.index] for other in self._units]
-        if slot is not None and slot in taken:
+        if slot is not None and slot in (self._weight_slot[other.index] for other in self._units):
             self._serve_apart(bound, entry)
             return
         try:
-            if entry.task is not None:
-                self._executor.lanes.begin(entry.task)
-            if bound.kept is None:
-                bound.serve(self._memory.weights(bound.index), keep_views=True)
-            else:
-                bound.serve_again()
+            self._executor.lanes.begin(entry.task)
+            bound.serve(self._memory.weights(bound.index), keep_views=True)
         except BaseException:
-            if entry.task is not None and entry.task.begun:
+            if entry.task.begun:
                 self._executor.lanes.finish(entry.task)
             self._passes.give_up(entry)
             raise
         bound.task = entry.task
-        self._turns[bound.index] = entry.op, time.perf_counter()
         self._units.append(bound)
 
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
@@ -75,9 +66,6 @@ class InUse:
         if bound.task is not None:
             self._executor.lanes.finish(bound.task)
             bound.task = None
-        elif bound.index in self._turns:
-            self._executor.lanes.passed(*self._turns[bound.index])
-        self._turns.pop(bound.index, None)
         self._units.remove(bound)
 
     def release_all(self) -> None:
@@ -92,7 +80,8 @@ class InUse:
             return None
         address = tensor.data_ptr()
         for bound in self._units:
-            offset = address - bound.address
+            assert bound.buffer is not None
+            offset = address - bound.buffer.data_ptr()
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return bound, offset
         return None

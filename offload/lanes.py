@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,28 +46,6 @@ class LaneUse:
     operations: int = 0
 
 
-class _Books:
-    """The lock of the lanes; what is raised under it leaves their books half written: it ends all.
-
-    A class, as one made of a generator takes three times as long.
-    """
-
-    __slots__ = ("_lanes",)
-
-    def __init__(self, lanes: Lanes):
-        self._lanes = lanes
-
-    def __enter__(self) -> None:
-        self._lanes._lock.acquire()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                self._lanes.fail(error)
-        finally:
-            self._lanes._lock.release()
-
-
 class Lanes:
     """All lanes of an engine."""
 
@@ -91,7 +69,6 @@ class Lanes:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
         self._lock = threading.RLock()
-        self._books = _Books(self)
         self._changed = threading.Condition(self._lock)
         self._wake = {lane: threading.Condition(self._lock) for lane in lanes}
         self._schedule = Schedule(self._on_ready)
@@ -141,7 +118,7 @@ class Lanes:
 
         With `passage` it is one of the ops of a chunk, and starts after `seal`.
         """
-        with self._books:
+        with self._books():
             self._serial += 1
             task = Task(op, run, key, self._serial, passage)
             self._schedule.add(task, waits)
@@ -149,12 +126,12 @@ class Lanes:
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
-        with self._books:
+        with self._books():
             self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self._books:
+        with self._books():
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     self._schedule.cancel(task)
@@ -182,10 +159,7 @@ class Lanes:
 
     def begin(self, task: Task) -> None:
         """Block until the user's compute `task` may start, and start it."""
-        if task.state is State.WAITING:
-            self._block(task, lambda: task.state is not State.WAITING)
-        else:
-            self.check()
+        self._block(task, lambda: task.state is not State.WAITING)
         for fence in task.fences:
             fence.wait()
         task.streams = [self._device.stream()]
@@ -205,17 +179,12 @@ class Lanes:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         self.join(task)
         fences = [self._device.fence(stream) for stream in task.streams]
-        with self._books:
+        with self._books():
             task.fences = [fence for fence in fences if fence is not None]
             self._finish(task)
             if self._trace is not None:
                 now = time.perf_counter()
                 self._trace.ran.append(Ran(task.op.lane, task.op, task.began_at, now))
-
-    def passed(self, op: Op, began_at: float) -> None:
-        """The user's compute `op`, which had no task, is over."""
-        if self._trace is not None:  # Without the lock: to append is one step of Python.
-            self._trace.ran.append(Ran(op.lane, op, began_at, time.perf_counter()))
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -281,9 +250,15 @@ class Lanes:
                 thread.join()
         then()
 
-    def together(self) -> AbstractContextManager[object]:
-        """What is submitted inside begins at its end: no lane is woken for each op by itself."""
-        return self._lock
+    @contextmanager
+    def _books(self) -> Iterator[None]:
+        """The lock; what is raised under it leaves the books half written, and so ends it all."""
+        with self._lock:
+            try:
+                yield
+            except BaseException as error:
+                self.fail(error)
+                raise
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""

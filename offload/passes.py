@@ -20,7 +20,7 @@ import torch
 from offload.executor import Executor
 from offload.layout import Place
 from offload.profile import profile_of
-from offload.program import Op, Use, Value, Verb, compute, fetch, weight_in_use
+from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
 from offload.task import Task
 
 
@@ -31,15 +31,7 @@ class Entry:
     unit: int
     position: int
     fetches: list[Task]
-    task: Task | None
-    """None where it needs none, see [Note: Turns without a task] of `executor`."""
-    op: Op
-    """The user's compute."""
-
-    @property
-    def tasks(self) -> list[Task]:
-        """All tasks of this turn."""
-        return self.fetches if self.task is None else [*self.fetches, self.task]
+    task: Task
 
 
 @dataclass(slots=True)
@@ -70,9 +62,6 @@ class Passes:
         self.number = 0
         """Passes opened so far; the pass under way, or the last one."""
         self.misses = 0
-        self._made: dict[tuple[Verb, int, int], tuple[list[Op], Op]] = {}
-        """By direction, unit and position: the ops that fetch the unit, and the user's compute."""
-        self._made_max = 8 * len(forward)
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self._open: _Pass | None = None
@@ -140,7 +129,7 @@ class Passes:
         """A turn that was taken does not begin; what is queued behind it is taken back too."""
         self.misses += 1
         self.pause()
-        self._executor.lanes.cancel(entry.tasks)
+        self._executor.lanes.cancel([*entry.fetches, entry.task])
         self.invalidate(entry.unit)
 
     def forget(self) -> None:
@@ -167,36 +156,25 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        with self._executor.lanes.together():
-            for position in range(start, len(now.order)):
-                now.queue.append(self._entry(now, now.order[position], position))
+        for position in range(start, len(now.order)):
+            now.queue.append(self._entry(now, now.order[position], position))
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
         """Queue the fetch of a unit, unless its slot will hold it, and its compute."""
         slot = self._plan.weight_slot[unit]
         fetches = []
-        ops, op = self._ops(now.verb, unit, position)
         if slot is not None and self._held.get(slot) != unit:
-            fetches = [self._executor.issue(one, self.number) for one in ops]
+            ops = fetch(self._plan, unit, position)
+            fetches = [self._executor.issue(op, self.number) for op in ops]
             self._held[slot] = unit
-        in_place = slot is None and self._executor.idle(op)
-        task = None if in_place else self._executor.reserve(op, self.number)
-        return Entry(unit, position, fetches, task, op)
-
-    def _ops(self, verb: Verb, unit: int, position: int) -> tuple[list[Op], Op]:
-        """What brings a unit's weights, and the user's compute with them; made once."""
-        found = self._made.get((verb, unit, position))
-        if found is None:
-            weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
-            op = replace(compute(self._plan, unit, verb, position), reads=(weights,), writes=())
-            if len(self._made) >= self._made_max:
-                self._made.clear()  # Orders that change with the data have no end.
-            found = self._made[verb, unit, position] = fetch(self._plan, unit, position), op
-        return found
+        op = compute(self._plan, unit, now.verb, position)
+        weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
+        op = replace(op, reads=(weights,), writes=())
+        return Entry(unit, position, fetches, self._executor.reserve(op, self.number))
 
     def _drop(self, now: _Pass) -> None:
         """Take back what was queued and has not begun."""
-        tasks = [task for entry in now.queue for task in entry.tasks]
+        tasks = [task for entry in now.queue for task in (*entry.fetches, entry.task)]
         self._executor.lanes.cancel(tasks)
         for entry in now.queue:
             if any(task.cancelled for task in entry.fetches):

@@ -41,8 +41,6 @@ _LEGAL = {
     (State.READY, State.CANCELLED),
 }
 
-_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
-
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
@@ -121,17 +119,17 @@ class Task:
     @property
     def begun(self) -> bool:
         """Whether it is too late to cancel it."""
-        return self.state is _RUNNING or self.state is _DONE
+        return self.state in (State.RUNNING, State.DONE)
 
     @property
     def cancelled(self) -> bool:
         """Whether it was taken back."""
-        return self.state is _CANCELLED
+        return self.state is State.CANCELLED
 
     @property
     def over(self) -> bool:
         """Whether nobody needs to wait for it any more."""
-        return self.state is _DONE or self.state is _CANCELLED
+        return self.state in (State.DONE, State.CANCELLED)
 
     @property
     def settled(self) -> bool:

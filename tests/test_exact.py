@@ -241,26 +241,26 @@ def touched_in_inference(run: Run, number: int) -> None:
 
 
 def interrupted(run: Run, number: int) -> None:
-    """Ctrl-C, which skips torch's hooks, in a forward and while a unit is brought into use."""
+    """Ctrl-C, which skips torch's hooks, in a forward and while a unit is waited for."""
     handle = run.model.blocks[3].register_forward_pre_hook(_interrupt)  # type: ignore
     with pytest.raises(KeyboardInterrupt):
         run.loss()
     handle.remove()
-    in_use: Any = run.engine.in_use
-    serve, calls = in_use.serve, []
+    lanes: Any = run.engine.executor.lanes
+    begin, calls = lanes.begin, []
 
-    def pressed(bound: Any) -> None:
+    def pressed(task: Any) -> None:
         if len(calls) == 1:
             signal.raise_signal(signal.SIGINT)
-        calls.append(bound)
-        serve(bound)
+        calls.append(task)
+        begin(task)
 
-    in_use.serve = pressed
+    lanes.begin = pressed
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup ignores it
     with pytest.raises(KeyboardInterrupt):
         run.loss()
     signal.signal(signal.SIGINT, before)
-    in_use.serve = serve
+    lanes.begin = begin
     run.loss().backward()
     run.step()
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import offload
-from cpu_adam import interrupt as ground
 from offload import interrupt
 from offload.interrupt import whole
 from tests.small import MIXED, adamw, config, small, torch_step
@@ -42,7 +41,7 @@ PLACEMENTS = [("nvme", "nvme", "nvme"), ("cpu", "cpu", "cpu"), ("nvme", "cpu", "
 
 
 @contextmanager
-def pressing(*at: int | None, within: str | tuple[str, ...] = ENGINE) -> Iterator[list[int]]:
+def pressing(*at: int | None, within: str = ENGINE) -> Iterator[list[int]]:
     """Press Ctrl-C at the lines with numbers `at` that the engine runs; counts the lines."""
     lines = [0]
 
@@ -342,14 +341,8 @@ def test_the_handler_that_was_there_is_asked_and_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
-def test_pressed_twice_anywhere_the_handler_is_back(
-    known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pressed_twice_anywhere_the_handler_is_back() -> None:
     """Two presses at every pair of lines of `whole` itself, its last ones too."""
-    if not known:  # Each time the handlers are others than when last looked at.
-        few = tuple(number for number in ground._NUMBERS if number < 4)
-        monkeypatch.setattr(ground, "_NUMBERS", few)
     asked: list[int] = []
 
     def mine(number: int, frame: FrameType | None) -> None:
@@ -357,20 +350,15 @@ def test_pressed_twice_anywhere_the_handler_is_back(
         raise KeyboardInterrupt
 
     work = whole(lambda: None)
-    own, torn = (interrupt.__file__, ground.__file__), interrupt.torn()
+    own, torn = interrupt.__file__, interrupt.torn()
     before = signal.signal(signal.SIGINT, mine)
     raised = 0
-    work()
     try:
-        if not known:
-            ground._found = ()
         with pressing(within=own) as counted:
             work()
         for one in range(1, counted[0] + 1):
             for other in range(one, counted[0] + 1):
                 asked.clear()
-                if not known:
-                    ground._found = ()
                 with suppress(KeyboardInterrupt), pressing(one, other, within=own):
                     work()
                     raised -= 1

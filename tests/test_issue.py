@@ -33,28 +33,22 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 
 
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
-    """What the engine issues in a step, taken back or not, and what needs no task."""
+    """What the engine issues in a step, taken back or not."""
     executor: Any = run.engine.executor
-    submit, idle, issued = executor._submit, executor.idle, list[tuple[Op, Task | None]]()
+    submit, issued = executor._submit, list[tuple[Op, Task]]()
 
     def recording(op: Op, *arguments: Any) -> Task:
         task: Task = submit(op, *arguments)
         issued.append((op, task))
         return task
 
-    def asking(op: Op) -> bool:
-        found: bool = idle(op)
-        if found:
-            issued.append((op, None))
-        return found
-
-    executor._submit, executor.idle = recording, asking
+    executor._submit = recording
     try:
         loop(run)
         run.engine.settle()
     finally:
-        del executor._submit, executor.idle
-    assert not any(task.cancelled for _, task in issued if task is not None)
+        del executor._submit
+    assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 
 

@@ -120,7 +120,7 @@ def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
             alone.setdefault(name, []).append(lock._is_owned())
             return function(*args, **options)
 
-        methods = ("enter", "leave", "hold", "arrived", "tensor_of", "end_pass")
+        methods = ("enter", "leave", "hold", "collect", "tensor_of", "end_pass")
         for name in methods:
             method = partial(entered, name, getattr(run.engine, name))
             monkeypatch.setattr(run.engine, name, method)

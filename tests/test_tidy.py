@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "totals"),
     ("states", "exposure", "passes", "updates", "resting"),
     ("gradients", "binding", "finality", "structure"),
-    ("inuse", "casts", "arrivals"),
+    ("inuse", "casts"),
     ("engine",),
     ("touch", "hooks", "optimizer"),
     ("checks", "recorded", "meta"),

@@ -208,9 +208,9 @@ WAITS = (
         "states",
         '        self._executor.quiesce("state", unit)\n'
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        there_too",
+        "        one = spec.parameters[parameter]\n        out",
         "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        there_too",
+        "        one = spec.parameters[parameter]\n        out",
     ),
     Wait(
         "states: after they are read",
@@ -267,10 +267,9 @@ WAITS = (
     Wait(
         "gradients: for the place where they are collected",
         "gradients",
-        "                self._executor.lanes.begin(task)\n            except",
-        "                self._executor.lanes.begin(self._executor.reserve("
-        "Op(op.lane, op.verb, op.value, (), (), 0, op.deadline), self._passes.number))\n"
-        "            except",
+        "            self._executor.lanes.begin(task)\n        except",
+        "            self._executor.lanes.begin(self._executor.reserve(replace(op, writes=()), "
+        "self._passes.number))\n        except",
     ),
     Wait(
         "sleep: for a piece before it is filled again",
