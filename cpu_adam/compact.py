@@ -256,9 +256,9 @@ def dither(
     x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
     x = ((x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB))[:, None]
     even, thresholds = _tables(device)
-    flips = (_shifted(x, 32) << 5 & (1 << CODE_BITS) - 1).int()
+    flips = (_shifted(x, 32) & (1 << CODE_BITS) - 1).int()
     places = torch.arange(GROUP_ELEMENTS, device=device)
-    turned = thresholds[places + _shifted(x, 48) & GROUP_ELEMENTS - 1]
+    turned = thresholds[places + _shifted(x, 56) & GROUP_ELEMENTS - 1]
     return (flips ^ even).view(-1)[:elements], turned.view(-1)[:elements]
 
 
@@ -266,7 +266,7 @@ def dither(
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Of the places in a group: what a dither is before its bits are flipped, and thresholds."""
     places = range(GROUP_ELEMENTS)
-    even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 | 16 for place in places]
+    even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 for place in places]
     thresholds = [_threshold(2 * (place * 37 % GROUP_ELEMENTS) + 1) for place in places]
     both = torch.tensor([even, thresholds], dtype=torch.int32, device=device)
     return both[0], both[1]
