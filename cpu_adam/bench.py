@@ -272,13 +272,21 @@ class _Job:
         )
 
     def _table(self, tensors: int, elements: int) -> native.UpdateTable:
-        """A table of spans side by side, each a parameter of its own."""
+        """A table of spans side by side, each of tensors of its own, as parameters are."""
         spans = []
         for start in range(0, tensors * elements, elements):
             here = slice(start, start + elements)
             slots = cut(self._slots, self._format, start, elements)
-            spans.append(Span(self._weight[here], self._gradient[here], slots))
+            apart = {name: _apart(slot) for name, slot in slots.items()}
+            spans.append(Span(_apart(self._weight[here]), _apart(self._gradient[here]), apart))
         return native.UpdateTable(spans, self._format)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own."""
+    start = x.storage_offset() * x.itemsize
+    storage = x.untyped_storage()[start : start + x.nbytes]
+    return torch.empty(0, dtype=x.dtype).set_(storage)
 
 
 def _fill(x: Tensor, scale: float) -> Tensor:

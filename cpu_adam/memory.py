@@ -79,6 +79,26 @@ def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
 
 
+class Storages:
+    """The storages of tensors whose addresses are kept: each one once, held on to.
+
+    An address stays right while the storage that it lies in is where it was and as large as it was.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        found = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
+        self._storages = list(found.values())
+        self._places = self._look()
+
+    def moved(self) -> bool:
+        """Whether one of them is elsewhere or of another size than at first."""
+        return self._look() != self._places
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        kind = torch.UntypedStorage
+        return list(map(kind.data_ptr, self._storages)), list(map(kind.nbytes, self._storages))
+
+
 def readable(x: Tensor) -> Tensor:
     """The same numbers, such that they lie in memory as they are read; the tensor itself if so."""
     if is_wrapper(x):

@@ -32,7 +32,7 @@ from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import Addresses, are_native, readable, storage_bytes
+from cpu_adam.memory import Addresses, Storages, are_native, readable
 from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Turns
 
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
@@ -122,10 +122,11 @@ def update_parts(
 class UpdateTable:
     """Many spans that are updated by one native call: built once, used every step.
 
-    A call costs one to two microseconds per span on top of the memory's time, half of one where the
-    caller brings addresses. The memory of weights and slots is taken at construction and held: a
-    tensor that is given other memory later (`set_`, `data =`) is not followed, one whose storage is
-    resized is refused.
+    The memory of weights, slots and gradients of its own is taken when they are handed over, and
+    held: a tensor that is given other memory later (`set_`, `data =`) is not followed, one whose
+    storage is resized is refused. Per span and on top of the memory's time a call costs about a
+    microsecond with such gradients, two where each step brings its own, half of one where it brings
+    their addresses, too.
     """
 
     def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
@@ -144,13 +145,13 @@ class UpdateTable:
         self._rows = np.array(rows, np.int64).reshape(len(spans), columns)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
         self._native = are_native(tensors)
-        self._held = tensors
-        self._storage_bytes = storage_bytes(tensors)
-        self._addresses = [x.data_ptr() for x in tensors]
+        self._tensors = tensors
+        self._storages = Storages(tensors)
         self._written = [x for x in tensors if not x.is_inference()]
         self._turns = {span.turn for span in spans}
         self._elements = [span.weight.numel() for span in spans]
         self._own: list[Tensor] | None = None
+        self._own_addresses: Addresses | None = None
         own = [span.gradient for span in spans if span.gradient is not None]
         if len(own) == len(self._spans):
             self.set_gradients(own)
@@ -160,8 +161,10 @@ class UpdateTable:
 
         They may have any shape with as many elements. Raises ValueError for anything else.
         """
-        self._own = list(gradients)
-        self._check(self._own)
+        own = [gradient.detach() for gradient in gradients]
+        self._check(own)
+        self._own, self._own_addresses = own, _addresses(own) if are_native(own) else None
+        self._storages = Storages([*self._tensors, *own])
 
     def update(
         self,
@@ -180,35 +183,43 @@ class UpdateTable:
         Returns, where they are asked for, a row of checksums for each span.
         """
         check_turns(turns, self._turns, self._format)
-        due = self._own if gradients is None else gradients
-        if due is None:
+        looked_at = gradients is not None and addresses is not None
+        if gradients is None:
+            gradients, addresses = self._own, self._own_addresses
+        if gradients is None:
             raise ValueError(
                 "asked for an update by the gradients of the table; found spans without; likely "
                 "cause: a table built for gradients that each step brings; try: update(gradients=)"
             )
+        if not looked_at and self._storages.moved():
+            raise ValueError(
+                "asked for the update of tensors where they were when the table was built; found "
+                "a storage that has moved or is of another size; likely cause: resize_ of a "
+                "weight, a slot or a gradient; try: build the table anew"
+            )
         chosen = kernel()
         native = chosen.native is not None and self._native
         if addresses is None:
-            self._check(due)
-            if not are_native(due):
-                due = [readable(gradient).contiguous() for gradient in due]
-                native = native and are_native(due)
-            addresses = np.fromiter(map(Tensor.data_ptr, due), np.int64, len(due))
-        if not due or not native:
+            self._check(gradients)
+            if not are_native(gradients):
+                gradients = [readable(gradient).contiguous() for gradient in gradients]
+                native = native and are_native(gradients)
+            addresses = _addresses(gradients)
+        if not gradients or not native:
             spans = [
                 replace(span, gradient=gradient.reshape(-1))
-                for span, gradient in zip(self._spans, due)
+                for span, gradient in zip(self._spans, gradients)
             ]
             return _by_reference(spans, turns, gradient_scale, self._format, checksums)
         rows = self._rows.copy()  # Other threads may be in a call of their own.
         rows[:, ADDRESS_COLUMNS] = addresses
         factors = _factors(chosen, turns, gradient_scale)
-        found = _run(chosen, self._format.name, due[0].dtype, rows, factors, checksums)
+        found = _run(chosen, self._format.name, gradients[0].dtype, rows, factors, checksums)
         torch.autograd.graph.increment_version(self._written)
         return found
 
     def _check(self, gradients: Sequence[Tensor]) -> None:
-        """Raise ValueError if these are no gradients of the spans, or a storage has moved."""
+        """Raise ValueError if these are no gradients of the spans."""
         dtypes = set(map(attrgetter("dtype"), gradients))
         fits = len(dtypes) <= 1 and dtypes <= _GRADIENTS.keys()
         if not fits or list(map(Tensor.numel, gradients)) != self._elements:
@@ -218,13 +229,10 @@ class UpdateTable:
                 f"likely cause: a parameter without a gradient, or of another dtype; try: a table "
                 f"for each dtype, of the parameters that have gradients"
             )
-        addresses, sizes = list(map(Tensor.data_ptr, self._held)), storage_bytes(self._held)
-        if addresses != self._addresses or sizes != self._storage_bytes:
-            raise ValueError(
-                "asked for the update of tensors where they were when the table was built; found "
-                "a storage that has moved or is of another size; likely cause: resize_ of a weight "
-                "or a slot; try: build the table anew"
-            )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Addresses:
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
 def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:

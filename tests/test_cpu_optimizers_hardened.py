@@ -208,6 +208,35 @@ def test_a_table_holds_the_memory_that_it_was_built_for() -> None:
             built.update([(hyper, 2)], gradients=[torch.ones(1 << 16)])
 
 
+def test_a_table_holds_the_memory_of_its_own_gradients() -> None:
+    weight, built, hyper = table(1 << 16)
+    gradient = torch.ones(1 << 16)
+    built.set_gradients([gradient])
+    kept = gradient.detach()
+    gradient.data = torch.full((1 << 16,), torch.nan)
+    built.update([(hyper, 1)])
+    assert (weight < 1).all()
+    kept.fill_(0.0)
+    before = weight.clone()
+    built.update([(hyper, 2)])
+    assert (weight < before).all()  # by its momentum: the gradient is finite, and was read anew
+    for resized in (lambda: freed(kept), lambda: kept.untyped_storage().resize_(1 << 20)):
+        resized()
+        with pytest.raises(ValueError, match=FOUR_PARTS):
+            built.update([(hyper, 3)])
+    built.set_gradients([torch.ones(1 << 16)])
+    built.update([(hyper, 3)])
+
+
+def test_a_table_reads_its_gradients_where_no_kernel_can() -> None:
+    weight, built, hyper = table(8)
+    conjugate = torch.ones(8, dtype=torch.complex64).mul_(1j).conj()
+    built.set_gradients([conjugate.imag])  # the opposite of what lies in memory
+    assert conjugate.imag.is_neg()
+    built.update([(hyper, 1)])
+    assert (weight > 1).all()
+
+
 @pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
 def test_calls_of_one_table_do_not_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     _, built, hyper = table(16)

@@ -14,7 +14,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
 // A loop over the pairs of a group: what it fills then stays in registers, where they are enough.
-#define UNROLL _Pragma("GCC unroll 4")
+#define UNROLL _Pragma("GCC unroll 16")
 
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
@@ -282,6 +282,15 @@ INLINE int16_t largest(I16 x) { return largest_of<WIDTH>(x); }
 
 // The numbers where a comparison holds, else 0.
 INLINE U16 only(I16 mask, U16 x) { return mask ? x : U16{}; }
+// The numbers where a byte has any of some bits, else 0.
+INLINE U16 only(I8 bytes, uint8_t bits, U16 x) {
+#if CPU_ADAM_LANES == 16
+    __mmask32 some = _mm256_test_epi8_mask((__m256i)bytes, _mm256_set1_epi8(char(bits)));
+    return (U16)_mm512_maskz_mov_epi16(some, (__m512i)x);
+#else
+    return only((widened(bytes) & uint16_t(bits)) != 0, x);
+#endif
+}
 // How far numbers are above another, 0 for those below.
 INLINE U16 above(U16 x, uint16_t base) {
     U16 all = U16{} + base;
