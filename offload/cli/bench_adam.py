@@ -127,10 +127,11 @@ def command(arguments: Sequence[str]) -> None:
     console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:
         signals.where, busy = "before the first figure", measuring.busy()
+        with bad_input():
+            draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_adam_plot")
         if asked.peers and importlib.util.find_spec("deepspeed") is not None:
             remarks.print("note: DeepSpeed compiles its CPUAdam at its first use", soft_wrap=True)
         with bad_input():
-            draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_adam_plot")
             wanted, notices = _wanted(asked)
             _check_memory(asked, wanted)
         notices += [busy] if busy else []
