@@ -11,8 +11,8 @@ from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
+from aio.part import Part
 from aio.region import Region
-from aio.request import Part
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
 

@@ -34,9 +34,9 @@ from aio.ticket import Ticket
 
 FILL_BLOCK_BYTES = 4 << 20
 FILL_DEPTH = 8
-REQUEST_BYTES_MIN, REQUEST_BYTES_MAX = 8 << 20, 32 << 20
+REQUEST_BYTES_MIN, REQUEST_BYTES_MAX = 8 << 20, 64 << 20
 """Of one request, where a block is not longer and the file not too short."""
-REQUESTS_MIN = 16
+REQUESTS_MIN = 12
 """In a stretch of load, where they are longer than REQUEST_BYTES_MIN."""
 
 WATCHED_MAX = 4
@@ -206,7 +206,7 @@ class Load:
 
 def memory_bytes(block_bytes_max: int, under_way_bytes_max: int) -> int:
     """Memory that a Load takes: for both directions, and for requests that wait their turn."""
-    more = 4 * max(block_bytes_max, REQUEST_BYTES_MAX)
+    more = 3 * max(block_bytes_max, REQUEST_BYTES_MAX)
     return max(2 * under_way_bytes_max + more, (FILL_DEPTH + 1) * FILL_BLOCK_BYTES)
 
 

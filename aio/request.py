@@ -23,17 +23,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aio.counters import LATENCIES, Counters, latency_bucket
 from aio.errors import SHORTENED, os_error
+from aio.file import File
+from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Latch, Settable, Ticket
+from aio.ticket import LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from aio.file import File
 
 PIECE_BYTES_MAX = 1 << 30
 """One call of the system moves at most about 2 GiB on Linux."""
@@ -60,32 +60,16 @@ def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
         )
 
 
-class Part(NamedTuple):
-    """A stretch of memory, not empty, and where in the file it belongs."""
-
-    view: memoryview
-    offset: int
-
-
-def described(writing: bool, parts: Sequence[Part], path: str) -> str:
-    """A transfer in words, for messages."""
-    verb = "write" if writing else "read"
-    count = sum(part.view.nbytes for part in parts)
-    pieces = f" in {len(parts)} stretches" if len(parts) > 1 else ""
-    offset = min((part.offset for part in parts), default=0)
-    return f"{verb} of {count} bytes{pieces} at offset {offset} of {path}"
-
-
 class QueuedTicket(Ticket):
     """The ticket of a `Request`."""
 
-    __slots__ = ("_done", "_failure", "_lock", "_waiters")
+    __slots__ = ("_done", "_failure", "_lock", "_watchers")
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self._lock = threading.Lock()
         self._done = False
-        self._waiters: list[Settable] = []
+        self._watchers: list[Signal] = []
         self._failure: OSError | None = None
 
     def done(self) -> bool:
@@ -98,31 +82,31 @@ class QueuedTicket(Ticket):
             assert not self._done, f"{self.what}: finished twice"
             self._failure = failure
             self._done = True
-            for waiter in self._waiters:
-                waiter.set()
-            self._waiters.clear()
+            for signal in self._watchers:
+                signal.set()
+            self._watchers.clear()
 
-    def watch(self, waiter: Settable) -> None:
+    def watch(self, signal: Signal) -> None:
         """See Ticket.watch."""
         with self._lock:
             if self._done:
-                waiter.set()
+                signal.set()
             else:
-                self._waiters.append(waiter)
+                self._watchers.append(signal)
 
-    def unwatch(self, waiter: Settable) -> None:
+    def unwatch(self, signal: Signal) -> None:
         """See Ticket.unwatch."""
         with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            if signal in self._watchers:
+                self._watchers.remove(signal)
 
     def _wait(self, timeout: float | None) -> bool:
-        latch = Latch()
+        signal = LockSignal()
         try:
-            self.watch(latch)
-            return latch.wait(timeout)
+            self.watch(signal)
+            return signal.wait(timeout)
         finally:
-            self.unwatch(latch)
+            self.unwatch(signal)
 
     def _failed(self) -> OSError | None:
         return self._failure
@@ -197,8 +181,7 @@ class Piece:
     ) -> OSError:
         """What to raise where it failed with errno `code` at the point where it stands."""
         request = self.request
-        verb = "write" if request.writing else "read"
-        asked = f"{verb} of {self.view.nbytes} bytes at offset {self.offset}"
+        asked = f"{verb(request.writing)} of {self.view.nbytes} bytes at offset {self.offset}"
         free = io.free_bytes(request.file.fd) if code != errno.EIO else None
         return os_error(code, asked, request.file.path, found=found, free=free, why=why)
 
@@ -217,7 +200,7 @@ class Piece:
 class Requests:
     """What callers and threads of one backend share; `lock` guards all of it.
 
-    It is taken as it is and not by way of `changed`: see Latch.
+    It is taken as it is and not by way of `changed`: see LockSignal.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -250,7 +233,7 @@ class Requests:
         with self.lock:
             what, closed = request.ticket.what, None
             if self.closing or request.file.closed:
-                closed = "pool" if self.closing else "file"
+                closed = "backend" if self.closing else "file"
                 raise ValueError(f"{what}: the {closed} is closed; open a new one")
             request.file.pending += 1
             self.queue.append(request)

@@ -38,6 +38,8 @@ _FILE_SYSTEMS = {
     0x65735546: "fuse",
 }
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
 _STATFS_BYTES = 512  # more than struct statfs on any platform; its first word is the type
 
 _AT_EMPTY_PATH = 0x1000
@@ -119,14 +121,14 @@ class SystemIO:
         if sys.platform != "linux":
             return "unknown"
         buffer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
-        if ctypes.CDLL(None, use_errno=True).fstatfs(ctypes.c_int(fd), buffer) != 0:
+        if _LIBC.fstatfs(ctypes.c_int(fd), buffer) != 0:
             return "unknown"
         kind = buffer[0] & 0xFFFFFFFF
         return _FILE_SYSTEMS.get(kind, hex(kind))
 
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
         """See IO.direct_alignment. From statx, which asks the drive under the file system."""
-        call = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+        call = getattr(_LIBC, "statx", None)
         if sys.platform != "linux" or call is None:
             return None
         found = (ctypes.c_uint32 * _STATX_WORDS)()
@@ -154,7 +156,7 @@ class SystemIO:
         The plain call and not posix_fallocate, which writes a byte per block where the file
         system cannot reserve, and says nothing of it.
         """
-        call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        call = getattr(_LIBC, "fallocate", None)
         if sys.platform != "linux" or call is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         result = call(ctypes.c_int(fd), 0, ctypes.c_int64(offset), ctypes.c_int64(count))

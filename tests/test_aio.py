@@ -122,7 +122,7 @@ def test_what_a_caller_can_get_wrong():
         with pytest.raises(ValueError, match="positive"):
             scratch(pool, 0)
         left = scratch(pool, BLOCK)
-    with pytest.raises(ValueError, match="pool is closed"):
+    with pytest.raises(ValueError, match="backend is closed"):
         left.read_into(aligned(BLOCK), 0)
     left.close()
     for arguments in ({"threads": 0}, {"piece_bytes": 5}, {"inflight_bytes_max": 4096}):

@@ -427,7 +427,7 @@ def test_what_a_caller_can_get_wrong(name, tmp_path):
         with pytest.raises(ValueError, match="closed"):
             file.read_into(aligned(BLOCK), 0)
         left = scratch(backend, BLOCK, tmp_path)
-    with pytest.raises(ValueError, match="pool is closed"):
+    with pytest.raises(ValueError, match="backend is closed"):
         left.read_into(aligned(BLOCK), 0)
     left.close()
     backend.close()

@@ -10,12 +10,12 @@ import time
 import pytest
 
 import aio
-from aio.ticket import Latch
+from aio.ticket import LockSignal
 from tests.backends import ENGINE, USABLE, opened
 from tests.faults import aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
-KINDS = [Latch]
+KINDS = [LockSignal]
 
 if ENGINE:
     from aio._native import Signal
@@ -135,10 +135,10 @@ class Late(aio.Ticket):
         self.looks += 1
         return self.looks > 1
 
-    def watch(self, waiter):
-        waiter.set()
+    def watch(self, signal):
+        signal.set()
 
-    def unwatch(self, waiter):
+    def unwatch(self, signal):
         pass
 
     def _wait(self, timeout):
@@ -199,17 +199,17 @@ def test_a_signal_in_the_midst_of_a_call_leaves_no_lock(name, tmp_path):
 @pytest.mark.parametrize("timeout", [0, 0.01, 1e-9])
 def test_waiting_ends(timeout):
     for kind in KINDS:
-        waiter = kind()
-        assert not waiter.wait(timeout)
-        waiter.set()
-        waiter.set()
-        assert waiter.wait(timeout)
+        found = kind()
+        assert not found.wait(timeout)
+        found.set()
+        found.set()
+        assert found.wait(timeout)
 
 
 def test_timeouts_that_are_no_numbers():
     for kind in KINDS:
         with pytest.raises(ValueError, match=r"NaN|no number"):
             kind().wait(float("nan"))
-        waiter = kind()
-        waiter.set()
-        assert waiter.wait(float("inf"))
+        found = kind()
+        found.set()
+        assert found.wait(float("inf"))
