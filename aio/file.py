@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
-from aio.part import Part
+from aio.part import Part, described
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
@@ -45,6 +45,12 @@ class Backend(Protocol):
 class File(Region):
     """A file of fixed size; see Region.
 
+    [Note: Descriptors closed by others]
+    Where something else in the process closes the descriptor, the next file that anybody opens has
+    its number. So which file it is of is looked at before each transfer, sync and close (some
+    microseconds): nobody else's file is written or closed. A transfer that is under way at that
+    moment may still fail with EBADF, or meet the other file.
+
     Attributes:
         path: for messages; an unnamed file shows its directory.
         bytes_read, bytes_written, operations: totals so far; operations counts system calls.
@@ -74,9 +80,12 @@ class File(Region):
         self.pending = 0
         self._backend = backend
         self._pid = os.getpid()
+        self._identity = backend.io.identity(fd)
         self.closed = False
         self._descriptor = threading.Lock()  # while it is used otherwise than by transfers
-        self._close_fd = weakref.finalize(self, _close_fd, backend.io, fd, self._pid)
+        self._close_fd = weakref.finalize(
+            self, _close_fd, backend.io, fd, self._identity, self._pid
+        )
         self._close_fd.atexit = False  # at exit threads may still write; the system closes it
 
     def counters(self) -> Counters:
@@ -88,6 +97,8 @@ class File(Region):
         self._check_process()  # before the lock, which a child may have inherited
         with self._descriptor:
             self._check_open("sync")
+            if _lost(self._backend.io, self.fd, self._identity):
+                raise self._no_descriptor("sync")
             try:
                 self._backend.io.fsync(self.fd)
             except OSError as error:
@@ -100,15 +111,32 @@ class File(Region):
         self.closed = True
         self._backend.drain(self)
         with self._descriptor:
+            lost = self._close_fd.alive and _lost(self._backend.io, self.fd, self._identity)
             self._close_fd()
+        if lost:
+            raise self._no_descriptor("close")
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
+        if _lost(self._backend.io, self.fd, self._identity):
+            raise self._no_descriptor(described(writing, parts, self.path))
         return self._backend.submit(self, writing, parts)
+
+    def _no_descriptor(self, asked: str) -> OSError:
+        found = f"its descriptor {self.fd} is closed, or another file's"
+        return os_error(errno.EBADF, asked, self.path, found=found)
 
     def _check_process(self) -> None:
         self._backend.check_process()
 
 
-def _close_fd(io: IO, fd: int, pid: int) -> None:
-    if os.getpid() == pid:
+def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> None:
+    if os.getpid() == pid and not _lost(io, fd, identity):
         io.close(fd)
+
+
+def _lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
+    """Whether `fd` is another file's by now, or nobody's."""
+    try:
+        return io.identity(fd) != identity
+    except OSError:
+        return True

@@ -263,11 +263,19 @@ def _why_not_registered(code: int, count: int) -> str:
 
 
 class _EngineIO(SystemIO):
-    """The real calls; the engine forgets a descriptor before it is closed."""
+    """The real calls; the engine forgets a descriptor before it is closed, and one that was closed
+    by others when its number is given again."""
 
     def __init__(self, engine: _native.Engine, pid: int) -> None:
         self._engine = engine
         self._pid = pid
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        """See IO.open."""
+        fd = super().open(path, flags, mode)
+        if os.getpid() == self._pid:
+            self._engine.forget(fd)
+        return fd
 
     def close(self, fd: int) -> None:
         """See IO.close."""

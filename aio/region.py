@@ -77,6 +77,7 @@ class Region(ABC):
         Raises:
             ValueError: a buffer cannot be used, is not aligned, or reaches past the end, or
                 the region is closed. Nothing was started then.
+            OSError: the descriptor was closed by others (EBADF). Nothing was started then either.
             RuntimeError: called in a forked child.
 
         After any other exception, that is one of a signal handler, the transfer may be under way

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import aio
 from tests.backends import ENGINE, USABLE, engine, few, opened
-from tests.faults import aligned, failure_of, nothing_leaks, scratch
+from tests.faults import GateIO, aligned, failure_of, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
 
@@ -313,13 +313,6 @@ def test_a_file_size_limit_is_told(name, tmp_path):
 def test_wait_any_over_backends_and_timeouts(name, tmp_path):
     """Tickets of the engine and of threads of Python are waited for together."""
 
-    class GateIO(aio.MemoryIO):
-        gate = threading.Event()
-
-        def preadv(self, fd, views, offset):
-            assert self.gate.wait(20)
-            return super().preadv(fd, views, offset)
-
     io = GateIO()
     io.gate.clear()
     with (
@@ -452,6 +445,29 @@ def test_descriptors_may_be_given_again(name, tmp_path):
                 file.read_into(back, 0).wait()
                 assert not back.any()
                 file.write_from(aligned(BLOCK, bytes([number + 1]) * BLOCK), 0).wait()
+
+
+def test_a_number_that_is_another_file_s_by_now(name, tmp_path):
+    """Somebody closes our descriptor: what has its number then is neither written nor closed."""
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        file.write_from(aligned(BLOCK, b"x" * BLOCK), 0).wait()
+        os.close(file.fd)
+        other = scratch(backend, BLOCK, tmp_path)
+        back = aligned(BLOCK)
+        other.read_into(back, 0).wait()
+        assert other.fd == file.fd
+        assert not back.any()
+        calls = [(file.write_from, back, 0), (file.read_into, back, 0), (file.sync,), (file.close,)]
+        for call, *arguments in calls:
+            with pytest.raises(
+                OSError, match=r"failed: its descriptor .* another file's"
+            ) as caught:
+                call(*arguments)
+            assert caught.value.errno == errno.EBADF
+        file.close()
+        other.write_from(back, 0).wait()
+        other.close()
 
 
 def test_many_threads(name, tmp_path):
