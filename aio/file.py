@@ -137,6 +137,7 @@ def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> None:
 def _lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
     """Whether `fd` is another file's by now, or nobody's."""
     try:
-        return io.identity(fd) != identity
+        found = io.identity(fd)
     except OSError:
         return True
+    return any(now != then for now, then in zip(found, identity))  # where both are told
