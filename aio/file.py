@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
-from aio.part import Part, described
+from aio.part import Part, asked
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
@@ -24,7 +24,7 @@ class Backend(Protocol):
     io: IO
 
     def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
-        """Starts a transfer that File has checked, counted in `file.pending` until it is over.
+        """Starts a transfer that File has checked.
 
         ValueError where the file or the backend is closed.
         """
@@ -54,7 +54,7 @@ class File(Region):
     Attributes:
         path: for messages; an unnamed file shows its directory.
         bytes_read, bytes_written, operations: totals so far; operations counts system calls.
-        fd, pending: for backends; `pending` transfers are under way.
+        fd, pending: for backends; `pending` transfers are begun and not over.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class File(Region):
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         if _lost(self._backend.io, self.fd, self._identity):
-            raise self._no_descriptor(described(writing, parts, self.path))
+            raise self._no_descriptor(asked(writing, parts))
         return self._backend.submit(self, writing, parts)
 
-    def _no_descriptor(self, asked: str) -> OSError:
+    def _no_descriptor(self, what: str) -> OSError:
         found = f"its descriptor {self.fd} is closed, or another file's"
-        return os_error(errno.EBADF, asked, self.path, found=found)
+        return os_error(errno.EBADF, what, self.path, found=found)
 
     def _check_process(self) -> None:
         self._backend.check_process()

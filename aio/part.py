@@ -18,9 +18,14 @@ def verb(writing: bool) -> str:
     return "write" if writing else "read"
 
 
-def described(writing: bool, parts: Sequence[Part], path: str) -> str:
-    """A transfer in words, for messages."""
+def asked(writing: bool, parts: Sequence[Part]) -> str:
+    """A transfer in words, for messages that name the path elsewhere."""
     count = sum(part.view.nbytes for part in parts)
     pieces = f" in {len(parts)} stretches" if len(parts) > 1 else ""
     offset = min((part.offset for part in parts), default=0)
-    return f"{verb(writing)} of {count} bytes{pieces} at offset {offset} of {path}"
+    return f"{verb(writing)} of {count} bytes{pieces} at offset {offset}"
+
+
+def described(writing: bool, parts: Sequence[Part], path: str) -> str:
+    """A transfer in words, for messages."""
+    return f"{asked(writing, parts)} of {path}"

@@ -6,6 +6,11 @@ So whatever a finaliser, `close` or a transfer would do is preceded by a look at
 before any lock: in a child, closing does nothing and a transfer raises RuntimeError. Descriptors
 that the child inherited go with the child.
 
+[Note: What a signal handler may interrupt]
+A handler that raises (Ctrl-C) may do so between any two steps of the thread that started Python,
+never in ours. So a caller changes what is shared in one step, by which a request is in the queue or
+is not; all counting is for the threads that serve it.
+
 [Note: Lifetimes]
 Worker threads hold the `Requests`, never the backend, so that a dropped backend is collected; its
 finaliser only tells the threads to end, because a collection may run in any thread, also in one
@@ -115,13 +120,14 @@ class QueuedTicket(Ticket):
 class Request:
     """One transfer on its way: which bytes are not yet cut into pieces, and what still runs."""
 
-    __slots__ = ("_given", "_uncut", "failure", "failure_offset", "file", "running", "ticket",
-                 "writing")  # fmt: skip
+    __slots__ = ("_given", "_uncut", "begun", "failure", "failure_offset", "file", "running",
+                 "ticket", "writing")  # fmt: skip
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
         self.ticket = QueuedTicket(described(writing, parts, file.path))
         self.file = file
         self.writing = writing
+        self.begun = False  # and counted in its file
         self.running = 0  # pieces
         self.failure: OSError | None = None
         self.failure_offset = 0
@@ -235,7 +241,6 @@ class Requests:
             if self.closing or request.file.closed:
                 closed = "backend" if self.closing else "file"
                 raise ValueError(f"{what}: the {closed} is closed; open a new one")
-            request.file.pending += 1
             self.queue.append(request)
             self.wake()
 
@@ -246,6 +251,9 @@ class Requests:
         request = self.queue[0]
         if self.inflight_bytes + request.next_bytes(self.piece_bytes) > self.inflight_bytes_max:
             return None
+        if not request.begun:
+            request.begun = True
+            request.file.pending += 1
         piece = request.cut(self.piece_bytes)
         if request.cut_up:
             self.queue.popleft()
@@ -332,9 +340,11 @@ class Queued:
 
     def drain(self, file: File) -> None:
         """Returns when no transfer of `file` is queued or running."""
-        with self._requests.lock:
-            while file.pending:
-                self._requests.changed.wait()
+        requests = self._requests
+        with requests.lock:
+            requests.wake()  # whoever queued something may have been interrupted before that
+            while file.pending or any(request.file is file for request in requests.queue):
+                requests.changed.wait()
 
     def counters(self) -> Counters:
         """Totals so far."""

@@ -146,6 +146,25 @@ def test_a_drive_that_times_out_is_no_wait_that_does():
 
 
 @pytest.mark.parametrize("name", [name for name in ("libaio", "python") if name in USABLE])
+def test_a_transfer_whose_start_was_interrupted(name, tmp_path, monkeypatch):
+    """It is under way, or not at all, and closing ends."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(backend._requests, "wake", interrupted)
+            file.write_from(aligned(BLOCK), 0)
+        close = threading.Thread(target=file.close, daemon=True)
+        close.start()
+        close.join(20)
+        assert not close.is_alive()
+        assert (file.pending, file.bytes_written) == (0, BLOCK)
+
+
+@pytest.mark.parametrize("name", [name for name in ("libaio", "python") if name in USABLE])
 def test_a_signal_in_the_midst_of_a_call_leaves_no_lock(name, tmp_path):
     """A handler that raises, at any moment of 400 transfers, and all goes on."""
 

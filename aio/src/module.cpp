@@ -249,8 +249,10 @@ NB_MODULE(_native, m) {
              },
              nb::arg("timeout") = nb::none())
         .def("failure", &failure)
-        .def("watch", [](Request& request, PythonSignal& signal) { request.watch(signal.inner); })
-        .def("unwatch", [](Request& request, PythonSignal& signal) { request.unwatch(signal.inner); });
+        .def("watch",
+             [](Request& request, PythonSignal& signal) { request.watch(signal.inner); })
+        .def("unwatch",
+             [](Request& request, PythonSignal& signal) { request.unwatch(signal.inner); });
     bind_engine(m);
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     m.def("probe", [](int kind) {
