@@ -6,10 +6,10 @@
             file.read_into(buffer, offset=0).wait()
 
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, ticket,
-counters, request (what waits for threads of Python), pool (these threads), native (the compiled
-engine), libaio (a package's), region (bounds, alignment), file, backends (which of them serves),
-scratch (files that leave nothing behind), joint (tickets of several transfers), volume (one
-stretch of bytes over several drives).
+counters, part (memory and its place), region (bounds, alignment), file, request (what waits for
+threads of Python), pool (these threads), native (the compiled engine), libaio (a package's),
+backends (which of them serves), scratch (files that leave nothing behind), joint (tickets of
+several transfers), volume (one stretch of bytes over several drives).
 Simulations, behind the same seam: simulated (faults), drives (of given shape), crash (lost power).
 Measuring, not imported here: sweep, load, figures, fio, bench.
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
@@ -34,11 +34,11 @@ __all__ = [
     "Backend",
     "BACKEND_NAMES",
     "Counters",
+    "CrashIO",
     "create_scratch",
     "create_volume",
-    "Directory",
-    "CrashIO",
     "Direction",
+    "Directory",
     "Drive",
     "DriveIO",
     "File",

@@ -41,6 +41,10 @@ _ADVICE = {
     ),
     errno.EMFILE: ("too many files are open in this process", "raise `ulimit -n`"),
     errno.ENFILE: ("too many files are open on this machine", "raise `fs.file-max`"),
+    errno.EBADF: (
+        "something else in this process closed its descriptor",
+        "leave descriptors alone that others opened (os.close, os.closerange)",
+    ),
     errno.ENOMEM: ("the kernel has no memory left for the transfer", "lower the memory budgets"),
     errno.EINVAL: (
         "the file system refuses this alignment or size",

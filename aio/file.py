@@ -11,8 +11,8 @@ from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
+from aio.part import Part, asked
 from aio.region import Region
-from aio.request import Part
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
 
@@ -24,7 +24,7 @@ class Backend(Protocol):
     io: IO
 
     def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
-        """Starts a transfer that File has checked, counted in `file.pending` until it is over.
+        """Starts a transfer that File has checked.
 
         ValueError where the file or the backend is closed.
         """
@@ -45,10 +45,16 @@ class Backend(Protocol):
 class File(Region):
     """A file of fixed size; see Region.
 
+    [Note: Descriptors closed by others]
+    Where something else in the process closes the descriptor, the next file that anybody opens has
+    its number. So which file it is of is looked at before each transfer, sync and close (some
+    microseconds): nobody else's file is written or closed. A transfer that is under way at that
+    moment may still fail with EBADF, or meet the other file.
+
     Attributes:
         path: for messages; an unnamed file shows its directory.
         bytes_read, bytes_written, operations: totals so far; operations counts system calls.
-        fd, pending: for backends; `pending` transfers are under way.
+        fd, pending: for backends; `pending` transfers are begun and not over.
     """
 
     def __init__(
@@ -74,9 +80,12 @@ class File(Region):
         self.pending = 0
         self._backend = backend
         self._pid = os.getpid()
+        self._identity = backend.io.identity(fd)
         self.closed = False
         self._descriptor = threading.Lock()  # while it is used otherwise than by transfers
-        self._close_fd = weakref.finalize(self, _close_fd, backend.io, fd, self._pid)
+        self._close_fd = weakref.finalize(
+            self, _close_fd, backend.io, fd, self._identity, self._pid
+        )
         self._close_fd.atexit = False  # at exit threads may still write; the system closes it
 
     def counters(self) -> Counters:
@@ -88,6 +97,8 @@ class File(Region):
         self._check_process()  # before the lock, which a child may have inherited
         with self._descriptor:
             self._check_open("sync")
+            if _lost(self._backend.io, self.fd, self._identity):
+                raise self._no_descriptor("sync")
             try:
                 self._backend.io.fsync(self.fd)
             except OSError as error:
@@ -100,15 +111,33 @@ class File(Region):
         self.closed = True
         self._backend.drain(self)
         with self._descriptor:
+            lost = self._close_fd.alive and _lost(self._backend.io, self.fd, self._identity)
             self._close_fd()
+        if lost:
+            raise self._no_descriptor("close")
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
+        if _lost(self._backend.io, self.fd, self._identity):
+            raise self._no_descriptor(asked(writing, parts))
         return self._backend.submit(self, writing, parts)
+
+    def _no_descriptor(self, what: str) -> OSError:
+        found = f"its descriptor {self.fd} is closed, or another file's"
+        return os_error(errno.EBADF, what, self.path, found=found)
 
     def _check_process(self) -> None:
         self._backend.check_process()
 
 
-def _close_fd(io: IO, fd: int, pid: int) -> None:
-    if os.getpid() == pid:
+def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> None:
+    if os.getpid() == pid and not _lost(io, fd, identity):
         io.close(fd)
+
+
+def _lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
+    """Whether `fd` is another file's by now, or nobody's."""
+    try:
+        found = io.identity(fd)
+    except OSError:
+        return True
+    return any(now != then for now, then in zip(found, identity))  # where both are told

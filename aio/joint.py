@@ -6,15 +6,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aio.ticket import Latch, Settable, Ticket
+from aio.ticket import LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:
-    Waiter = Latch
+    CommonSignal = LockSignal
 else:
     try:  # what both kinds of tickets can set: those of the engine know no other
-        from aio._native import Signal as Waiter
+        from aio._native import Signal as CommonSignal
     except ImportError:
-        Waiter = Latch
+        CommonSignal = LockSignal
 
 
 class JointTicket(Ticket):
@@ -39,7 +39,7 @@ class JointTicket(Ticket):
         """See Ticket.unfinished. The first part that is still under way."""
         return next((late for part in self._parts if (late := part.unfinished())), None)
 
-    def watch(self, waiter: Settable) -> None:
+    def watch(self, signal: Signal) -> None:
         """Not to be called: its parts are watched, one after the other."""
         raise AssertionError("a joint ticket is watched by its parts")
 
@@ -114,13 +114,13 @@ def _one_ends(tickets: Sequence[Ticket], timeout: float | None) -> bool:
     """Whether one of `tickets`, none of them joint, is done within so many seconds."""
     for ticket in tickets:
         ticket.check_process()  # before anything is touched: a child may have inherited locks
-    waiter = Waiter()
+    signal = CommonSignal()
     watched = []
     try:
         for ticket in tickets:
-            ticket.watch(waiter)
+            ticket.watch(signal)
             watched.append(ticket)
-        return waiter.wait(timeout)
+        return signal.wait(timeout)
     finally:
         for ticket in watched:
-            ticket.unwatch(waiter)
+            ticket.unwatch(signal)

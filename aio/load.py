@@ -2,14 +2,15 @@
 
 [Note: Fair load]
 A backend is opened for every stretch of load, with blocks as its pieces and `depth` of them under
-way. It is asked for more at once than that, several blocks in one request, as the engine asks, so
-that it is the backend that keeps the drive busy. Requests go through the file in order and begin
-anew at its end, as an optimizer's state is streamed; a stretch goes on where the last one ended, so
-that no cache of the drive serves it twice. A request that is over is replaced at once, whether or
-not older ones are. The clock runs from the first submission until the last request is over, and all
-bytes count: neither the filling of the queue nor its emptying is left out. `both` takes turns of
-one read and one write, in the two halves of the file, so that as much is read as is written; twice
-`depth` blocks are under way.
+way. It is asked for more at once than that, many blocks in one request, as the engine asks: so it
+is the backend that keeps the drive busy, and what is measured is not who asks, as a request costs a
+thread of Python about 0.1 ms. They are as long as leaves REQUESTS_MIN of them in a stretch. They
+go through the file in order and begin anew at its end, as an optimizer's state is streamed; a
+stretch goes on where the last one ended, so that no cache of the drive serves it twice. A request
+that is over is replaced at once, whether or not older ones are. The clock runs from the first
+submission until the last request is over, and all bytes count: neither the filling of the queue nor
+its emptying is left out. `both` takes turns of one read and one write, in the two halves of the
+file, so that as much is read as is written; twice `depth` blocks are under way.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from aio import wait_all, wait_any
 from aio.backends import open_backend
 from aio.figures import Mode, Sample
 from aio.file import Backend, File
+from aio.joint import wait_all, wait_any
 from aio.scratch import create_scratch
 from aio.sweep import Setting, Spent
 from aio.system import IO
@@ -33,15 +34,17 @@ from aio.ticket import Ticket
 
 FILL_BLOCK_BYTES = 4 << 20
 FILL_DEPTH = 8
-REQUEST_BYTES = 8 << 20
-"""Of one request, where a block is not longer."""
+REQUEST_BYTES_MIN, REQUEST_BYTES_MAX = 8 << 20, 64 << 20
+"""Of one request, where a block is not longer and the file not too short."""
+REQUESTS_MIN = 12
+"""In a stretch of load, where they are longer than REQUEST_BYTES_MIN."""
 
 WATCHED_MAX = 4
 """Of the requests under way, the oldest so many are waited for: one that is late then holds up
 none, and waiting costs as little for 32 as for 4."""
 
 _UnderWay: TypeAlias = tuple[Ticket, memoryview]
-"""A request, when it was submitted, and its memory."""
+"""A request and its memory."""
 
 
 class Load:
@@ -75,6 +78,7 @@ class Load:
         self.written_bytes_max = written_bytes_max
         self._written_in_all_max = written_bytes_max
         self._at = {False: 0, True: 0}
+        self._bytes_per_s = 0.0  # the most that was seen
         self._io = io
         self._memory = _huge(memory_bytes(block_bytes_max, under_way_bytes_max))
         _fill(memoryview(self._memory))
@@ -122,7 +126,7 @@ class Load:
             Spent: no more may be written.
             OSError: a transfer failed.
         """
-        request, count = self._request_bytes(mode, setting), 1 << 62
+        request, count = self._request_bytes(mode, setting, seconds), 1 << 62
         if mode != "read":
             left = self.written_bytes_max - self.bytes_written
             if left < max(request, setting.under_way_bytes):
@@ -130,9 +134,10 @@ class Load:
             count = left // request * (2 if mode == "both" else 1)
         return self._run(mode, setting, request, count, seconds)
 
-    def _request_bytes(self, mode: Mode, setting: Setting) -> int:
+    def _request_bytes(self, mode: Mode, setting: Setting, seconds: float) -> int:
         """Whole blocks that are asked for at once: see [Note: Fair load]."""
-        most = min(REQUEST_BYTES, self.file.bytes // 8)
+        many = round(self._bytes_per_s * seconds / REQUESTS_MIN)
+        most = min(max(REQUEST_BYTES_MIN, many), REQUEST_BYTES_MAX, self.file.bytes // 8)
         if mode == "both":
             most = min(most, setting.under_way_bytes // 2)
         return max(1, most // setting.block_bytes) * setting.block_bytes
@@ -168,13 +173,15 @@ class Load:
             finally:
                 self.bytes_written += moved[True]
                 wait_all(ticket for ticket, _ in under_way)  # The memory is theirs until then.
-            return Sample(
+            sample = Sample(
                 seconds=clock() - started,
                 bytes_read=moved[False],
                 bytes_written=moved[True],
                 cpu_seconds=time.process_time() - cpu,
                 latencies=backend.counters().latencies,
             )
+        self._bytes_per_s = max(self._bytes_per_s, sample.bytes_per_s)
+        return sample
 
     def _next(self, writing: bool, request: int, *, halves: int) -> int:
         """Where the next transfer begins."""
@@ -199,7 +206,7 @@ class Load:
 
 def memory_bytes(block_bytes_max: int, under_way_bytes_max: int) -> int:
     """Memory that a Load takes: for both directions, and for requests that wait their turn."""
-    more = 4 * max(block_bytes_max, REQUEST_BYTES)
+    more = 3 * max(block_bytes_max, REQUEST_BYTES_MAX)
     return max(2 * under_way_bytes_max + more, (FILL_DEPTH + 1) * FILL_BLOCK_BYTES)
 
 

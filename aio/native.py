@@ -25,15 +25,15 @@ import numpy.typing as npt
 from aio import _native
 from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
-from aio.request import Part, check_limits, described
+from aio.file import File
+from aio.part import Part, described, verb
+from aio.region import Memory
+from aio.request import check_limits
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-    from aio.file import File
-    from aio.region import Memory
 
 DEPTH_MAX = 4096
 """Pieces that may be under way at once in one backend."""
@@ -62,10 +62,11 @@ class Faults:
 class NativeTicket(Ticket):
     """The ticket of a request of the engine."""
 
-    __slots__ = ("_path", "_request")
+    __slots__ = ("_path", "_request", "_writing")
 
-    def __init__(self, what: str, path: str, request: _native.Request) -> None:
+    def __init__(self, what: str, writing: bool, path: str, request: _native.Request) -> None:
         super().__init__(what)
+        self._writing = writing
         self._path = path
         self._request = request
 
@@ -89,17 +90,17 @@ class NativeTicket(Ticket):
             text = f"{reason}, {tries} times in a row"
         elif cause == _QUEUE_BROKEN:
             text, why = f"the kernel takes no more calls ({os.strerror(last_code)})", BROKEN
-        asked = f"{self.what.split()[0]} of {count} bytes at offset {offset}"
+        asked = f"{verb(self._writing)} of {count} bytes at offset {offset}"
         free_bytes = None if free < 0 else free
         return os_error(code, asked, self._path, found=text, free=free_bytes, why=why)
 
-    def watch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def watch(self, signal: _native.Signal) -> None:  # type: ignore[override]
         """See Ticket.watch."""
-        self._request.watch(waiter)
+        self._request.watch(signal)
 
-    def unwatch(self, waiter: _native.Signal) -> None:  # type: ignore[override]
+    def unwatch(self, signal: _native.Signal) -> None:  # type: ignore[override]
         """See Ticket.unwatch."""
-        self._request.unwatch(waiter)
+        self._request.unwatch(signal)
 
 
 class Native:
@@ -163,9 +164,9 @@ class Native:
         views, offsets = [part.view for part in parts], [part.offset for part in parts]
         request = self._engine.submit(file, writing, file.offset_align_bytes, views, offsets)
         if request is None:
-            closed = "file" if file.closed else "pool"
+            closed = "file" if file.closed else "backend"
             raise ValueError(f"{what}: the {closed} is closed; open a new one")
-        return NativeTicket(what, file.path, request)
+        return NativeTicket(what, writing, file.path, request)
 
     def drain(self, file: File) -> None:
         """Returns when no transfer of `file` is queued or running."""
@@ -262,11 +263,19 @@ def _why_not_registered(code: int, count: int) -> str:
 
 
 class _EngineIO(SystemIO):
-    """The real calls; the engine forgets a descriptor before it is closed."""
+    """The real calls; the engine forgets a descriptor before it is closed, and one that was closed
+    by others when its number is given again."""
 
     def __init__(self, engine: _native.Engine, pid: int) -> None:
         self._engine = engine
         self._pid = pid
+
+    def open(self, path: str, flags: int, mode: int) -> int:
+        """See IO.open."""
+        fd = super().open(path, flags, mode)
+        if os.getpid() == self._pid:
+            self._engine.forget(fd)
+        return fd
 
     def close(self, fd: int) -> None:
         """See IO.close."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio.request import Part
+from aio.part import Part, verb
 from aio.ticket import Ticket
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Region(ABC):
         Raises:
             ValueError: a buffer cannot be used, is not aligned, or reaches past the end, or
                 the region is closed. Nothing was started then.
+            OSError: the descriptor was closed by others (EBADF). Nothing was started then either.
             RuntimeError: called in a forked child.
 
         After any other exception, that is one of a signal handler, the transfer may be under way
@@ -137,18 +138,17 @@ class Region(ABC):
             offsets = list(itertools.accumulate(sizes, initial=operator.index(offset)))[:-1]
         if len(offsets) != len(buffers):
             raise ValueError(
-                f"{'write' if writing else 'read'} of {len(buffers)} buffers at {len(offsets)} "
+                f"{verb(writing)} of {len(buffers)} buffers at {len(offsets)} "
                 f"offsets of {self.path}: expected an offset for each; pass as many, or the first "
                 "alone where they lie one behind the other"
             )
-        self._check_open("write" if writing else "read")
+        self._check_open(verb(writing))
         checked = [Part(self._check(view, at, writing), at) for view, at in zip(views, offsets)]
         return tuple(part for part in checked if part.view.nbytes)
 
     def _check(self, view: memoryview, offset: int, writing: bool) -> memoryview:
         """The bytes of `view`, once everything that can be wrong about them is ruled out."""
-        verb = "write" if writing else "read"
-        asked = f"{verb} of {view.nbytes} bytes at offset {offset}"
+        asked = f"{verb(writing)} of {view.nbytes} bytes at offset {offset}"
         if not view.c_contiguous:
             raise ValueError(
                 f"{asked} of {self.path}: the buffer is not C-contiguous, so that it is not one "

@@ -6,6 +6,11 @@ So whatever a finaliser, `close` or a transfer would do is preceded by a look at
 before any lock: in a child, closing does nothing and a transfer raises RuntimeError. Descriptors
 that the child inherited go with the child.
 
+[Note: What a signal handler may interrupt]
+A handler that raises (Ctrl-C) may do so between any two steps of the thread that started Python,
+never in ours. So a caller changes what is shared in one step, by which a request is in the queue or
+is not; all counting is for the threads that serve it.
+
 [Note: Lifetimes]
 Worker threads hold the `Requests`, never the backend, so that a dropped backend is collected; its
 finaliser only tells the threads to end, because a collection may run in any thread, also in one
@@ -23,17 +28,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from aio.counters import LATENCIES, Counters, latency_bucket
 from aio.errors import SHORTENED, os_error
+from aio.file import File
+from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Latch, Settable, Ticket
+from aio.ticket import LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from aio.file import File
 
 PIECE_BYTES_MAX = 1 << 30
 """One call of the system moves at most about 2 GiB on Linux."""
@@ -60,32 +65,16 @@ def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
         )
 
 
-class Part(NamedTuple):
-    """A stretch of memory, not empty, and where in the file it belongs."""
-
-    view: memoryview
-    offset: int
-
-
-def described(writing: bool, parts: Sequence[Part], path: str) -> str:
-    """A transfer in words, for messages."""
-    verb = "write" if writing else "read"
-    count = sum(part.view.nbytes for part in parts)
-    pieces = f" in {len(parts)} stretches" if len(parts) > 1 else ""
-    offset = min((part.offset for part in parts), default=0)
-    return f"{verb} of {count} bytes{pieces} at offset {offset} of {path}"
-
-
 class QueuedTicket(Ticket):
     """The ticket of a `Request`."""
 
-    __slots__ = ("_done", "_failure", "_lock", "_waiters")
+    __slots__ = ("_done", "_failure", "_lock", "_watchers")
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self._lock = threading.Lock()
         self._done = False
-        self._waiters: list[Settable] = []
+        self._watchers: list[Signal] = []
         self._failure: OSError | None = None
 
     def done(self) -> bool:
@@ -98,31 +87,31 @@ class QueuedTicket(Ticket):
             assert not self._done, f"{self.what}: finished twice"
             self._failure = failure
             self._done = True
-            for waiter in self._waiters:
-                waiter.set()
-            self._waiters.clear()
+            for signal in self._watchers:
+                signal.set()
+            self._watchers.clear()
 
-    def watch(self, waiter: Settable) -> None:
+    def watch(self, signal: Signal) -> None:
         """See Ticket.watch."""
         with self._lock:
             if self._done:
-                waiter.set()
+                signal.set()
             else:
-                self._waiters.append(waiter)
+                self._watchers.append(signal)
 
-    def unwatch(self, waiter: Settable) -> None:
+    def unwatch(self, signal: Signal) -> None:
         """See Ticket.unwatch."""
         with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
+            if signal in self._watchers:
+                self._watchers.remove(signal)
 
     def _wait(self, timeout: float | None) -> bool:
-        latch = Latch()
+        signal = LockSignal()
         try:
-            self.watch(latch)
-            return latch.wait(timeout)
+            self.watch(signal)
+            return signal.wait(timeout)
         finally:
-            self.unwatch(latch)
+            self.unwatch(signal)
 
     def _failed(self) -> OSError | None:
         return self._failure
@@ -131,13 +120,14 @@ class QueuedTicket(Ticket):
 class Request:
     """One transfer on its way: which bytes are not yet cut into pieces, and what still runs."""
 
-    __slots__ = ("_given", "_uncut", "failure", "failure_offset", "file", "running", "ticket",
-                 "writing")  # fmt: skip
+    __slots__ = ("_given", "_uncut", "begun", "failure", "failure_offset", "file", "running",
+                 "ticket", "writing")  # fmt: skip
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
         self.ticket = QueuedTicket(described(writing, parts, file.path))
         self.file = file
         self.writing = writing
+        self.begun = False  # and counted in its file
         self.running = 0  # pieces
         self.failure: OSError | None = None
         self.failure_offset = 0
@@ -197,8 +187,7 @@ class Piece:
     ) -> OSError:
         """What to raise where it failed with errno `code` at the point where it stands."""
         request = self.request
-        verb = "write" if request.writing else "read"
-        asked = f"{verb} of {self.view.nbytes} bytes at offset {self.offset}"
+        asked = f"{verb(request.writing)} of {self.view.nbytes} bytes at offset {self.offset}"
         free = io.free_bytes(request.file.fd) if code != errno.EIO else None
         return os_error(code, asked, request.file.path, found=found, free=free, why=why)
 
@@ -217,7 +206,7 @@ class Piece:
 class Requests:
     """What callers and threads of one backend share; `lock` guards all of it.
 
-    It is taken as it is and not by way of `changed`: see Latch.
+    It is taken as it is and not by way of `changed`: see LockSignal.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -250,9 +239,8 @@ class Requests:
         with self.lock:
             what, closed = request.ticket.what, None
             if self.closing or request.file.closed:
-                closed = "pool" if self.closing else "file"
+                closed = "backend" if self.closing else "file"
                 raise ValueError(f"{what}: the {closed} is closed; open a new one")
-            request.file.pending += 1
             self.queue.append(request)
             self.wake()
 
@@ -263,6 +251,9 @@ class Requests:
         request = self.queue[0]
         if self.inflight_bytes + request.next_bytes(self.piece_bytes) > self.inflight_bytes_max:
             return None
+        if not request.begun:
+            request.begun = True
+            request.file.pending += 1
         piece = request.cut(self.piece_bytes)
         if request.cut_up:
             self.queue.popleft()
@@ -349,9 +340,11 @@ class Queued:
 
     def drain(self, file: File) -> None:
         """Returns when no transfer of `file` is queued or running."""
-        with self._requests.lock:
-            while file.pending:
-                self._requests.changed.wait()
+        requests = self._requests
+        with requests.lock:
+            requests.wake()  # whoever queued something may have been interrupted before that
+            while file.pending or any(request.file is file for request in requests.queue):
+                requests.changed.wait()
 
     def counters(self) -> Counters:
         """Totals so far."""

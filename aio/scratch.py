@@ -18,7 +18,7 @@ _RETRIES_MAX = 64
 _FILL_BYTES = 4 << 20
 
 
-def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend) -> File:
+def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backend) -> File:
     """A new unnamed file of `bytes` (rounded up to 4096), all of them reserved, mode 0600.
 
     It is O_TMPFILE where the file system has that, else created and unlinked at once: it is gone
@@ -32,7 +32,7 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend)
     Args:
         directory: where; any number of files and processes may share it.
         bytes: size of the file, positive.
-        pool: what moves the bytes.
+        backend: what moves the bytes.
 
     Raises:
         OSError: the directory is missing, is none, or cannot be written; the space is not there
@@ -41,11 +41,11 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend)
     """
     if bytes <= 0:
         raise ValueError(f"scratch file of {bytes} bytes: the size must be positive")
-    pool.check_process()
+    backend.check_process()
     folder = os.path.abspath(os.fspath(directory))
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
     asked = f"scratch file of {size} bytes"
-    io = pool.io
+    io = backend.io
     try:
         fd = _open_unnamed(io, folder)
     except OSError as error:
@@ -62,7 +62,7 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, pool: Backend)
         path = os.path.join(folder, "(unnamed scratch file)")
         notice = _join(folder, copying, notice, filled)
         direct = align is not None
-        return File(pool, fd, path, size, direct, notice, align or (1, 1))
+        return File(backend, fd, path, size, direct, notice, align or (1, 1))
     except BaseException:
         io.close(fd)
         raise

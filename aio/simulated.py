@@ -73,6 +73,12 @@ class MemoryIO:
         """See IO.direct_alignment. Not told, so that ALIGN_BYTES is what is kept to."""
         return None
 
+    def identity(self, fd: int) -> tuple[int, ...]:
+        """See IO.identity."""
+        if fd not in self.files:
+            raise _error(errno.EBADF)
+        return 0, fd
+
     def write_in_place(self, fd: int) -> None:
         """See IO.write_in_place."""
         if self.kind != "btrfs":
@@ -106,8 +112,7 @@ class MemoryIO:
 
     def fsync(self, fd: int) -> None:
         """See IO.fsync."""
-        if fd not in self.files:
-            raise _error(errno.EBADF)
+        self.identity(fd)
 
     def _grow(self, fd: int, size: int) -> None:
         with self._lock:
@@ -138,8 +143,8 @@ class SimulatedIO:
     Args:
         seed: of all choices.
         inner: where the bytes go; by default a MemoryIO without limit.
-        errors: errno by number of the call (all calls but `close`, `file_system`,
-            `direct_alignment` and `free_bytes` count, from 1); the call then does nothing.
+        errors: errno by number of the call (all calls count, from 1, but `close`, `identity`,
+            `file_system`, `direct_alignment` and `free_bytes`); the call then does nothing.
         shorts: numbers of the transfers' calls that move only a part.
         short_rate: how often a transfer moves only a part, not aligned.
         retry_rate: how often a transfer fails with EINTR or EAGAIN.
@@ -197,6 +202,10 @@ class SimulatedIO:
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
         """See IO.direct_alignment."""
         return self.inner.direct_alignment(fd)
+
+    def identity(self, fd: int) -> tuple[int, ...]:
+        """See IO.identity."""
+        return self.inner.identity(fd)
 
     def write_in_place(self, fd: int) -> None:
         """See IO.write_in_place."""

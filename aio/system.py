@@ -38,6 +38,8 @@ _FILE_SYSTEMS = {
     0x65735546: "fuse",
 }
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
 _STATFS_BYTES = 512  # more than struct statfs on any platform; its first word is the type
 
 _AT_EMPTY_PATH = 0x1000
@@ -46,6 +48,7 @@ _STATX_WORDS = 64  # struct statx in words of 4 bytes; word 0 is the mask of wha
 _STATX_DIO_MEM_ALIGN, _STATX_DIO_OFFSET_ALIGN = 38, 39
 
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
+_FS_IOC_GETVERSION = 0x80087601
 _FS_NOCOW_FL = 0x00800000
 
 
@@ -70,6 +73,10 @@ class IO(Protocol):
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
         """What O_DIRECT asks of addresses, and of offsets and lengths; (0, 0) where the file has
         no O_DIRECT, None where the system does not say. Never raises."""
+
+    def identity(self, fd: int) -> tuple[int, ...]:
+        """Which file `fd` is of: no other that is made on this machine has the same numbers. EBADF
+        where it is closed."""
 
     def write_in_place(self, fd: int) -> None:
         """Has an empty file overwritten in place on a copy-on-write file system (`chattr +C`)."""
@@ -119,14 +126,14 @@ class SystemIO:
         if sys.platform != "linux":
             return "unknown"
         buffer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
-        if ctypes.CDLL(None, use_errno=True).fstatfs(ctypes.c_int(fd), buffer) != 0:
+        if _LIBC.fstatfs(ctypes.c_int(fd), buffer) != 0:
             return "unknown"
         kind = buffer[0] & 0xFFFFFFFF
         return _FILE_SYSTEMS.get(kind, hex(kind))
 
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
         """See IO.direct_alignment. From statx, which asks the drive under the file system."""
-        call = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+        call = getattr(_LIBC, "statx", None)
         if sys.platform != "linux" or call is None:
             return None
         found = (ctypes.c_uint32 * _STATX_WORDS)()
@@ -136,6 +143,19 @@ class SystemIO:
         if not found[0] & _STATX_DIOALIGN:
             return None
         return found[_STATX_DIO_MEM_ALIGN], found[_STATX_DIO_OFFSET_ALIGN]
+
+    def identity(self, fd: int) -> tuple[int, ...]:
+        """See IO.identity. The inode's number is soon given again, but with another generation."""
+        found = os.fstat(fd)
+        if sys.platform != "linux":
+            return found.st_dev, found.st_ino
+        import fcntl
+
+        try:
+            generation = fcntl.ioctl(fd, _FS_IOC_GETVERSION, bytes(8))
+        except OSError:  # memory file systems, whose numbers are not given again
+            return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino, int.from_bytes(generation[:4], sys.byteorder)
 
     def write_in_place(self, fd: int) -> None:
         """See IO.write_in_place."""
@@ -154,7 +174,7 @@ class SystemIO:
         The plain call and not posix_fallocate, which writes a byte per block where the file
         system cannot reserve, and says nothing of it.
         """
-        call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+        call = getattr(_LIBC, "fallocate", None)
         if sys.platform != "linux" or call is None:
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         result = call(ctypes.c_int(fd), 0, ctypes.c_int64(offset), ctypes.c_int64(count))

@@ -9,15 +9,18 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 
-class Settable(Protocol):
-    """What a ticket that is watched sets when it is done."""
+class Signal(Protocol):
+    """Something that happens once, for one thread to wait for."""
 
     def set(self) -> None:
-        """It is done."""
+        """It has happened; once more is fine."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has happened, after at most so many seconds."""
 
 
-class Latch:
-    """Something that happens once, for one thread to wait for.
+class LockSignal:
+    """A Signal of Python.
 
     Not a threading.Event: a signal handler that raises in the midst of one of those, which are
     written in Python, leaves its lock held for ever, and whoever sets it next hangs.
@@ -30,12 +33,12 @@ class Latch:
         self._lock.acquire()
 
     def set(self) -> None:
-        """It has happened; once more is fine."""
+        """See Signal.set."""
         with contextlib.suppress(RuntimeError):
             self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has happened, after at most so many seconds."""
+        """See Signal.wait."""
         return self._lock.acquire(
             timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
         )
@@ -97,12 +100,12 @@ class Ticket(ABC):
             )
 
     @abstractmethod
-    def watch(self, waiter: Settable) -> None:
-        """Sets `waiter` when it is done, now if it is."""
+    def watch(self, signal: Signal) -> None:
+        """Sets `signal` when it is done, now if it is."""
 
     @abstractmethod
-    def unwatch(self, waiter: Settable) -> None:
-        """Forgets `waiter`."""
+    def unwatch(self, signal: Signal) -> None:
+        """Forgets `signal`."""
 
     @abstractmethod
     def _wait(self, timeout: float | None) -> bool:

@@ -25,8 +25,8 @@ from aio.counters import Counters
 from aio.errors import os_error
 from aio.file import Backend, File
 from aio.joint import JointTicket, wait_all
+from aio.part import Part, described
 from aio.region import Region
-from aio.request import Part, described
 from aio.scratch import create_scratch
 from aio.system import ALIGN_BYTES
 from aio.ticket import Ticket

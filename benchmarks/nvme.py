@@ -1,12 +1,15 @@
 """aio against fio: block sizes 1, 4, 16 MiB x depths 1, 8, 32 x read and write, ratios only.
 
-    PYTHONPATH=. python benchmarks/nvme.py DIRECTORY [--backend io_uring] [--rounds 5] [--json FILE]
+    PYTHONPATH=. python benchmarks/nvme.py DIRECTORY [--rounds 5] [--only cells] [--record FILE]
 
 Same engine, block and depth, in turns round after round, on the same unnamed file. Drives whose
 speed jumps leave only ratios to trust: geometric means with 95% intervals, by cell and over all.
 Then the setting that the sweep chose in a first round, against the best that fio showed in it, in
 the rounds after it. Nothing is left on disk. A run of 5 rounds takes about three minutes; other
 work on the drive or the processors falls on both, but widens the intervals.
+
+Drives slow down for minutes after much writing, so many rounds are best taken in several short
+runs: with `--record` a run adds its figures to those in the file, and shows all of them together.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
@@ -63,7 +67,9 @@ def table(title: str, found: list[Compared]) -> Table:
     return made
 
 
-def chosen(load: Load, backend: str, seconds: float) -> list[tuple[Mode, Setting, Setting]]:
+def chosen(
+    load: Load, backend: str, seconds: float, seed: int
+) -> list[tuple[Mode, Setting, Setting]]:
     """By mode the setting that our sweep chooses, and the best that fio shows, in one round."""
     cells: list[tuple[Mode, Setting, Setting]] = []
     for mode in MODES:
@@ -72,7 +78,7 @@ def chosen(load: Load, backend: str, seconds: float) -> list[tuple[Mode, Setting
             grid(backend),
             lambda setting, time: load.run(mode, setting, time).bytes_per_s,  # noqa: B023
             SWEEP_SECONDS,
-            choice=random.Random(0),
+            choice=random.Random(seed),
         ).best
         cells.append((mode, best, fio))
     return cells
@@ -85,15 +91,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.6, help="of each turn")
     parser.add_argument("--size", type=int, default=4096, help="MiB of the file")
-    parser.add_argument("--choice", action="store_true", help="only what the sweep chose")
-    parser.add_argument("--json", type=Path, help="a file for every figure")
+    parser.add_argument("--only", choices=("cells", "choice"), help="not the other half")
+    parser.add_argument("--seed", type=int, default=0, help="of the sweep's order")
+    parser.add_argument("--record", type=Path, help="a file of figures, to be added to")
     return parser.parse_args()
 
 
 def main() -> None:
     asked, console = arguments(), Console()
     settings = grid(asked.backend)
-    same: list[tuple[Mode, Setting, Setting]] = [(m, s, s) for m in MODES for s in settings]
+    cells, best = ([], []) if asked.record is None else recorded(asked.record)
     with (
         Load(
             asked.directory,
@@ -112,29 +119,85 @@ def main() -> None:
         def told(share: float, what: str) -> None:
             bar.update(task, completed=share, description=what)
 
-        cells = [] if asked.choice else list(compare(load, same, asked.rounds, asked.seconds, told))
-        told(0.0, "the sweep, and fio's best")
-        picked = chosen(load, asked.backend, asked.seconds)
-        best = list(compare(load, picked, asked.rounds, asked.seconds, told))
+        if asked.only != "choice":
+            same = [(mode, s, s) for mode in MODES for s in settings]
+            cells += compare(load, same, asked.rounds, asked.seconds, told)
+        if asked.only != "cells":
+            told(0.0, "the sweep, and fio's best")
+            picked = chosen(load, asked.backend, asked.seconds, asked.seed)
+            best += compare(load, picked, asked.rounds, asked.seconds, told)
         direct = load.file.direct
     if cells:
-        show(console, f"{asked.backend} beside fio's {ENGINES[asked.backend]}", cells)
-    console.print(table("what the sweep chose, against fio's best", best))
+        show(console, f"{asked.backend} beside fio's {ENGINES[asked.backend]}", pooled(cells))
+    if best:
+        show_chosen(console, best)
     console.print(f"O_DIRECT {direct}", highlight=False)
-    if asked.json:
+    if asked.record is not None:
         found = {"cells": [asdict(c) for c in cells], "best": [asdict(c) for c in best]}
-        asked.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+        asked.record.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+def recorded(path: Path) -> tuple[list[Compared], list[Compared]]:
+    """The cells and choices of earlier runs."""
+
+    def read(one: dict[str, Any]) -> Compared:
+        settings = {key: Setting(**one[key]) for key in ("setting", "fio_setting")}
+        rates = {key: tuple(one[key]) for key in ("ours_bytes_per_s", "fio_bytes_per_s")}
+        return Compared(**(one | settings | rates))
+
+    if not path.exists():
+        return [], []
+    found = json.loads(path.read_text("utf-8"))
+    return [read(one) for one in found["cells"]], [read(one) for one in found["best"]]
+
+
+def pooled(runs: list[Compared]) -> list[Compared]:
+    """The same cells of several runs as one."""
+    cells: dict[tuple[Mode, Setting, Setting], Compared] = {}
+    for run in runs:
+        key = run.mode, run.setting, run.fio_setting
+        cells[key] = joined(cells[key], run) if key in cells else run
+    return list(cells.values())
+
+
+def joined(one: Compared, other: Compared) -> Compared:
+    """All rounds of both; processor seconds as the mean of the rounds."""
+    counts = len(one.ratios), len(other.ratios)
+
+    def mean(a: float, b: float) -> float:
+        return (a * counts[0] + b * counts[1]) / sum(counts)
+
+    return replace(
+        one,
+        ours_bytes_per_s=one.ours_bytes_per_s + other.ours_bytes_per_s,
+        fio_bytes_per_s=one.fio_bytes_per_s + other.fio_bytes_per_s,
+        ours_cpu_s_per_gb=mean(one.ours_cpu_s_per_gb, other.ours_cpu_s_per_gb),
+        fio_cpu_s_per_gb=mean(one.fio_cpu_s_per_gb, other.fio_cpu_s_per_gb),
+    )
 
 
 def show(console: Console, title: str, cells: list[Compared]) -> None:
     """All cells, and what they come to together."""
     console.print(table(title, cells))
-    pooled = {m: Ratio.of([r for c in cells if c.mode == m for r in c.ratios]) for m in MODES}
-    pooled_all = Ratio.of([ratio for cell in cells for ratio in cell.ratios])
-    told_all = ", ".join(f"{mode} {shown(ratio)}" for mode, ratio in pooled.items())
-    console.print(f"all cells {shown(pooled_all)}; {told_all}", highlight=False)
+    by_mode = {m: Ratio.of([r for c in cells if c.mode == m for r in c.ratios]) for m in MODES}
+    in_all = Ratio.of([ratio for cell in cells for ratio in cell.ratios])
+    told = ", ".join(f"{mode} {shown(ratio)}" for mode, ratio in by_mode.items())
+    console.print(f"all cells {shown(in_all)}; {told}", highlight=False)
     cpu = Ratio.of([c.ours_cpu_s_per_gb / c.fio_cpu_s_per_gb for c in cells])
     console.print(f"CPU seconds per GB in multiples of fio's: {shown(cpu)}", highlight=False)
+
+
+def show_chosen(console: Console, best: list[Compared]) -> None:
+    """Every choice, and what they come to: by round, and where there are several by choice."""
+    console.print(table("what the sweep chose, against fio's best", best))
+    for mode in MODES:
+        choices = [one for one in best if one.mode == mode]
+        rounds = Ratio.of([ratio for one in choices for ratio in one.ratios])
+        means = Ratio.of([one.ratio.mean for one in choices])
+        console.print(
+            f"{mode}: all rounds {shown(rounds)}; {len(choices)} choices {shown(means)}",
+            highlight=False,
+        )
 
 
 if __name__ == "__main__":

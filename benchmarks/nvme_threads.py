@@ -1,13 +1,14 @@
 """Eight threads of Python that submit at once, against one: do they lower the sum?
 
-    PYTHONPATH=. python benchmarks/nvme_threads.py DIRECTORY [--backend io_uring] [--rounds 10]
+    PYTHONPATH=. python benchmarks/nvme_threads.py DIRECTORY [--rounds 10] [--record FILE]
 
 One backend, one file, as many bytes under way in both cases: one thread keeps eight transfers under
 way, or eight threads keep one each, every transfer of so many blocks. The drive is asked for the
 same in both cases: one stretch of the file after the other, or with --apart in eight streams, a
 part of the file for each, in turn. Both take turns, each first in every second round; ratios of
 speed and of processor seconds per byte, geometric means with 95% intervals. A ratio of 1 is what is
-asked for. Nothing is left on disk. Ten rounds take half a minute.
+asked for. Nothing is left on disk. Ten rounds take half a minute; with `--record` a run adds its
+figures to those in the file, and shows all of them together.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import json
 import mmap
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 from rich.console import Console
 
@@ -105,12 +108,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=2048, help="MiB of the file")
     parser.add_argument("--request", type=int, default=4, help="MiB of a transfer")
     parser.add_argument("--apart", action="store_true", help="eight streams of offsets")
+    parser.add_argument("--record", type=Path, help="a file of figures, to be added to")
     return parser.parse_args()
 
 
 def main() -> None:
     asked, console = arguments(), Console(highlight=False)
     request = asked.request * MIB
+    ratios: dict[str, list[tuple[float, float]]] = {"read": [], "write": []}
+    if asked.record is not None and asked.record.exists():
+        ratios = json.loads(asked.record.read_text("utf-8"))
     with contextlib.ExitStack() as opened:
         backend = opened.enter_context(contextlib.closing(open_backend(asked.backend, depth=32)))
         file = opened.enter_context(create_scratch(asked.directory, asked.size * MIB, backend))
@@ -121,23 +128,27 @@ def main() -> None:
         view = memoryview(memory)
         for at in range(0, file.bytes, request):  # no first writes while it is timed
             file.write_from(view[: min(request, file.bytes - at)], at).wait()
-        for writing in (False, True):
-            speeds, costs = [], []
-            for number in range(asked.rounds):
+        for number in range(asked.rounds):
+            for writing in (False, True):
                 found = {}
                 for threads in (1, THREADS) if number % 2 else (THREADS, 1):
                     turn = Turn(file, view, request, writing, asked.seconds, asked.apart)
                     found[threads] = turn.run(threads)
-                speeds.append(found[THREADS][0] / found[1][0])
-                costs.append(found[THREADS][1] / found[1][1])
-            speed, cost = Ratio.of(speeds), Ratio.of(costs)
-            console.print(
-                f"{'write' if writing else 'read '}: {THREADS} threads in multiples of one: speed "
-                f"{speed.mean:.3f} ({speed.low:.2f}-{speed.high:.2f}), processor seconds per byte "
-                f"{cost.mean:.2f} ({cost.low:.2f}-{cost.high:.2f}); {asked.backend}, "
-                f"O_DIRECT {file.direct}",
-                soft_wrap=True,
-            )
+                (speed, cost), (speed_of_one, cost_of_one) = found[THREADS], found[1]
+                both = speed / speed_of_one, cost / cost_of_one
+                ratios["write" if writing else "read"].append(both)
+        direct = file.direct
+    for mode, pairs in ratios.items():
+        speeds, costs = (Ratio.of(values) for values in zip(*pairs))
+        console.print(
+            f"{mode}: {THREADS} threads in multiples of one: speed {speeds.mean:.3f} "
+            f"({speeds.low:.2f}-{speeds.high:.2f}), processor seconds per byte {costs.mean:.2f} "
+            f"({costs.low:.2f}-{costs.high:.2f}); {speeds.count} rounds, {asked.backend}, "
+            f"O_DIRECT {direct}",
+            soft_wrap=True,
+        )
+    if asked.record is not None:
+        asked.record.write_text(json.dumps(ratios) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

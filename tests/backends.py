@@ -1,17 +1,21 @@
 """Helpers for tests of every backend of files: those that work here, opened and closed."""
 
 import contextlib
+import errno
+import os
+import subprocess
+import sys
 
 import pytest
 
 import aio
-from tests.faults import scratch
+from tests.faults import aligned, scratch
 
 USABLE = [found.name for found in aio.probe() if found.usable]
 ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
 
 if ENGINE:
-    from aio.native import Native
+    from aio.native import Faults, Native
 
 
 def few(names):
@@ -30,6 +34,32 @@ def opened(name, **limits):
 def engine(name, faults=None, **limits):
     with contextlib.closing(Native(name, faults=faults, **limits)) as backend:
         yield backend
+
+
+@contextlib.contextmanager
+def refusing(name, blocks, directory):
+    """A backend and its file whose every piece is refused, 65 ms long, then fails; and the tickets
+    of so many writes, one block each, one after the other."""
+    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
+    size = aio.ALIGN_BYTES
+    with (
+        engine(name, faults, depth=1, piece_bytes=size) as backend,
+        scratch(backend, blocks * size, directory) as file,
+    ):
+        yield backend, file, [file.write_from(aligned(size), n * size) for n in range(blocks)]
+
+
+def interpreter(code, *arguments, **variables):
+    """What a new interpreter prints, which ends well and says nothing else."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **variables},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
 
 
 @contextlib.contextmanager

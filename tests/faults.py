@@ -35,6 +35,36 @@ def scratch(pool, size=1 << 20, directory="/simulated"):
     return aio.create_scratch(directory, size, pool)
 
 
+def volume_of(ios, blocks, threads=1, **options):
+    """A volume of `blocks` blocks over simulated drives."""
+    names = [f"/drive{n}" for n in range(len(ios))]
+    turns = iter(ios)
+    return aio.create_volume(
+        names, blocks * aio.ALIGN_BYTES, lambda: aio.Pool(threads, next(turns)), **options
+    )
+
+
+class GateIO(aio.MemoryIO):
+    """A drive whose transfers, and syncs, wait while its gate is shut. It is open at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def preadv(self, fd, views, offset):
+        assert self.gate.wait(20)
+        return super().preadv(fd, views, offset)
+
+    def pwritev(self, fd, views, offset):
+        assert self.gate.wait(20)
+        return super().pwritev(fd, views, offset)
+
+    def fsync(self, fd):
+        assert self.gate.wait(20)
+        super().fsync(fd)
+
+
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 

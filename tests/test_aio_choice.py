@@ -4,15 +4,13 @@ import errno
 import os
 import platform
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 import aio
 from aio import backends
-from tests.backends import ENGINE, few
+from tests.backends import ENGINE, few, interpreter
 from tests.faults import aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
@@ -32,19 +30,6 @@ def forbid(calls, code):
     assert libc.prctl(38, 1, 0, 0, 0) == 0
     assert libc.prctl(22, 2, ctypes.c_char_p(head), 0, 0) == 0, ctypes.get_errno()
 """
-
-
-def run(code, *arguments, **variables):
-    """What a new interpreter prints."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **variables},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def test_the_first_that_works_serves():
@@ -111,7 +96,7 @@ def test_without_the_engine():
         "print(backend.name)\n"
         "backend.close()\n"
     )
-    assert run(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
+    assert interpreter(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
 
 
 @native
@@ -125,7 +110,7 @@ def test_no_descriptor_is_left():
         "except OSError as error: print(error)\n"
     )
     assert re.match(
-        r"\[Errno 24\] asked for a backend.*no descriptor is left.*ulimit -n", run(code)
+        r"\[Errno 24\] asked for a backend.*no descriptor is left.*ulimit -n", interpreter(code)
     )
 
 
@@ -146,7 +131,7 @@ def test_all_requests_of_linux_aio_are_taken():
         "try: aio.open_backend('linux_aio')\n"
         "except ValueError as error: print(error, '|', error.__cause__)\n"
     )
-    shown = run(code).splitlines()
+    shown = interpreter(code).splitlines()
     for line in shown[:2]:
         assert re.fullmatch(
             r"False all requests that fs.aio-max-nr allows are taken \(\d+ of \d+\): raise it"
@@ -177,7 +162,7 @@ def test_seccomp(calls, name, serves, tmp_path):
         "    f.write_from(mmap.mmap(-1, 4096), 0).wait()\n"
         "    print(backend.name)\n"
     )
-    reason, found = run(code, tmp_path, name).splitlines()
+    reason, found = interpreter(code, tmp_path, name).splitlines()
     assert "forbidden" in reason
     assert found == serves
 
@@ -198,7 +183,7 @@ def test_daemon_threads_at_exit(name, tmp_path):
         "time.sleep(0.05)\n"
     )
     for _ in range(2):
-        assert run(code, tmp_path, name) == ""
+        assert interpreter(code, tmp_path, name) == ""
     assert os.listdir(tmp_path) == []
 
 
@@ -257,4 +242,4 @@ def test_memory_that_may_not_be_locked(tmp_path):
         "    with aio.create_scratch(where, 8 << 20, backend) as file:\n"
         "        file.write_from(memory, 0).wait()\n"
     )
-    assert "more than `ulimit -l`" in run(code, tmp_path)
+    assert "more than `ulimit -l`" in interpreter(code, tmp_path)

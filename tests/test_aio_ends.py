@@ -1,6 +1,5 @@
 """How every backend ends: forks, exits, Ctrl-C, and opened and closed again and again."""
 
-import errno
 import gc
 import mmap
 import os
@@ -14,13 +13,10 @@ from pathlib import Path
 import pytest
 
 import aio
-from tests.backends import ENGINE, USABLE, engine, few, opened
+from tests.backends import ENGINE, USABLE, few, interpreter, opened, refusing
 from tests.faults import aligned, in_child, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
-
-if ENGINE:
-    from aio.native import Faults
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +73,7 @@ def test_child_that_exits_as_usual(name, tmp_path):
         "assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7\n"
         "ticket.wait()\n"
     )
-    run = [sys.executable, "-c", code, str(tmp_path), name]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert interpreter(code, tmp_path, name) == ""
 
 
 @pytest.mark.parametrize("name", few(USABLE))
@@ -92,21 +86,14 @@ def test_exit_without_closing(name, tmp_path):
         "tickets = [file.write_from(mmap.mmap(-1, 1 << 20), n << 20) for n in range(8)]\n"
     )
     for forget in ("", "del backend, file, tickets\n"):
-        run = [sys.executable, "-W", "error", "-c", code + forget, str(tmp_path), name]
-        done = subprocess.run(run, capture_output=True, text=True, timeout=60)
-        assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+        assert interpreter(code + forget, tmp_path, name) == ""
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", few(ENGINE))
 def test_ctrl_c_while_waiting(name, tmp_path):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
-    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
-    with (
-        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
-        scratch(backend, 6 * BLOCK, tmp_path) as file,
-    ):
-        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(6)]
+    with refusing(name, 6, tmp_path) as (_, _, tickets):
         for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
@@ -121,12 +108,7 @@ def test_ctrl_c_while_waiting(name, tmp_path):
 @pytest.mark.parametrize("name", few(ENGINE))
 def test_ctrl_c_while_closing(name, tmp_path):
     """It ends the wait and not the work: nothing new is taken, and closing again waits again."""
-    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
-    with (
-        engine(name, faults, depth=1, piece_bytes=BLOCK) as backend,
-        scratch(backend, 8 * BLOCK, tmp_path) as file,
-    ):
-        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(8)]
+    with refusing(name, 8, tmp_path) as (backend, file, tickets):
         for close in (file.close, backend.close):
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()

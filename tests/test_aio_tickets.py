@@ -10,12 +10,12 @@ import time
 import pytest
 
 import aio
-from aio.ticket import Latch
+from aio.ticket import LockSignal
 from tests.backends import ENGINE, USABLE, opened
-from tests.faults import aligned, nothing_leaks, scratch
+from tests.faults import GateIO, aligned, nothing_leaks, scratch, volume_of
 
 BLOCK = aio.ALIGN_BYTES
-KINDS = [Latch]
+KINDS = [LockSignal]
 
 if ENGINE:
     from aio._native import Signal
@@ -41,23 +41,6 @@ def test_no_end_is_overslept(name):
             tickets[0].wait(0)
 
 
-class Held(aio.MemoryIO):
-    """Writes, and syncs, end when they are let go."""
-
-    def __init__(self):
-        super().__init__()
-        self.go = threading.Event()
-        self.go.set()
-
-    def pwritev(self, fd, views, offset):
-        assert self.go.wait(20)
-        return super().pwritev(fd, views, offset)
-
-    def fsync(self, fd):
-        assert self.go.wait(20)
-        super().fsync(fd)
-
-
 @contextlib.contextmanager
 def later(*calls):
     """Each call, with its delay, by a thread of its own."""
@@ -74,25 +57,22 @@ CTRL_C = (os.kill, (os.getpid(), signal.SIGINT))
 
 def test_the_first_ctrl_c_waits_for_the_buffers_and_a_second_does_not():
     for calls in ([(0.05, *CTRL_C)], [(0.05, *CTRL_C), (0.3, *CTRL_C)]):
-        io = Held()
+        io = GateIO()
         with aio.Pool(1, io) as pool, scratch(pool, 2 * BLOCK) as file:
-            io.go.clear()
+            io.gate.clear()
             tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(2)]
-            free = [(0.2, io.go.set)] if len(calls) == 1 else []
+            free = [(0.2, io.gate.set)] if len(calls) == 1 else []
             with later(*calls, *free), pytest.raises(KeyboardInterrupt):
                 aio.wait_all(tickets)
             assert [ticket.done() for ticket in tickets] == [len(calls) == 1] * 2
-            io.go.set()
+            io.gate.set()
 
 
 def test_whoever_closes_a_volume_finds_it_closed():
-    ios = [Held(), Held()]
-    turns = iter(ios)
-    volume = aio.create_volume(
-        ["/a", "/b"], 4 * BLOCK, lambda: aio.Pool(1, next(turns)), unit_bytes=BLOCK
-    )
+    ios = [GateIO(), GateIO()]
+    volume = volume_of(ios, 4, unit_bytes=BLOCK)
     for io in ios:
-        io.go.clear()
+        io.gate.clear()
     ticket = volume.write_from(aligned(4 * BLOCK), 0)
     closers = [threading.Thread(target=volume.close) for _ in range(2)]
     for closer in closers:
@@ -100,7 +80,7 @@ def test_whoever_closes_a_volume_finds_it_closed():
     closers[1].join(0.1)
     assert all(closer.is_alive() for closer in closers)
     for io in ios:
-        io.go.set()
+        io.gate.set()
     for closer in closers:
         closer.join()
     assert ticket.done()
@@ -109,11 +89,11 @@ def test_whoever_closes_a_volume_finds_it_closed():
 
 def test_a_descriptor_stays_as_long_as_it_is_synced():
     """Its number may be another file's as soon as it is closed."""
-    io = Held()
+    io = GateIO()
     with aio.Pool(1, io) as pool, scratch(pool, BLOCK) as file:
-        io.go.clear()
+        io.gate.clear()
         sync, close = threading.Thread(target=file.sync), threading.Thread(target=file.close)
-        with later((0.2, io.go.set)):
+        with later((0.2, io.gate.set)):
             sync.start()
             time.sleep(0.05)
             close.start()
@@ -135,10 +115,10 @@ class Late(aio.Ticket):
         self.looks += 1
         return self.looks > 1
 
-    def watch(self, waiter):
-        waiter.set()
+    def watch(self, signal):
+        signal.set()
 
-    def unwatch(self, waiter):
+    def unwatch(self, signal):
         pass
 
     def _wait(self, timeout):
@@ -163,6 +143,25 @@ def test_a_drive_that_times_out_is_no_wait_that_does():
             for _ in range(9):
                 file.write_from(aligned(BLOCK), 0).wait()
         assert (type(caught.value), caught.value.errno) == (OSError, errno.EIO)
+
+
+@pytest.mark.parametrize("name", [name for name in ("libaio", "python") if name in USABLE])
+def test_a_transfer_whose_start_was_interrupted(name, tmp_path, monkeypatch):
+    """It is under way, or not at all, and closing ends."""
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(backend._requests, "wake", interrupted)
+            file.write_from(aligned(BLOCK), 0)
+        close = threading.Thread(target=file.close, daemon=True)
+        close.start()
+        close.join(20)
+        assert not close.is_alive()
+        assert (file.pending, file.bytes_written) == (0, BLOCK)
 
 
 @pytest.mark.parametrize("name", [name for name in ("libaio", "python") if name in USABLE])
@@ -199,17 +198,17 @@ def test_a_signal_in_the_midst_of_a_call_leaves_no_lock(name, tmp_path):
 @pytest.mark.parametrize("timeout", [0, 0.01, 1e-9])
 def test_waiting_ends(timeout):
     for kind in KINDS:
-        waiter = kind()
-        assert not waiter.wait(timeout)
-        waiter.set()
-        waiter.set()
-        assert waiter.wait(timeout)
+        found = kind()
+        assert not found.wait(timeout)
+        found.set()
+        found.set()
+        assert found.wait(timeout)
 
 
 def test_timeouts_that_are_no_numbers():
     for kind in KINDS:
         with pytest.raises(ValueError, match=r"NaN|no number"):
             kind().wait(float("nan"))
-        waiter = kind()
-        waiter.set()
-        assert waiter.wait(float("inf"))
+        found = kind()
+        found.set()
+        assert found.wait(float("inf"))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import aio
-from tests.faults import aligned, failure_of, in_child, nothing_leaks
+from tests.faults import GateIO, aligned, failure_of, in_child, nothing_leaks, volume_of
 
 BLOCK = aio.ALIGN_BYTES
 
@@ -25,15 +25,6 @@ WEIGHTS = st.lists(st.floats(1, 12), min_size=1, max_size=5)
 def _nothing_leaks():
     with nothing_leaks():
         yield
-
-
-def volume_of(ios, blocks, threads=1, **options):
-    """A volume of `blocks` blocks over simulated drives."""
-    names = [f"/drive{n}" for n in range(len(ios))]
-    turns = iter(ios)
-    return aio.create_volume(
-        names, blocks * BLOCK, lambda: aio.Pool(threads, next(turns)), **options
-    )
 
 
 # -- stripes ----------------------------------------------------------------------------------
@@ -337,23 +328,10 @@ def test_backends_that_do_not_start():
 # -- tickets ----------------------------------------------------------------------------------
 
 
-class Gate(aio.MemoryIO):
-    """A drive whose transfers wait until they may go on."""
-
-    def __init__(self):
-        super().__init__()
-        self.open_gate = threading.Event()
-        self.open_gate.set()
-
-    def pwritev(self, fd, views, offset):
-        assert self.open_gate.wait(20)
-        return super().pwritev(fd, views, offset)
-
-
 def test_a_ticket_is_done_when_its_last_part_is():
-    gate = Gate()
-    with volume_of([aio.MemoryIO(), gate], 8, unit_bytes=BLOCK) as volume:
-        gate.open_gate.clear()
+    drive = GateIO()
+    with volume_of([aio.MemoryIO(), drive], 8, unit_bytes=BLOCK) as volume:
+        drive.gate.clear()
         ticket = volume.write_from(aligned(8 * BLOCK), 0)
         alone = volume.write_from(aligned(BLOCK), 0)
         assert aio.wait_any([ticket, alone], timeout=20) is alone
@@ -370,17 +348,17 @@ def test_a_ticket_is_done_when_its_last_part_is():
             volume.close()
 
         assert in_child(child) == 0
-        threading.Timer(0.05, gate.open_gate.set).start()
+        threading.Timer(0.05, drive.gate.set).start()
         assert aio.wait_any([ticket], timeout=20) is ticket
         ticket.wait(0)
 
 
 def test_closing_waits_for_what_is_under_way():
-    gate = Gate()
-    volume = volume_of([aio.MemoryIO(), gate], 8, unit_bytes=BLOCK)
-    gate.open_gate.clear()
+    drive = GateIO()
+    volume = volume_of([aio.MemoryIO(), drive], 8, unit_bytes=BLOCK)
+    drive.gate.clear()
     ticket = volume.write_from(aligned(8 * BLOCK), 0)
-    threading.Timer(0.05, gate.open_gate.set).start()
+    threading.Timer(0.05, drive.gate.set).start()
     volume.close()
     assert ticket.done()
     ticket.wait(0)

@@ -11,9 +11,10 @@
 #include <cstring>
 #include <system_error>
 
+#include "descriptor.h"
+#include "futex.h"
 #include "io_uring_abi.h"
 #include "queue.h"
-#include "futex.h"
 
 namespace aio {
 
@@ -32,19 +33,6 @@ uint64_t discarded;  // what is read of eventfds; outlives every ring
 }
 
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
-
-class Descriptor {
-public:
-    explicit Descriptor(int fd) : fd_(fd) {}
-    Descriptor(const Descriptor&) = delete;
-    ~Descriptor() {
-        if (fd_ >= 0) close(fd_);
-    }
-    operator int() const { return fd_; }
-
-private:
-    int fd_;
-};
 
 class Mapping {
 public:
@@ -141,10 +129,12 @@ public:
         // These leave everything as it is for the next call.
         const bool passes = code == EINTR || code == ETIME || code == EAGAIN || code == EBUSY;
         if (code != 0 && !passes && out.empty()) fail("io_uring_enter", code);
+        if (code == ETIME && !wake_.is_ours()) fail("the eventfd", EBADF);
         return woken;
     }
 
     void wake() override {
+        if (!wake_.is_ours()) return;  // closed by others; `reap` finds that, too
         const uint64_t one = 1;
         while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {}
     }

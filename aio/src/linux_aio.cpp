@@ -1,5 +1,4 @@
 // The queue over Linux AIO (io_submit): asynchronous for O_DIRECT only, since Linux 4.18.
-#include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
 #include <sys/eventfd.h>
@@ -10,8 +9,9 @@
 #include <atomic>
 #include <system_error>
 
-#include "queue.h"
+#include "descriptor.h"
 #include "futex.h"
+#include "queue.h"
 
 namespace aio {
 
@@ -33,26 +33,22 @@ struct Ring {
 
 class LinuxAio final : public Queue {
 public:
-    explicit LinuxAio(int depth) : blocks_(size_t(depth)) {
+    explicit LinuxAio(int depth)
+        : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), blocks_(size_t(depth)) {
+        if (wake_ < 0) fail("eventfd");
         if (syscall(SYS_io_setup, depth + 1, &context_) != 0) fail("io_setup");
-        wake_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-        const char* call = wake_ < 0    ? "eventfd"
-                           : !waits()   ? "io_getevents"  // else only called where it must wait
-                           : !armed()   ? "io_submit of a poll"
-                                        : nullptr;
+        const char* call = !waits()   ? "io_getevents"  // else only called where it must wait
+                           : !armed() ? "io_submit of a poll"
+                                      : nullptr;
         if (call != nullptr) {
-            const int code = wake_ >= 0 && errno == EINVAL ? EOPNOTSUPP : errno;
+            const int code = errno == EINVAL ? EOPNOTSUPP : errno;
             syscall(SYS_io_destroy, context_);
-            if (wake_ >= 0) close(wake_);
             fail(call, code);
         }
         for (iocb& block : blocks_) free_.push_back(&block);
     }
 
-    ~LinuxAio() override {
-        syscall(SYS_io_destroy, context_);
-        close(wake_);
-    }
+    ~LinuxAio() override { syscall(SYS_io_destroy, context_); }
 
     size_t submit(std::span<Piece* const> pieces) override {
         const size_t count = std::min(pieces.size(), free_.size());
@@ -87,12 +83,13 @@ public:
         const long found = syscall(SYS_io_getevents, context_, wait_ns == 0 ? 0 : 1, EVENTS_MAX,
                                    events, wait_ns == FOREVER ? nullptr : &span);
         if (found < 0 && errno != EINTR) fail("io_getevents");
-        if (found == 0 && fcntl(wake_, F_GETFD) < 0) fail("the eventfd");  // closed by others
+        if (found == 0 && !wake_.is_ours()) fail("the eventfd", EBADF);  // closed by others
         for (long i = 0; i < found; i++) take(events[i], out);
         return woken_;
     }
 
     void wake() override {
+        if (!wake_.is_ours()) return;  // closed by others; `reap` finds that, too
         const uint64_t one = 1;
         while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {}
     }
@@ -133,7 +130,8 @@ private:
     void take(const io_event& event, std::vector<Completion>& out) {
         if (event.obj == reinterpret_cast<uintptr_t>(&poll_)) {
             uint64_t ignored;
-            while (read(wake_, &ignored, sizeof ignored) < 0 && errno == EINTR) {}
+            while (wake_.is_ours() && read(wake_, &ignored, sizeof ignored) < 0 &&
+                   errno == EINTR) {}
             armed_ = false;
             woken_ = true;
             return;
@@ -158,8 +156,8 @@ private:
     }
 
     aio_context_t context_ = 0;
-    int wake_ = -1;  // written by `wake`
-    iocb poll_{};    // of it
+    Descriptor wake_;  // written by `wake`
+    iocb poll_{};      // of it
     bool armed_ = false, woken_ = false;
     std::vector<iocb> blocks_;
     std::vector<iocb*> free_, chosen_;

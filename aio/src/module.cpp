@@ -88,8 +88,8 @@ template <class Wait> static bool wait_interruptibly(std::optional<double> secon
 
 // A signal as Python holds it. The engine's copy of the pointer knows nothing of Python, so that
 // whoever lets it go needs no GIL.
-struct Waiter {
-    std::shared_ptr<Signal> signal = std::make_shared<Signal>();
+struct PythonSignal {
+    std::shared_ptr<Signal> inner = std::make_shared<Signal>();
 };
 
 static bool wait_for(Signal& signal, std::optional<double> seconds) {
@@ -226,12 +226,12 @@ static void bind_engine(nb::module_& m) {
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
-    nb::class_<Waiter>(m, "Signal")
+    nb::class_<PythonSignal>(m, "Signal")
         .def(nb::init<>())
-        .def("set", [](Waiter& waiter) { waiter.signal->set(); })
+        .def("set", [](PythonSignal& signal) { signal.inner->set(); })
         .def("wait",
-             [](Waiter& waiter, std::optional<double> seconds) {
-                 return wait_for(*waiter.signal, seconds);
+             [](PythonSignal& signal, std::optional<double> seconds) {
+                 return wait_for(*signal.inner, seconds);
              },
              nb::arg("timeout") = nb::none());
     nb::class_<Request>(m, "Request")
@@ -249,8 +249,10 @@ NB_MODULE(_native, m) {
              },
              nb::arg("timeout") = nb::none())
         .def("failure", &failure)
-        .def("watch", [](Request& request, Waiter& waiter) { request.watch(waiter.signal); })
-        .def("unwatch", [](Request& request, Waiter& waiter) { request.unwatch(waiter.signal); });
+        .def("watch",
+             [](Request& request, PythonSignal& signal) { request.watch(signal.inner); })
+        .def("unwatch",
+             [](Request& request, PythonSignal& signal) { request.unwatch(signal.inner); });
     bind_engine(m);
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     m.def("probe", [](int kind) {
