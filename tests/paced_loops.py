@@ -136,6 +136,11 @@ def step_only(loop: Loop) -> None:
     loop.run.step()
 
 
+def step_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        step_only(loop)
+
+
 def train(loop: Loop) -> None:
     loop.backward()
     loop.run.step()
@@ -181,6 +186,11 @@ def look(loop: Loop) -> None:
 
 def hold(loop: Loop) -> None:
     loop.held = [parameter.detach() for parameter in loop.some_parameters()]
+
+
+def hold_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        hold(loop)
 
 
 def hold_gradients(loop: Loop) -> None:

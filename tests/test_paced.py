@@ -28,6 +28,7 @@ from tests.paced_loops import (
     edit_the_second_block,
     evaluate,
     hold,
+    hold_elsewhere,
     hold_gradients,
     load_states,
     look,
@@ -38,6 +39,7 @@ from tests.paced_loops import (
     save_states,
     set_gradients,
     step_and_keep_gradients,
+    step_elsewhere,
     stream_weights,
     train,
     use_one_block_inside_another,
@@ -67,6 +69,8 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "renew those held": ("cpu-cpu-cpu", [hold_gradients, backward_only, look_at_held]),
     "stream": ("device-cpu-cpu", [stream_weights]),
     "read states": ("cpu-cpu-device", [train, backward_only, look_at_states]),
+    "copy": ("device-cpu-cpu", [hold_elsewhere]),
+    "renew": ("device-cpu-cpu", [hold, step_elsewhere]),
 }
 AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "read states": ("cpu-cpu-cpu", [look_at_states]),
@@ -102,6 +106,13 @@ def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> Non
 def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(tmp_path: Any) -> None:
     actions = [hold, use_the_first_block, edit_the_second_block, evaluate]
     check(script_of([], [], actions, LATER), ("cpu", "cpu", "cpu"), tmp_path, tight=False)
+
+
+@pytest.mark.slow
+def test_states_are_loaded_before_an_update_needs_them(tmp_path: Any) -> None:
+    between = [train, backward_only, save_states, load_states]
+    script = script_of([], between, [look_at_states])  # At which only lanes are waited for.
+    check(script, ("cpu", "cpu", "device"), tmp_path, tight=True)
 
 
 def gradients_after_detach(

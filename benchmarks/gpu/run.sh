@@ -14,7 +14,7 @@
 #     table     benchmarks/results/gpu.md from all that was kept
 #
 # A stage has ten minutes less ten seconds; one that fails does not stop the next. --dry runs each
-# with a few bytes on whatever there is, and keeps nothing. Results go to benchmarks/results (or
+# with a few bytes on whatever there is, however long that takes there, and keeps nothing. Results go to benchmarks/results (or
 # $GPU_RESULTS) as JSON. $PYTHON is the interpreter (default: python3), $NVME_PATH a directory on a
 # local drive (default: the system's place for temporary files), $WHEELS a directory of wheels
 # for what `check` finds missing.
@@ -27,6 +27,7 @@ export PYTHONPATH=$PWD
 DRY=
 if [ "${1:-}" = --dry ]; then
     DRY=--dry
+    SECONDS_MAX=0 # None.
     shift
     GPU_RESULTS=$(mktemp -d)
     export GPU_RESULTS
