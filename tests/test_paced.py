@@ -169,6 +169,17 @@ def test_copies_by_way_of_registered_memory_arrive(
     assert not device.timeline.races
 
 
+def test_a_copy_on_the_device_is_there_for_every_stream() -> None:
+    with paced() as device:
+        one, other = device.zeros(64), device.zeros(64)
+        with bounce(device, 64) as copy:
+            copy(other, one)
+            with device.unordered():
+                other.add_(1)
+        device.timeline.finish()
+    assert not device.timeline.races
+
+
 def test_a_copy_that_fails_half_way_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.bounce.PIECE_BYTES", 64)
     with paced() as device:
