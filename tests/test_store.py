@@ -116,7 +116,7 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
             with pytest.raises(OSError, match="checksum"):
                 store.read("state", "a", value("state", "a", 2))
             assert len(started) == 3
-            assert all(ticket.done for ticket in started)
+            assert all(ticket.done() for ticket in started)
 
 
 def test_long_chunks_are_checked_in_stretches(tmp_path):
