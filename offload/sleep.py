@@ -123,7 +123,6 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
             executor.memory.give_back(tier)
         bed.asleep()
         raise
-    executor.device.settle()
     executor.bed = None
     bed.left()
 

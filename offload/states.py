@@ -16,7 +16,10 @@ from offload.program import Value
 
 
 class States:
-    """The moments (and residues) of an engine's parameters, and their step numbers."""
+    """The moments (and residues) of an engine's parameters, and their step numbers.
+
+    Whoever reads or writes one has waited for all updates (`Engine.settle`).
+    """
 
     def __init__(self, executor: Executor):
         """Every parameter at step 0, all states zero."""
@@ -51,7 +54,6 @@ class States:
         It is on the device where its home is, else in CPU memory: all states together need not
         fit the device.
         """
-        self._executor.quiesce("state", unit)
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         there_too = self._plan.home("state", unit).tier == "device"
@@ -78,7 +80,6 @@ class States:
         Raises:
             ValueError: a slot of another shape than the parameter.
         """
-        self._executor.quiesce("state", unit)
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         for name in plain_dtypes(fmt):

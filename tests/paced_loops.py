@@ -53,13 +53,28 @@ class Block(nn.Module):
         return x + self.down(F.gelu(inner))
 
 
+class Line(nn.Module):
+    """The least that a block can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor, aside: Aside) -> torch.Tensor:
+        with aside():
+            inner = self.up(x)
+        return x + inner
+
+
 class Small(nn.Module):
     """Runs parts of itself on other streams where there are any; its head is not waited for."""
+
+    block: type[nn.Module] = Block
 
     def __init__(self, *, tied: bool, checkpointed: bool):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.checkpointed = checkpointed
         self.aside: Aside = _here
@@ -75,6 +90,12 @@ class Small(nn.Module):
                 x = block(x, self.aside)
         with self.aside(waited_for=False):
             return self.head(x)
+
+
+class Least(Small):
+    """A third of the operations."""
+
+    block = Line
 
 
 def _here(**_: bool) -> AbstractContextManager[None]:
@@ -115,7 +136,8 @@ class Loop:
 
     def some_parameters(self) -> list[nn.Parameter]:
         model = self.run.model
-        return [model.blocks[0].up.weight, model.blocks[1].down.weight, model.head.weight]
+        second = list(model.blocks[1].parameters())[-1]
+        return [model.blocks[0].up.weight, second, model.head.weight]
 
 
 def backward_only(loop: Loop) -> None:
@@ -134,6 +156,11 @@ def evaluate_elsewhere(loop: Loop) -> None:
 
 def step_only(loop: Loop) -> None:
     loop.run.step()
+
+
+def step_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        step_only(loop)
 
 
 def train(loop: Loop) -> None:
@@ -181,6 +208,11 @@ def look(loop: Loop) -> None:
 
 def hold(loop: Loop) -> None:
     loop.held = [parameter.detach() for parameter in loop.some_parameters()]
+
+
+def hold_elsewhere(loop: Loop) -> None:
+    with loop.elsewhere():
+        hold(loop)
 
 
 def hold_gradients(loop: Loop) -> None:
@@ -293,6 +325,7 @@ class Script:
     """Whether parts of the model run on streams of their own."""
     max_grad_norm: float | None
     micro_batches: int | None
+    model: type[Small] = Small
 
     def go(
         self,
@@ -305,7 +338,7 @@ class Script:
         with attached(
             placement,
             directory,
-            build=lambda: Small(tied=self.tied, checkpointed=self.checkpointed),
+            build=lambda: self.model(tied=self.tied, checkpointed=self.checkpointed),
             max_grad_norm=self.max_grad_norm,
             micro_batches=self.micro_batches,
             **budgets,
@@ -325,12 +358,13 @@ class Script:
             return [*loop.seen, *result.weights.values(), *states]
 
 
-def draw_script(random: Random, steps: int) -> Script:
+def draw_script(random: Random, steps: int, model: type[Small] = Small) -> Script:
     """Any script of so many steps."""
     micro_batches = random.choice([None, 1])
+    most, longest_s = (2, 3e-3) if model is Small else (1, 1e-4)
 
     def some(actions: Actions) -> Actions:
-        return [random.choice(actions) for _ in range(random.randrange(3))]
+        return [random.choice(actions) for _ in range(random.randrange(most + 1))]
 
     drawn = [
         Step(
@@ -340,20 +374,30 @@ def draw_script(random: Random, steps: int) -> Script:
             {
                 "seed": random.randrange(1 << 32),
                 "host_pace": random.choice([0.0, 1.0, 30.0, 1000.0]),
-                "host_pauses_s": random.choice([0.0, 0.0, 3e-4, 3e-3]),
+                "host_pauses_s": random.choice([0.0, 0.0, 3e-4, longest_s]),
             },
         )
         for _ in range(steps)
     ]
     checkpointed, forked = random.choice([(False, False), (True, False), (False, True)])
     clip = random.choice([None, 0.1])
-    return Script(drawn, random.random() < 0.5, checkpointed, forked, clip, micro_batches)
+    return Script(drawn, random.random() < 0.5, checkpointed, forked, clip, micro_batches, model)
 
 
 @functools.cache
-def least(placement: tuple[str, str, str], tied: bool, directory: Any) -> dict[str, int]:
+def least(
+    placement: tuple[str, str, str],
+    tied: bool,
+    max_grad_norm: float | None,
+    model: type[Small],
+    directory: Any,
+) -> dict[str, int]:
+    """The smallest budgets; the norm takes some of the device too."""
     return smallest_budgets(
-        placement, directory, build=lambda: Small(tied=tied, checkpointed=False)
+        placement,
+        directory,
+        build=lambda: model(tied=tied, checkpointed=False),
+        max_grad_norm=max_grad_norm,
     )
 
 
@@ -361,7 +405,8 @@ def check(script: Script, placement: tuple[str, str, str], directory: Any, *, ti
     """Hold a script on a paced device against the same on the CPU, where all is resident."""
     expected = script.go(RESIDENT, directory)
     with paced() as device:
-        budgets = least(placement, script.tied, directory) if tight else {}
+        of = (script.tied, script.max_grad_norm, script.model)
+        budgets = least(placement, *of, directory) if tight else {}
         found = script.go(placement, directory, device, **budgets)
         device.timeline.finish()
     assert not device.timeline.races, "\n".join(sorted(set(device.timeline.races)))

@@ -17,14 +17,8 @@ import torch
 
 import cpu_adam
 from cpu_adam import choice, native, processors, reference
-from tests.test_adam_native import (
-    COMPILED,
-    PIECE,
-    State,
-    assert_same_state,
-    hyper,
-    needs_kernels,
-)
+from tests.adam_states import State, assert_same_state, hyper
+from tests.test_adam_native import COMPILED, PIECE, needs_kernels
 
 
 def updated(state: State, steps: int = 1) -> State:
@@ -135,7 +129,9 @@ def test_callers_at_once() -> None:
 FORKED = """
 import os, torch
 import cpu_adam
-from tests.test_adam_native import PIECE, State, hyper, assert_same_state, native
+from cpu_adam import native
+from tests.adam_states import State, hyper, assert_same_state
+from tests.test_adam_native import PIECE
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 cpu_adam.set_threads(3)
 def go():

@@ -308,6 +308,18 @@ def test_memory_goes_when_the_device_is_through_or_has_failed(fails: bool) -> No
     assert memory.arenas["device"].tensor.numel() == 0
 
 
+def test_the_memory_of_a_tier_goes_when_the_device_is_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Watched()
+    memory = Memory(small_plan(), device)
+    close = Arena.close
+    seen = []
+    monkeypatch.setattr(Arena, "close", lambda self: (seen.append(device.settled), close(self)))
+    memory.give_back("device")
+    assert seen == [1]
+
+
 def test_copies_of_parameters_take_a_tenth_of_the_device_they_lie_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import aio
 from offload.machine import DriveSpeed
-from offload.records import ChunkSpec, Segment, ValueSpec, lay_out_file
+from offload.records import ChunkEntry, ChunkSpec, Segment, ValueSpec, lay_out_file
 from offload.store import Store
 from tests.faults import aligned_tensor, failure_of, in_child, nothing_leaks
 
@@ -99,6 +99,24 @@ def test_oracle(tmp_path, where):
         assert store.bytes_read > 0
         assert store.bytes_written > LAYOUT.bytes
     assert os.listdir(tmp_path) == []
+
+
+def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
+    for seed in range(5):
+        with Store("/simulated", LAYOUT, io=aio.SimulatedIO(seed, delay_s_max=0.05)) as store:
+            store.write("state", "a", value("state", "a", 1), step=1)
+            store._entries["state", "a", 0] = ChunkEntry(1, 0)
+            started, read_into = [], store._volume.read_into
+
+            def read_and_note(*place, started=started, read_into=read_into):
+                started.append(read_into(*place))
+                return started[-1]
+
+            monkeypatch.setattr(store._volume, "read_into", read_and_note)
+            with pytest.raises(OSError, match="checksum"):
+                store.read("state", "a", value("state", "a", 2))
+            assert len(started) == 3
+            assert all(ticket.done() for ticket in started)
 
 
 def test_long_chunks_are_checked_in_stretches(tmp_path):

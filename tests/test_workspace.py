@@ -17,7 +17,7 @@ from cpu_adam import FORMATS, choice, native, patience, reference
 from cpu_adam.compact import temporaries_bytes
 from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.machine import Machine
-from tests.test_adam_native import State, assert_same_state, hyper_of
+from tests.adam_states import State, assert_same_state, hyper_of
 from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
 from tests.training import Net as Model
 

@@ -13,7 +13,8 @@ from torch import Tensor
 import cpu_adam
 from cpu_adam import FORMATS, Part, Span, UpdateTable, choice, crc32c, update, update_parts, views
 from cpu_adam.formats import StateFormat
-from tests.test_adam_native import PIECE, THREADS, hyper_of, told
+from tests.adam_states import hyper_of, told
+from tests.test_adam_native import PIECE, THREADS
 
 BLOCK = 16384
 """Elements that src/sweep.cpp updates before it takes their CRC."""

@@ -3,12 +3,17 @@
     python -m tests.waits [NAME ...]        all of them, or those whose name contains one of these
 
 Each is a change of one place in a source file; the tests run in a process of their own, in which
-that file is another. A line says what the first test to fail found.
+that file is another, up to the first that fails. A line says which, and what it found. Limits count
+processor time and looks at the process, so it may be stopped meanwhile.
+
+Not among them is what bounds and does not order: pieces under way (`copies`), a step that waits for
+the updates of the one before (`engine`).
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,11 +21,19 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS_MAX = 300
-TESTS = ("test_paced_lanes", "test_paced", "test_lanes", "test_schedule", "test_program")
+PROCESSOR_SECONDS_MAX = 120.0
+IDLE_LOOKS_MAX = 30
+"""So many looks a second apart at a process that could run and does nothing: it hangs."""
+
+IDLE_SECONDS = 0.05
+"""Processor time between two looks; a blocked wait wakes up ten times in a second."""
+
+IN_LANES = ("test_paced_lanes", "test_paced", "test_lanes", "test_schedule", "test_program")
+ELSEWHERE = ("test_paced", "test_paced_lanes")
 
 
 class Wait(NamedTuple):
@@ -30,6 +43,8 @@ class Wait(NamedTuple):
     file: str
     present: str
     absent: str
+    tests: tuple[str, ...] = ()
+    """Files with tests that are meant for it, beside those of all."""
 
 
 WAITS = (
@@ -198,34 +213,54 @@ WAITS = (
         "            for",
     ),
     Wait(
+        "weights: after a private copy",
+        "exposure",
+        "            self._executor.device.drain()  # Other streams look at it, and write what was "
+        "read.\n",
+        "",
+    ),
+    Wait(
+        "weights: after copies are renewed",
+        "exposure",
+        "copy_(self._read(unit, parameter))\n            self._executor.device.drain()\n",
+        "copy_(self._read(unit, parameter))\n",
+    ),
+    Wait(
         "states: before residues are zeroed",
         "exposure",
         '        self._executor.quiesce("state", unit)\n',
         "",
     ),
     Wait(
-        "states: before they are read",
-        "states",
-        '        self._executor.quiesce("state", unit)\n'
-        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
-        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        out",
+        "states: for updates before they are read",
+        "optimizer",
+        "        self.engine.settle()\n        self.engine.settle_edits",
+        "        self.engine.settle_edits",
+    ),
+    Wait(
+        "states: for updates before they are written",
+        "optimizer",
+        "        self.engine.settle()\n        for",
+        "        for",
+    ),
+    Wait(
+        "updates: until all are done",
+        "updates",
+        "        self._executor.lanes.wait(self._pending)\n",
+        "",
+    ),
+    Wait(
+        "updates: until the norm is known",
+        "updates",
+        "        self._executor.lanes.wait([self._normed])\n",
+        "",
+        ("test_exact",),
     ),
     Wait(
         "states: after they are read",
         "states",
         "        self._executor.device.drain()  # Before an update may write where it reads.\n",
         "",
-    ),
-    Wait(
-        "states: before they are written",
-        "states",
-        '        self._executor.quiesce("state", unit)\n'
-        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        for",
-        "        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)\n"
-        "        one = spec.parameters[parameter]\n        for",
     ),
     Wait(
         "gradients: before they are shown",
@@ -242,21 +277,14 @@ WAITS = (
     Wait(
         "gradients: before one is replaced",
         "gradients",
-        '        self._executor.quiesce("gradient", unit)\n        shown',
-        "        shown",
+        '        self._executor.quiesce("gradient", unit)\n        if now.shown.get',
+        "        if now.shown.get",
     ),
     Wait(
-        "gradients: before a copy of them is put home",
+        "gradients: before those shown are put home",
         "gradients",
-        '                self._executor.quiesce("gradient", unit)\n'
-        "                self._executor.poke",
-        "                self._executor.poke",
-    ),
-    Wait(
-        "gradients: before one that is apart is put home",
-        "gradients",
-        '                self._executor.quiesce("gradient", unit)\n                here',
-        "                here",
+        '            self._executor.quiesce("gradient", unit)\n            for parameter, shown',
+        "            for parameter, shown",
     ),
     Wait(
         "gradients: before those held are renewed",
@@ -296,6 +324,61 @@ WAITS = (
         "            _at_once(into, source)\n",
     ),
     Wait(
+        "sleep: for all that touches a home",
+        "sleep",
+        "        engine.executor.quiesce(kind, unit)\n",
+        "        pass\n",
+        ("test_sleep",),
+    ),
+    Wait(
+        "sleep: after a copy that failed",
+        "bounce",
+        "        device.drain()  # An error may have left a copy under way.\n",
+        "",
+    ),
+    Wait(
+        "memory: before it is given back",
+        "arena",
+        '        if tier == "device":\n            self._device.settle()\n',
+        "",
+        ("test_arena",),
+    ),
+    Wait(
+        "memory: before all of it is given back",
+        "arena",
+        "            self._device.settle()\n        self._homes, self._slots",
+        "            pass\n        self._homes, self._slots",
+        ("test_arena",),
+    ),
+    Wait(
+        "store: until a piece is through",
+        "store",
+        "        try:\n            ticket.wait()\n",
+        "        try:\n            pass\n",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until none is under way",
+        "store",
+        "            aio.wait_all(ticket for pieces in parts for _, ticket in pieces)\n",
+        "            pass\n",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until a header is read",
+        "store",
+        "extent.header_offset).wait()",
+        "extent.header_offset)",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until a header is written",
+        "store",
+        "write_from(block, offset).wait()",
+        "write_from(block, offset)",
+        ("test_store",),
+    ),
+    Wait(
         "device: after zeros were written",
         "device",
         "        self.drain()\n        return made",
@@ -314,9 +397,11 @@ for finder in sys.meta_path:
         break
 else:
     sys.exit(99)  # It is not installed editable.
-sys.exit(pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider",
+sys.exit(pytest.main(["-x", "-q", "-rfE", "--tb=line", "--timeout=0", "-p", "no:cacheprovider",
                       "-m", "slow or not slow", "-k", "not many", *sys.argv[3:]]))
 """
+
+_FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+)\.py::(.+?)(?: - (.*))?$", re.MULTILINE)
 
 
 def verdict(wait: Wait) -> str:
@@ -324,29 +409,50 @@ def verdict(wait: Wait) -> str:
     source = (ROOT / "offload" / f"{wait.file}.py").read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
+    usual = IN_LANES if wait.file in ("lanes", "schedule", "scoreboard", "task") else ELSEWHERE
+    tests = [f"tests/{name}.py" for name in (*wait.tests, *usual)]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{wait.file}.py"
         path.write_text(source.replace(wait.present, wait.absent), encoding="utf-8")
-        in_lanes = wait.file in ("lanes", "schedule", "scoreboard", "task")
-        tests = [f"tests/{name}.py" for name in (TESTS if in_lanes else (TESTS[1], TESTS[0]))]
-        asked = [sys.executable, "-c", _RUN, f"offload.{wait.file}", str(path), *tests]
-        try:
-            ran = subprocess.run(
-                asked,
+        with (Path(directory) / "told").open("w+", encoding="utf-8") as told:
+            ran = subprocess.Popen(
+                [sys.executable, "-c", _RUN, f"offload.{wait.file}", str(path), *tests],
                 cwd=ROOT,
-                capture_output=True,
-                text=True,
-                timeout=SECONDS_MAX,
-                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+                stdout=told,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "300"},
             )
-        except subprocess.TimeoutExpired:
-            return f"hangs for {SECONDS_MAX} s"
+            gone = _watch(ran)
+            told.seek(0)
+            output = told.read()
+    if gone is not None:
+        return gone
     if ran.returncode == 0:
         return "SURVIVES"
-    if ran.returncode != pytest.ExitCode.TESTS_FAILED:
-        return f"DOES NOT RUN: {(ran.stdout + ran.stderr).strip().splitlines()[-1]}"
-    told = [line for line in ran.stdout.splitlines() if line.startswith(("E ", "/", "FAILED"))]
-    return (told or ["fails"])[0].strip()
+    found = _FAILED.search(output)
+    if ran.returncode != pytest.ExitCode.TESTS_FAILED or found is None:
+        return f"DOES NOT RUN: {output.strip().splitlines()[-1:]}"
+    return f"{found[1]}, {found[2]} | {(found[3] or 'fails')[:80]}"
+
+
+def _watch(ran: subprocess.Popen[bytes]) -> str | None:
+    """Wait for the end of a process; what was wrong where it was ended here."""
+    process, before, idle = psutil.Process(ran.pid), 0.0, 0
+    while ran.poll() is None:
+        time.sleep(1.0)
+        try:
+            times, stopped = process.cpu_times(), process.status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            continue
+        used = times.user + times.system
+        if not stopped:
+            idle = idle + 1 if used - before < IDLE_SECONDS else 0
+        before = used
+        if used > PROCESSOR_SECONDS_MAX or idle > IDLE_LOOKS_MAX:
+            ran.kill()
+            ran.wait()
+            return "hangs |" if idle > IDLE_LOOKS_MAX else f"runs for {used:.0f} s |"
+    return None
 
 
 def main(names: list[str]) -> int:
@@ -354,11 +460,9 @@ def main(names: list[str]) -> int:
     chosen = [one for one in WAITS if not names or any(name in one.name for name in names)]
     left = 0
     for wait in chosen:
-        since = time.perf_counter()
         found = verdict(wait)
         left += found.startswith(("SURVIVES", "STALE", "DOES NOT"))
-        seconds = time.perf_counter() - since
-        print(f"{wait.file}.py | {wait.name} | {found} | {seconds:.0f} s", flush=True)
+        print(f"{wait.file} | {wait.name} | {found}", flush=True)
     print(f"{len(chosen)} waits, {left} of them not missed")
     return int(left > 0)
 
