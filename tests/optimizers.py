@@ -19,6 +19,15 @@ OURS: dict[str, Callable[..., Any]] = {
 }
 every_optimizer = pytest.mark.parametrize("kind", OURS)
 
+FOUR_PARTS = r"(?s)asked .*; found .*; likely cause: .*; try: "
+"""What a message must have."""
+
+
+def freed(x: Tensor, left: int = 0) -> Tensor:
+    """A tensor whose storage has only so many bytes left."""
+    x.untyped_storage().resize_(left)
+    return x
+
 
 def parameters(dtype: torch.dtype = torch.float32, seed: int = 0) -> list[nn.Parameter]:
     """One of each shape, one that is a transposed view, one with gaps between its elements."""
