@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from offload import interrupt
+from offload.intervals import Interval
 from offload.program import Lane, Op
 
 SPANS_MAX = 1 << 14
@@ -53,16 +55,20 @@ class Trace:
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
+        self.called: deque[Interval] = interrupt.calls
+        """Calls into any engine of the process."""
 
     def copy(self) -> Trace:
         """The same as of now; whoever records must not do so meanwhile."""
         copied = Trace()
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
-        copied.stepped = self.stepped.copy()
+        copied.stepped, copied.called = self.stepped.copy(), self.called.copy()
         return copied
 
     @property
     def since(self) -> float:
         """From here on nothing is missing; 0.0 where nothing has been forgotten."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
+        if len(self.called) == self.called.maxlen:
+            full.append(self.called[0][1])
         return max(full, default=0.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 from offload.runs import Run, Span
 
-ORDER = ("model", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
+ORDER = ("model", "engine", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
 """Lanes from top to bottom."""
 
 _PROCESS = 1
