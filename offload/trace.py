@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from offload import interrupt
 from offload.intervals import Interval
 from offload.program import Lane, Op
 
@@ -50,19 +49,19 @@ class Stepped(NamedTuple):
 class Trace:
     """What an engine did last."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: deque[Interval] | None = None) -> None:
+        """Nothing yet, but of calls into any engine of the process those of the ring `called`."""
         self.ran: deque[Ran] = deque(maxlen=SPANS_MAX)
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self.called: deque[Interval] = interrupt.calls
-        """Calls into any engine of the process."""
+        self.called: deque[Interval] = deque() if called is None else called
 
     def copy(self) -> Trace:
         """The same as of now; whoever records must not do so meanwhile."""
-        copied = Trace()
+        copied = Trace(self.called.copy())
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
-        copied.stepped, copied.called = self.stepped.copy(), self.called.copy()
+        copied.stepped = self.stepped.copy()
         return copied
 
     @property
