@@ -146,7 +146,7 @@ def test_the_timeline_is_what_its_format_asks():
     made = json.loads(json.dumps(report_timeline.timeline(MADE)))
     events = made["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert list(threads.values()) == ROWS
+    assert list(threads.values()) == ["steps", *ROWS]
     whole = [event for event in events if event["ph"] == "X"]
     assert len(whole) == len(MADE.spans) + len(MADE.waits)
     for event in whole:
