@@ -15,8 +15,8 @@ ORDER = ("model", "engine", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
 """Lanes from top to bottom."""
 
 _PROCESS = 1
-_STEPS = 1
-"""The row of moments, above those of the lanes."""
+_STEPS = 2
+"""The row of moments, above those of the lanes; that of the process's number is its main thread."""
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
