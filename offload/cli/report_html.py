@@ -109,6 +109,8 @@ def _amount(size: int) -> str:
 
 
 def _ways(found: Breakdown) -> str:
+    if not found.ways:
+        return "<p>None: all of them live where they are used.</p>"
     return _table(
         ["from > to", "bytes in a step"],
         [[way, format_bytes(round(size))] for way, size in sorted(found.ways.items())],
