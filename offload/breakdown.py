@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from offload.intervals import Interval, clip, length, overlap, union
 from offload.runs import Run
 
-MODEL, OTHER = "model", "other"
-"""The user's forward and backward; and what is neither that nor a wait: data, loss, Python."""
+MODEL, ENGINE, OTHER = "model", "engine", "other"
+"""The user's forward and backward; what the engine does in the user's thread meanwhile; and what
+is neither of them nor a wait: data, loss, Python. The last alone is not measured but what is left.
+"""
 
 HELP = {
     "compute": "a faster device, or no recomputing of activations if there is any; offloading "
@@ -21,6 +23,8 @@ HELP = {
     "d2h": "more tokens in a step (--batch, --micro-batches), or gradients on the device",
 }
 """What can be done about each, by name of a lane; `compute` is the user's own."""
+
+_TITLES = {MODEL: "forward and backward", ENGINE: "engine", OTHER: "data, loss, Python"}
 
 GAIN_LEAST = 0.02
 """Share of the step that something must save to be worth naming."""
@@ -36,7 +40,7 @@ class Breakdown:
     steps: int
     step_s: float
     parts: Mapping[str, float]
-    """`model`, then each lane that training waited for, then `other`: together the step."""
+    """`model`, each lane that training waited for, `engine`, `other`: together the step."""
     busy: Mapping[str, float]
     """By lane, how long it worked."""
     bytes: Mapping[str, float]
@@ -45,6 +49,11 @@ class Breakdown:
     """Bytes by the tiers that they left and reached: `nvme > cpu`."""
     misses: int
     """In all the steps together."""
+
+
+def title_of(part: str) -> str:
+    """A part of a step, for people."""
+    return _TITLES.get(part, f"waiting for {part}")
 
 
 def breakdown(run: Run) -> Breakdown:
@@ -75,14 +84,19 @@ def breakdown(run: Run) -> Breakdown:
         for lane in dict.fromkeys(wait.lane for wait in run.waits)
     }
     waited = union([one for found in waits.values() for one in found])
+    calls = busy.pop(ENGINE, [])
+    blocked = union([*calls, *waited])
     working = busy.pop(MODEL, [])
-    model = length(working) - overlap(working, waited)
-    parts = {MODEL: model, **{lane: length(found) for lane, found in waits.items()}}
+    parts = {
+        MODEL: length(working) - overlap(working, blocked),
+        **{lane: length(found) for lane, found in waits.items()},
+        ENGINE: length(blocked) - length(waited),
+    }
     parts[OTHER] = max(0.0, until - since - sum(parts.values()))
     moved: dict[str, float] = {}
     ways: dict[str, float] = {}
     for span in run.spans:
-        if span.lane != MODEL and since <= span.start < until:
+        if span.lane in busy and since <= span.start < until:
             moved[span.lane] = moved.get(span.lane, 0.0) + span.bytes
             if span.tier:
                 ways[span.tier] = ways.get(span.tier, 0.0) + span.bytes
@@ -104,14 +118,15 @@ def bound(run: Run, found: Breakdown) -> str:
 
     It is what would make the step fastest if it were twice as fast, by the simulator, which sees
     past the lane that training happens to wait for; where nothing would, what takes most of it.
-    What is outside of all lanes would save half of itself.
+    The engine's own work and what is outside of all lanes would save half of themselves.
     """
     if run.prediction is not None and run.prediction.what_if:
         what_if = run.prediction.what_if
         best = min(what_if, key=lambda name: what_if[name])
         saved = run.prediction.step_s - what_if[best]
-        if saved < found.parts.get(OTHER, 0.0) / 2:
-            return OTHER
+        rest = max((ENGINE, OTHER), key=lambda name: found.parts.get(name, 0.0))
+        if saved < found.parts.get(rest, 0.0) / 2:
+            return rest
         if saved >= GAIN_LEAST * run.prediction.step_s:
             return MODEL if best == "compute" else best
     return max(found.parts, key=lambda name: found.parts[name])
@@ -121,10 +136,15 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     """What bounds the step, and what would help most, in a sentence each."""
     name = bound(run, found)
     share = found.parts.get(name, 0.0) / found.step_s
-    waits = sum(s for part, s in found.parts.items() if part not in (MODEL, OTHER))
+    waits = sum(s for part, s in found.parts.items() if part not in (MODEL, ENGINE, OTHER))
     busy = found.busy.get(name, 0.0) / found.step_s
     if name == MODEL:
         told = [f"The model's own compute bounds the step: {share:.0%} of it."]
+    elif name == ENGINE:
+        told = [
+            f"The engine's own Python bounds the step: {share:.0%} of it. It takes as long for a "
+            "small unit as for a large one. Try more tokens in a step (--batch), or larger blocks."
+        ]
     elif name == OTHER:
         told = [
             f"Neither compute nor a lane bounds the step: {share:.0%} of it is data, the loss and "

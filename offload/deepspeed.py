@@ -51,6 +51,8 @@ class Translation:
     config: DeepSpeedConfig
     values: Mapping[str, Any] = field(default_factory=dict)
     """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
+    auto: tuple[str, ...] = ()
+    """Keys that the file leaves to others."""
     unknown: tuple[str, ...] = ()
     """Keys that neither DeepSpeed nor this table knows, where DeepSpeed ignores them."""
     spelled: Mapping[str, str] = field(default_factory=dict)
@@ -74,8 +76,12 @@ class Translation:
                 mine = (became or {}).get(name, f"yours: {key.says}")
                 lines.append(f"{told} = {_text(value)}: {mine}")
         if "gradient_clipping" not in self.values:
-            norm = self.config.max_grad_norm
-            lines.append(f"gradient_clipping is missing: max_grad_norm={norm}, DeepSpeed's default")
+            norm, how = self.config.max_grad_norm, "missing"
+            if "gradient_clipping" in self.auto:
+                how = '"auto"'
+            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, DeepSpeed's default")
+        if auto := [name for name in self.auto if name != "gradient_clipping"]:
+            lines.append(f'"auto", so as if they were not there: {", ".join(auto)}')
         lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]
         if self.unknown:
             lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(self.unknown)}")
@@ -106,7 +112,8 @@ def translate(content: Any) -> Translation:
         raise ValueError(f"expected one JSON object, found {_text(content)}")
     unknown: list[str] = []
     spelled: dict[str, str] = {}
-    values = dict(_flat(content, "", unknown, spelled))
+    auto: list[str] = []
+    values = dict(_flat(content, "", unknown, spelled, auto))
     fields = _fields(values)
     expects = tuple(
         (name, _hashable(value))
@@ -114,7 +121,9 @@ def translate(content: Any) -> Translation:
         if name.startswith(("optimizer.", "scheduler."))
     )
     config = DeepSpeedConfig(**fields, expects=expects)
-    return Translation(config=config, values=values, unknown=tuple(unknown), spelled=spelled)
+    return Translation(
+        config=config, values=values, unknown=tuple(unknown), auto=tuple(auto), spelled=spelled
+    )
 
 
 def _parsed(text: str) -> Any:
@@ -142,9 +151,13 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _flat(
-    found: Mapping[str, Any], section: str, unknown: list[str], spelled: dict[str, str]
+    found: Mapping[str, Any],
+    section: str,
+    unknown: list[str],
+    spelled: dict[str, str],
+    auto: list[str],
 ) -> Iterator[tuple[str, Any]]:
-    """Proper names and values of all keys that hold something."""
+    """Proper names and values of all keys that hold something; those of the others go to lists."""
     seen: dict[str, str] = {}
     for given, value in found.items():
         full = f"{section}.{given}".lstrip(".")
@@ -156,6 +169,8 @@ def _flat(
         seen[name] = given
         if name != full:
             spelled[name] = full
+        if isinstance(value, str) and _is_default(value):
+            auto.append(full)
         if section in FREE_SECTIONS:
             if not _is_default(value):
                 yield full, value
@@ -164,7 +179,7 @@ def _flat(
             unknown.append(full)
         elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
             value = _as_section(name, value)
-            yield from _flat(value, name, unknown, spelled)
+            yield from _flat(value, name, unknown, spelled, auto)
         elif not _is_default(value):
             yield name, _read(BY_NAME[name], value)
 

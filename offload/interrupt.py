@@ -18,6 +18,8 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import functools
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
@@ -38,6 +40,13 @@ _came: dict[int, FrameType | None] = {}
 _presses = 0
 """How often Ctrl-C was among them."""
 _torn: list[str] = []
+
+CALLS_MAX = 1 << 16
+"""Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
+
+calls: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
+"""When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`).
+On threads other than the main one those within a call are here, too."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -62,9 +71,15 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         global _inside, _presses
-        # On other threads Python calls no handlers.
-        if _inside or threading.get_ident() != _MAIN:
+        if threading.get_ident() != _MAIN:  # On other threads Python calls no handlers.
+            since = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                calls.append((since, time.perf_counter()))
+        if _inside:
             return function(*args, **kwargs)
+        since = time.perf_counter()
         get: Any = _signal.getsignal
         handlers = [(number, it) for number in _NUMBERS if callable(it := get(number))]
         begun, before = False, len(_torn)
@@ -89,6 +104,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         finally:
             if _inside or _came:
                 _end(handlers)
+            calls.append((since, time.perf_counter()))
 
     return run
 

@@ -146,7 +146,7 @@ def _usable(path: str) -> tuple[int, int]:
             raise OSError(code, os.strerror(code))
         drive = os.stat(path).st_dev
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, ("the drive failed", "give another directory"))
+        advice = _advice(error, path)
         raise OSError(
             error.errno or errno.EIO,
             f"nvme_path (--nvme-path) cannot be used: {error.strerror or error}; "
@@ -154,6 +154,15 @@ def _usable(path: str) -> tuple[int, int]:
             path,
         ) from None
     return stat.f_bavail * stat.f_frsize, drive
+
+
+def _advice(error: OSError, path: str) -> tuple[str, str]:
+    """The likely cause of an error with a directory, and one thing to try."""
+    parts = path.replace(",", ":").split(":")
+    if error.errno == errno.ENOENT and len(parts) > 1 and any(map(os.path.isdir, parts)):
+        each = " ".join(parts)
+        return "several are joined in one text", f"give each by itself, --nvme-path {each}"
+    return _ADVICE.get(error.errno or 0, ("the drive failed", "give another directory"))
 
 
 _ADVICE = {
@@ -166,7 +175,7 @@ _ADVICE = {
     errno.EACCES: ("this user may not write there", "give a directory of your own"),
     errno.EROFS: ("the file system is mounted read-only", "give a directory on another drive"),
 }
-"""By errno, the likely cause and one thing to try."""
+"""What `_advice` says, by errno."""
 
 
 def ranks_on_host() -> int:

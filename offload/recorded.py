@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 
+from offload.breakdown import ENGINE, MODEL
 from offload.engine import Engine
 from offload.intervals import Interval, clip, length, overlap, union
 from offload.machine import Machine
@@ -32,6 +33,7 @@ def run_of(engine: Engine) -> Run | None:
     report = engine.report()
     starts = [ran.start for ran in trace.ran] + [one.at for one in trace.stepped]
     zero = min(starts, default=0.0)
+    calls = union(call for call in trace.called if call[0] >= max(zero, trace.since))
     names = [unit.name for unit in engine.plan.profile.units]
     return Run(
         made=datetime.now().isoformat(timespec="seconds"),
@@ -44,7 +46,10 @@ def run_of(engine: Engine) -> Run | None:
             use.tier: (use.resident_bytes + use.staging_bytes, use.budget_bytes)
             for use in report.tiers
         },
-        spans=[_span(ran, zero, names) for ran in sorted(trace.ran, key=lambda ran: ran.start)],
+        spans=[
+            *(_span(ran, zero, names) for ran in sorted(trace.ran, key=lambda ran: ran.start)),
+            *(Span(ENGINE, "call", "", start - zero, stop - zero, 0) for start, stop in calls),
+        ],
         waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
         stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],
         since=max(0.0, trace.since - zero),
@@ -54,7 +59,7 @@ def run_of(engine: Engine) -> Run | None:
 
 def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
     op = ran.op
-    lane = "model" if op.verb in _USER else ran.lane.value
+    lane = MODEL if op.verb in _USER else ran.lane.value
     unit = names[op.value.unit] if 0 <= op.value.unit < len(names) else ""
     name, tier = op.verb.value, ""
     if op.verb is Verb.MOVE:
@@ -64,7 +69,11 @@ def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
 
 
 def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
-    """The simulator's word on the last steps, at the speeds that were seen in them."""
+    """The simulator's word on the last steps, at the speeds that were seen in them.
+
+    The engine's own work within a unit's stretch of compute is taken for compute, but a faster
+    device would not make it faster.
+    """
     kept = [one for one in trace.stepped if one.at >= trace.since]
     program = engine.program
     ops = sum(len(phase.ops) for phase in program.phases.values())
@@ -85,22 +94,24 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
     used = sum(count for (_, verb), count in each.items() if verb is Verb.FORWARD)
     micro_batches = max(1, round(forwards / used / steps))
     compute, working = _compute(inside, waits)
+    _, own = _compute(inside, union([*waits, *clip(trace.called, since, until)]))
+    gained = (1 - 1 / WHAT_IF_FACTOR) * (own / working if working else 0.0)
     seconds = {key: compute.get(key, 0.0) / (n * steps * micro_batches) for key, n in each.items()}
     idle = max(0.0, until - since - length(waits) - working) / steps
     machine = _machine(inside, device_is_cpu=engine.executor.device.is_host)
 
-    def timeline(machine: Machine, faster: float = 1.0) -> Timeline:
+    def timeline(machine: Machine, left: float = 1.0) -> Timeline:
         return simulate(
             program,
             machine,
-            lambda unit, verb: seconds[unit, verb] / faster,
+            lambda unit, verb: seconds[unit, verb] * left,
             micro_batches=micro_batches,
             host_seconds=idle,
             updates_in_backward=engine.finality.counts,
         )
 
     found = timeline(machine)
-    what_if = {"compute": timeline(machine, WHAT_IF_FACTOR).step_seconds}
+    what_if = {"compute": timeline(machine, 1 - gained).step_seconds}
     for lane, fields in _SPEEDS.items():
         faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in fields}
         if any(ran.lane is lane and ran.op.verb not in _USER for ran in inside):
@@ -110,9 +121,9 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
 
 
 def _compute(
-    inside: Sequence[Ran], waits: Sequence[Interval]
+    inside: Sequence[Ran], out: Sequence[Interval]
 ) -> tuple[dict[tuple[int, Verb], float], float]:
-    """Seconds of the user's compute by unit and verb, and of all together, waits left out.
+    """Seconds of the user's compute by unit and verb, and of all together, less what is in `out`.
 
     Units in use together share their time: what each has is scaled so that the sum is that of all.
     """
@@ -123,7 +134,7 @@ def _compute(
 
     def net(found: Iterable[Interval]) -> float:
         joined = union(found)
-        return length(joined) - overlap(joined, waits)
+        return length(joined) - overlap(joined, out)
 
     whole = net(one for found in spans.values() for one in found)
     each = {key: net(found) for key, found in spans.items()}

@@ -21,7 +21,8 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One op as it ran. The lane of the user's own compute is `model`."""
+    """One op as it ran. The lane of the user's own compute is `model`, that of the calls into the
+    engine by the user's thread `engine`."""
 
     lane: str
     name: str

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from offload.intervals import Interval
 from offload.program import Lane, Op
 
 SPANS_MAX = 1 << 14
@@ -48,15 +49,17 @@ class Stepped(NamedTuple):
 class Trace:
     """What an engine did last."""
 
-    def __init__(self) -> None:
+    def __init__(self, called: deque[Interval] | None = None) -> None:
+        """Nothing yet, but of calls into any engine of the process those of the ring `called`."""
         self.ran: deque[Ran] = deque(maxlen=SPANS_MAX)
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
+        self.called: deque[Interval] = deque() if called is None else called
 
     def copy(self) -> Trace:
         """The same as of now; whoever records must not do so meanwhile."""
-        copied = Trace()
+        copied = Trace(self.called.copy())
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
         copied.stepped = self.stepped.copy()
         return copied
@@ -65,4 +68,6 @@ class Trace:
     def since(self) -> float:
         """From here on nothing is missing; 0.0 where nothing has been forgotten."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
+        if len(self.called) == self.called.maxlen:
+            full.append(self.called[0][1])
         return max(full, default=0.0)

@@ -98,6 +98,11 @@ def test_what_is_missing_is_the_default():
         "gradient_clipping is missing: max_grad_norm=1.0, DeepSpeed's default"
     ]
     assert deepspeed.translate({"gradient_clipping": 0}).config.max_grad_norm is None
+    auto = {"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": "auto"}
+    assert deepspeed.translate(auto).report() == [
+        'gradient_clipping is "auto": max_grad_norm=1.0, DeepSpeed\'s default',
+        '"auto", so as if they were not there: fp16.enabled, bf16',
+    ]
 
 
 def zero(**section):

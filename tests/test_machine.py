@@ -289,3 +289,11 @@ def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("OFFLOAD_MACHINE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profile_path() == tmp_path / "offload" / "machine.json"
+
+
+@pytest.mark.parametrize("joint", [":", ","])
+def test_directories_joined_in_one_text_are_seen(tmp_path: Path, joint: str) -> None:
+    (tmp_path / "a").mkdir()
+    joined = f"{tmp_path / 'a'}{joint}{tmp_path / 'b'}"
+    with pytest.raises(FileNotFoundError, match=f"--nvme-path {tmp_path / 'a'} {tmp_path / 'b'}"):
+        nvme_free_bytes((joined,), ())

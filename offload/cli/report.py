@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from offload import runs
-from offload.breakdown import OTHER, Breakdown, breakdown, verdict
+from offload.breakdown import Breakdown, breakdown, title_of, verdict
 from offload.cli import BadInput, bad_input, report_html, report_timeline
 from offload.cli.console import Output
 from offload.cli.flags import Flags
@@ -128,14 +128,8 @@ def _parts(found: Breakdown, *, bars: bool) -> Table:
         share = seconds / found.step_s
         style = "red" if name in found.busy and share >= 0.05 else ""
         bar = [ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)] * bars
-        table.add_row(part_name(name), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
+        table.add_row(title_of(name), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
     return table
-
-
-def part_name(name: str) -> str:
-    """A part of a step, for people."""
-    own = {"model": "forward and backward", OTHER: "data, loss, Python"}
-    return own.get(name, f"waiting for {name}")
 
 
 def _lanes(run: Run, found: Breakdown, *, shares: bool) -> Table:

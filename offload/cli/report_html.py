@@ -6,8 +6,8 @@ import html
 import json
 from importlib import resources
 
-from offload.breakdown import Breakdown, verdict
-from offload.cli import report, report_timeline
+from offload.breakdown import ENGINE, MODEL, OTHER, Breakdown, title_of, verdict
+from offload.cli import report_timeline
 from offload.config import format_bytes
 from offload.runs import Run
 
@@ -57,9 +57,9 @@ def _cards(run: Run, found: Breakdown) -> str:
 def _parts(found: Breakdown) -> str:
     bars, legend = [], []
     for name, seconds in found.parts.items():
-        share, title = seconds / found.step_s, html.escape(report.part_name(name))
-        kind = name if name in ("model", "other") else "wait"
-        told = f"{title}: {seconds:.3f} s ({share:.1%})"
+        share = seconds / found.step_s
+        kind = name if name in (MODEL, ENGINE, OTHER) else "wait"
+        told = f"{html.escape(title_of(name))}: {seconds:.3f} s ({share:.1%})"
         bars.append(f'<i class="{kind}" style="width:{100 * share:.2f}%" title="{told}"></i>')
         legend.append(f'<span><i class="{kind}"></i>{told}</span>')
     return f"<div class=bar>{''.join(bars)}</div><div class=legend>{''.join(legend)}</div>"
@@ -109,6 +109,8 @@ def _amount(size: int) -> str:
 
 
 def _ways(found: Breakdown) -> str:
+    if not found.ways:
+        return "<p>None: all of them live where they are used.</p>"
     return _table(
         ["from > to", "bytes in a step"],
         [[way, format_bytes(round(size))] for way, size in sorted(found.ways.items())],

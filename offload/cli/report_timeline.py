@@ -11,10 +11,12 @@ from typing import Any
 
 from offload.runs import Run, Span
 
-ORDER = ("model", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
+ORDER = ("model", "engine", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
 """Lanes from top to bottom."""
 
 _PROCESS = 1
+_STEPS = 2
+"""The row of moments, above those of the lanes; that of the process's number is its main thread."""
 
 
 def rows(spans: Iterable[Span]) -> list[list[Span]]:
@@ -45,20 +47,13 @@ def lanes(run: Run) -> list[tuple[str, list[Span]]]:
 def timeline(run: Run) -> dict[str, Any]:
     """The JSON object of the format. Times there are in microseconds."""
     events: list[dict[str, Any]] = [_meta("process_name", 0, name="offload")]
-    for thread, (title, spans) in enumerate(lanes(run), start=1):
+    for thread, (title, spans) in enumerate([("steps", []), *lanes(run)], start=_STEPS):
         events.append(_meta("thread_name", thread, name=title))
         events.append(_meta("thread_sort_index", thread, sort_index=thread))
         events += [_event(span, thread) for span in spans]
+    moment = {"ph": "i", "s": "t", "pid": _PROCESS, "tid": _STEPS}
     events += [
-        {
-            "ph": "i",
-            "s": "g",
-            "name": f"step {number}",
-            "ts": at * 1e6,
-            "pid": _PROCESS,
-            "tid": 1,
-        }
-        for number, at, _ in run.stepped
+        {**moment, "name": f"step {number}", "ts": at * 1e6} for number, at, _ in run.stepped
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made": run.made}}
 
