@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -352,6 +353,10 @@ class Gradients:
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
     return gradient
+
+
+_GRAD: Any = torch.Tensor.grad
+"""Torch's own, whatever a class makes of it."""

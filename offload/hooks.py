@@ -81,6 +81,7 @@ class Hooks:
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
+        self._engine.calls.begin()
         self._engine.casts.begin()
 
     def _leave_guards(self) -> None:
@@ -97,6 +98,12 @@ class Hooks:
         self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         self._engine.check()
+        if not in_backward():
+            if self._engine.calls.broken_off:
+                self._in_forward = False
+                self._leave_guards()
+                self._engine.end_abandoned()
+            self._engine.calls.begin()
         for unit in used:
             self._engine.enter(unit)
             self._engine.casts.use(unit)
@@ -124,6 +131,8 @@ class Hooks:
                     for leaf in own:
                         announce: Any = leaf.register_hook
                         announce(_alone(self._engine.lock, partial(self._before_backward, unit)))
+        if not self._guards and not self._in_forward:
+            self._engine.calls.end()
         for unit in used:
             self._engine.leave(unit)
         return output

@@ -237,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the groups' parameters, or make them zeros."""
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()
         for parameter in self.parameters():
@@ -262,7 +262,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def _take_step(self) -> None:
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self._structure.check()
         frozen = self._freeze()
         self.engine.step(frozen)
