@@ -151,7 +151,7 @@ class Gradients:
         now = self._units[unit]
         now.task = task
         for parameter in list(now.shown):
-            if not self._held(unit, parameter):
+            if not self._held(unit, parameter) and not self._viewed(unit, parameter):
                 del now.shown[parameter]
                 now.apart.discard(parameter)
         if not now.shown:

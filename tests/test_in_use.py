@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,8 @@ EDITS = [multiply_data, multiply, multiply_detached, assign]
 
 def in_forward(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
     def feature(run: Run, number: int) -> None:
-        hook = run.model.blocks[2].register_forward_pre_hook(  # type: ignore[index,union-attr]
-            lambda module, args: edit(module.up.weight)
-        )
+        blocks: Any = run.model.blocks
+        hook = blocks[2].register_forward_pre_hook(lambda module, args: edit(module.up.weight))
         plain(run, number)
         hook.remove()
         plain(run, number)
@@ -100,7 +100,8 @@ def test_a_change_in_its_own_pass_counts(
 
 def cut_forward(run: Run) -> None:
     """A forward that Ctrl-C ends in the midst of a block."""
-    hook = run.model.blocks[2].down.register_forward_pre_hook(_press)  # type: ignore[index,union-attr]
+    blocks: Any = run.model.blocks
+    hook = blocks[2].down.register_forward_pre_hook(_press)
     with pytest.raises(KeyboardInterrupt):
         run.model(batch(run.generator))
     hook.remove()
@@ -130,7 +131,8 @@ def test_a_change_after_ctrl_c_counts(
 
 def edited_while_handled(run: Run, number: int) -> None:
     """The traceback, with all frames of the forward, is alive still."""
-    hook = run.model.blocks[2].down.register_forward_pre_hook(_press)  # type: ignore[index,union-attr]
+    blocks: Any = run.model.blocks
+    hook = blocks[2].down.register_forward_pre_hook(_press)
     try:
         run.model(batch(run.generator))
     except KeyboardInterrupt:
@@ -190,12 +192,12 @@ def cut_backward(run: Run, number: int) -> None:
         raise _Stop
 
     run.loss().backward()
-    hook = run.model.blocks[1].up.weight.register_hook(stop)  # type: ignore[index,union-attr]
+    blocks: Any = run.model.blocks
+    hook = blocks[1].up.weight.register_hook(stop)
     with pytest.raises(_Stop):
         run.loss().backward()
     hook.remove()
-    cut: Any = run.model.blocks[1]  # type: ignore[index,union-attr]
-    for parameter in (*cut.parameters(), *run.model.parameters()):
+    for parameter in (*blocks[1].parameters(), *run.model.parameters()):
         assert parameter.grad is not None
         run.extra.append(parameter.grad.double().sum().item())
     if number == 1:
@@ -210,6 +212,28 @@ def test_gradients_after_a_backward_that_raised(
     options: dict[str, Any] = {"build": build, "dtype": torch.float32}
     found = train(placement, tmp_path, cut_backward, **options)
     assert_same(found, train_alone(cut_backward, **options))
+
+
+def views_held(run: Run, number: int) -> None:
+    """Views of gradients, kept and edited over several backwards."""
+    run.loss().backward()
+    views = [p.grad[:1].detach() for p in run.model.parameters()]  # type: ignore[index]
+    for _ in range(2):
+        run.loss().backward()
+        run.extra += [view.double().sum().item() for view in views]
+        views[0].mul_(2)
+    run.extra.append(up(run).grad.sum().item())
+    del views
+    run.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_views_of_gradients_held_over_a_backward(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
+    found = train(placement, tmp_path, views_held, **options)
+    assert_same(found, train_alone(views_held, **options))
 
 
 @pytest.fixture
@@ -227,8 +251,6 @@ def cut(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize("touch", ["data", "detach", "grad", "set_grad", "del_grad", "copy"])
 def test_a_touch_puts_at_rest_what_was_broken_off(touch: str, cut: Run) -> None:
-    import copy
-
     weight = up(cut)
     wanted = dict(cut.model.named_parameters())["blocks.2.up.weight"].clone()
     if touch == "grad":
@@ -254,7 +276,8 @@ def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
         def give(module: Any, args: Any) -> None:
             module.up.weight.set_(torch.zeros(128, 32))
 
-        hook = run.model.blocks[2].register_forward_pre_hook(give)  # type: ignore[index,union-attr]
+        blocks: Any = run.model.blocks
+        hook = blocks[2].register_forward_pre_hook(give)
         with pytest.raises(RuntimeError, match="cannot be given other storage"):
             run.loss()
         hook.remove()
