@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, ValuesView
@@ -33,7 +34,6 @@ class Hooks:
     ):
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
-        self._trains = trains
         self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
         """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
@@ -92,7 +92,8 @@ class Hooks:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward and not in_backward():
             self._in_forward = False
-            self._engine.end_pass(finished=output is not None)
+            # Torch calls this for an exception, too, while it handles it.
+            self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
 
     def _before_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any

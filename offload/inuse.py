@@ -51,6 +51,7 @@ class InUse:
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
         self._passes.give_up(entry)
+        self._exposures.reserve(bound.index, bound.spec.weight_bytes, bound.spec.name)
         self._executor.quiesce("weight", bound.index, to_write=False)
         with torch.inference_mode(False):
             buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
@@ -67,6 +68,7 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
+        self._exposures.reserved.pop(bound.index, None)
         weights, changed = bound.buffer, look or bound.changed
         bound.rest()
         self._units.remove(bound)

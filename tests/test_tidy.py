@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "totals", "calls"),
     ("states", "exposure", "passes", "updates", "resting"),
     ("served",),
-    ("gradients", "binding", "finality", "structure"),
+    ("gradients", "binding", "finality", "structure", "state_view"),
     ("inuse", "casts"),
     ("engine",),
     ("touch", "hooks", "optimizer"),
