@@ -58,7 +58,8 @@ class StateCopy(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+            plain: Any = self.as_subclass(torch.Tensor)
+            return plain.__reduce_ex__(protocol)
 
 
 def _each(value: object) -> Sequence[object]:
