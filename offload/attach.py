@@ -137,8 +137,8 @@ def _hand_back(
     for (bound, index), value, gradient in zip(places, values, gradients):
         parameter = bound.parameters[index]
         with torch._C.DisableTorchFunctionSubclass():
-            parameter.data = value
             parameter.__class__ = nn.Parameter
+            parameter.data = value
             parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
         del parameter._offload_home  # type: ignore[attr-defined]
     engine.close()
@@ -392,6 +392,6 @@ class _Attaching:
             one = unit.spec.parameters[index]
             view = typed(buffer, one.dtype, unit.spec.weight_offset(index), one.shape)
             with torch._C.DisableTorchFunctionSubclass():
-                parameter.data = view
                 parameter.__class__ = nn.Parameter
+                parameter.data = view
             vars(parameter).pop("_offload_home", None)

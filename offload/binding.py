@@ -35,6 +35,7 @@ from offload.interrupt import whole
 from offload.passes import in_backward
 from offload.profile import Unit
 from offload.resting import RestingParameter
+from offload.served import ServedParameter
 from offload.task import Task
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
@@ -171,6 +172,8 @@ class BoundUnit:
         """The flat weights in use, or None at rest."""
         self.task: Task | None = None
         """The compute task that stands for this use."""
+        self.looked = False
+        """Whether somebody was given a view in this use by which changes are not counted."""
         self._dummies = [
             resting_storage[p.dtype].expand(p.shape) if p.shape else resting_storage[p.dtype][0]
             for p in spec.parameters
@@ -206,23 +209,25 @@ class BoundUnit:
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, view in zip(self.parameters, views):
                 parameter.data = view
-                parameter.__class__ = nn.Parameter
-        self.buffer = buffer
+                parameter.__class__ = ServedParameter
+        self.buffer, self.looked = buffer, False
         self.note_versions()
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
         self._versions = [version_of(parameter) for parameter in self.parameters]
 
-    def edited(self) -> str | None:
-        """Name of a parameter that was changed in place while in use; None when none was."""
+    @property
+    def changed(self) -> bool:
+        """Whether a parameter may have been changed in place in this use."""
+        return self.looked or [version_of(one) for one in self.parameters] != self._versions
+
+    def moved(self) -> str | None:
+        """Name of a parameter that was given other storage in this use; None when none was."""
         assert self.buffer is not None
         base = self.buffer.data_ptr()
-        for index, (one, before) in enumerate(zip(self.spec.parameters, self._versions)):
-            parameter = self.parameters[index]
-            if version_of(parameter) != before:
-                return one.name
-            if one.elements and parameter.data_ptr() != base + self._offsets[index]:
+        for parameter, one, offset in zip(self.parameters, self.spec.parameters, self._offsets):
+            if one.elements and parameter.data_ptr() != base + offset:
                 return one.name
         return None
 
@@ -230,8 +235,8 @@ class BoundUnit:
         """Let the parameters be at rest."""
         with torch._C.DisableTorchFunctionSubclass():
             for parameter, dummy in zip(self.parameters, self._dummies):
-                parameter.data = dummy
                 parameter.__class__ = RestingParameter
+                parameter.data = dummy
         self.buffer = None
 
     def lend(self, parameter: int, tensor: torch.Tensor) -> None:

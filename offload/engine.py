@@ -16,13 +16,14 @@ import torch
 from cpu_adam.choice import available
 from offload.arena import Memory
 from offload.binding import BoundUnit, Handle, version_of
+from offload.calls import Calls
 from offload.casts import Casts
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
 from offload.gradients import Gradients, take_gradient
 from offload.interrupt import torn, whole
-from offload.inuse import InUse, refuse_edit
+from offload.inuse import InUse, refuse_moved
 from offload.lanes import EngineError
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
@@ -52,8 +53,9 @@ class Engine:
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
-        self.in_use = InUse(executor, memory, self.passes)
+        self.calls = Calls()
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
+        self.in_use = InUse(executor, memory, self.passes, self.exposures)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm)
         early = None if max_grad_norm is not None else micro_batches
@@ -172,9 +174,11 @@ class Engine:
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
-        self.in_use.release_all()
+        aborted = self.passes.verb is Verb.BACKWARD and not finished
+        self.in_use.release_all(look=aborted or self.calls.broken_off)
+        self.calls.end()
         self._graphs.clear()
-        if self.passes.verb is Verb.BACKWARD and not finished:
+        if aborted:
             self.finality.aborted()
             for bound in self.units:
                 for parameter in bound.parameters:
@@ -184,10 +188,12 @@ class Engine:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)
 
-    def end_abandoned_backward(self) -> None:
-        """From outside a backward: one that is still open was left by an exception; end it."""
+    def end_abandoned(self) -> None:
+        """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs."""
         self.check()
-        if self.passes.verb is Verb.BACKWARD and not in_backward():
+        if in_backward():
+            return
+        if self.passes.verb is Verb.BACKWARD or self.calls.broken_off:
             self.end_pass(finished=False)
 
     def enter(self, unit: int) -> None:
@@ -197,7 +203,7 @@ class Engine:
             self.enter_backward()  # A recompute may be the first that is seen of it.
             self.finality.recomputed(unit)
         else:
-            self.end_abandoned_backward()
+            self.end_abandoned()
             self.finality.called(unit)
             bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
         self._use(bound)
@@ -207,14 +213,14 @@ class Engine:
         """A module that uses `unit` has run.
 
         Raises:
-            RuntimeError: a parameter was changed in place meanwhile.
+            RuntimeError: a parameter was given other storage meanwhile.
         """
         bound = self.units[unit]
         bound.depth = max(0, bound.depth - 1)
         bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
-        edited = bound.edited() if bound.buffer is not None else None
+        moved = bound.moved() if bound.buffer is not None else None
         self.in_use.release(bound)
-        refuse_edit(edited)
+        refuse_moved(moved)
 
     def hold(self, unit: int) -> None:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
@@ -281,7 +287,7 @@ class Engine:
             )
         with torch._C.DisableTorchFunctionSubclass():
             if bound.buffer is not None:
-                base = bound.parameters[handle.parameter].detach()
+                base = torch.Tensor.detach(bound.parameters[handle.parameter])
             else:
                 base = self.exposures.tensor(handle.unit, handle.parameter).detach()
             flat = base.reshape(-1).view(torch.uint8).view(handle.dtype)
@@ -310,7 +316,7 @@ class Engine:
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        self.end_abandoned_backward()
+        self.end_abandoned()
         self.settle_edits(unit)
         return self.exposures.read(unit, index)
 
@@ -355,7 +361,7 @@ class Engine:
 
     @whole
     def _require_step(self) -> None:
-        self.end_abandoned_backward()
+        self.end_abandoned()
         self.finality.require_step("a look at the whole state")
 
     # -- reports and the end ---------------------------------------------------------------------

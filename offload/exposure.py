@@ -54,11 +54,23 @@ class Exposures:
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
         self._copies: dict[int, dict[int, _Copy]] = {}
+        self.reserved: dict[int, int] = {}
+        """Bytes by unit that is served from memory of its own."""
 
     @property
     def bytes(self) -> int:
-        """Bytes of all copies."""
-        return sum(c.tensor.nbytes for unit in self._copies.values() for c in unit.values())
+        """Bytes of all copies, and of units whose slot another one has."""
+        copies = sum(c.tensor.nbytes for unit in self._copies.values() for c in unit.values())
+        return copies + sum(self.reserved.values())
+
+    def reserve(self, unit: int, size: int, name: str) -> None:
+        """Take `size` bytes for a unit whose slot is in use, until it is out of `reserved`.
+
+        Raises:
+            MemoryError: the copies that are still held leave no room for it.
+        """
+        self._make_room(size, f"{name}, whose slot is in use by a unit that is used with it,")
+        self.reserved[unit] = size
 
     def tensor(self, unit: int, parameter: int) -> torch.Tensor:
         """The private copy of a parameter, made if there is none.
@@ -69,7 +81,8 @@ class Exposures:
         found = self._copies.get(unit, {}).get(parameter)
         if found is None:
             one = self._plan.profile.units[unit].parameters[parameter]
-            self._make_room(one.elements * ITEM_BYTES[one.dtype], one.name)
+            needs = f"touching {one.name} outside its use"
+            self._make_room(one.elements * ITEM_BYTES[one.dtype], needs)
             self._executor.quiesce("weight", unit, to_write=False)
             copied = self._read(unit, parameter)
             self._executor.device.drain()  # Other streams look at it, and write what was read.
@@ -77,14 +90,14 @@ class Exposures:
             self._copies.setdefault(unit, {})[parameter] = found
         return found.tensor
 
-    def _make_room(self, size: int, name: str) -> None:
+    def _make_room(self, size: int, what: str) -> None:
         if self.bytes + size <= self.limit_bytes:
             return
         for unit in list(self._copies):
             self.settle(unit)
         if self.bytes + size > self.limit_bytes:
             raise MemoryError(
-                f"touching {name} outside its use needs a private copy of {format_bytes(size)}, "
+                f"{what} needs a private copy of {format_bytes(size)}, "
                 f"but copies of {format_bytes(self.bytes)} are still held and exposed_memory is "
                 f"{format_bytes(self.limit_bytes)}. Let go of earlier ones (state_dict() holds all "
                 "of them), go through optimizer.engine.stream_weights() instead, which needs one "

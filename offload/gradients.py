@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -150,7 +151,7 @@ class Gradients:
         now = self._units[unit]
         now.task = task
         for parameter in list(now.shown):
-            if not self._held(unit, parameter):
+            if not self._held(unit, parameter) and not self._viewed(unit, parameter):
                 del now.shown[parameter]
                 now.apart.discard(parameter)
         if not now.shown:
@@ -352,6 +353,10 @@ class Gradients:
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
     with torch._C.DisableTorchFunctionSubclass():
-        gradient = parameter.grad
-        parameter.grad = None
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
     return gradient
+
+
+_GRAD: Any = torch.Tensor.grad
+"""Torch's own, whatever a class makes of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence, ValuesView
@@ -33,7 +34,6 @@ class Hooks:
     ):
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
-        self._trains = trains
         self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
         """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
@@ -81,6 +81,7 @@ class Hooks:
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
+        self._engine.calls.begin()
         self._engine.casts.begin()
 
     def _leave_guards(self) -> None:
@@ -91,12 +92,19 @@ class Hooks:
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._in_forward and not in_backward():
             self._in_forward = False
-            self._engine.end_pass(finished=output is not None)
+            # Torch calls this for an exception, too, while it handles it.
+            self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
 
     def _before_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
         self._engine.check()
+        if not in_backward():
+            if self._engine.calls.broken_off:
+                self._in_forward = False
+                self._leave_guards()
+                self._engine.end_abandoned()
+            self._engine.calls.begin()
         for unit in used:
             self._engine.enter(unit)
             self._engine.casts.use(unit)
@@ -124,6 +132,8 @@ class Hooks:
                     for leaf in own:
                         announce: Any = leaf.register_hook
                         announce(_alone(self._engine.lock, partial(self._before_backward, unit)))
+        if not self._guards and not self._in_forward:
+            self._engine.calls.end()
         for unit in used:
             self._engine.leave(unit)
         return output

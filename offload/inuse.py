@@ -9,6 +9,7 @@ import torch
 from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
+from offload.exposure import Exposures
 from offload.passes import Entry, Passes
 from offload.program import Value
 
@@ -16,8 +17,9 @@ from offload.program import Value
 class InUse:
     """Brings units into use and puts them at rest, each in its turn of the open pass."""
 
-    def __init__(self, executor: Executor, memory: Memory, passes: Passes):
+    def __init__(self, executor: Executor, memory: Memory, passes: Passes, exposures: Exposures):
         """No unit is in use."""
+        self._exposures = exposures
         self._executor = executor
         self._weight_slot = executor.plan.weight_slot
         self._memory = memory
@@ -49,6 +51,7 @@ class InUse:
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
         self._passes.give_up(entry)
+        self._exposures.reserve(bound.index, bound.spec.weight_bytes, bound.spec.name)
         self._executor.quiesce("weight", bound.index, to_write=False)
         with torch.inference_mode(False):
             buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
@@ -58,21 +61,50 @@ class InUse:
         bound.serve(buffer, keep_views=False)
         self._units.append(bound)
 
-    def release(self, bound: BoundUnit) -> None:
-        """Put a unit at rest when nothing uses it any more."""
+    def release(self, bound: BoundUnit, *, look: bool = False) -> None:
+        """Put a unit at rest when nothing uses it any more; changes of its weights count.
+
+        They are compared with those at home where one may have been changed, or to `look`.
+        """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
+        self._exposures.reserved.pop(bound.index, None)
+        weights, changed = bound.buffer, look or bound.changed
         bound.rest()
-        if bound.task is not None:
-            self._executor.lanes.finish(bound.task)
-            bound.task = None
         self._units.remove(bound)
+        try:
+            if changed and self._weight_slot[bound.index] is not None:
+                self._keep(bound.index, weights)
+        finally:
+            if bound.task is not None:
+                self._executor.lanes.finish(bound.task)
+                bound.task = None
 
-    def release_all(self) -> None:
-        """Put every unit at rest, whatever uses it."""
+    def _keep(self, unit: int, weights: torch.Tensor) -> None:
+        """Put home what was changed in use, and let nothing read it before.
+
+        States stay as they are: behind a bfloat16 weight, its master starts from the new value
+        within half a unit of its last place, on every tier (at home on the device nobody could
+        tell which elements were changed).
+        """
+        self._passes.pause()
+        self._executor.quiesce("weight", unit)
+        changed = False
+        for piece, (offset, size) in enumerate(self._executor.plan.profile.units[unit].pieces):
+            value, now = Value("weight", unit, piece), weights[offset : offset + size]
+            home = self._executor.peek(value)
+            if not torch.equal(home, now.to(home.device)):
+                self._executor.poke(value, now)
+                changed = True
+        if changed:
+            self._passes.invalidate(unit)  # Served apart, its slot may hold what was at home.
+            self._exposures.renew(unit)
+
+    def release_all(self, *, look: bool) -> None:
+        """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""
         for bound in self:
             bound.depth, bound.held = 0, False
-            self.release(bound)
+            self.release(bound, look=look)
 
     def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
         """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
@@ -87,15 +119,14 @@ class InUse:
         return None
 
 
-def refuse_edit(name: str | None) -> None:
-    """Refuse that a parameter was changed in place while it was in use, if one was.
+def refuse_moved(name: str | None) -> None:
+    """Refuse that a parameter was given other storage while it was in use, if one was.
 
     Raises:
         RuntimeError: one was.
     """
     if name is not None:
         raise RuntimeError(
-            f"{name} was changed in place while its own module ran: in use it is "
-            "a view of a buffer that is not written back, so the change cannot be honoured. "
-            "Change it before the forward or after the backward instead"
+            f"{name} was given other storage while its own module ran, but it is offloaded and "
+            "only its values can change: copy_() into it, or assign its data"
         )

@@ -16,6 +16,7 @@ from cpu_adam.optimizer_base import CPUOptimizer
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from offload.engine import Engine
 from offload.interrupt import whole
+from offload.state_view import StateView
 from offload.states import States
 from offload.structure import Structure
 from offload.updates import Turn
@@ -127,28 +128,6 @@ def _let_go_at_step(original: torch.optim.Optimizer) -> None:
     handle = original.register_step_pre_hook(let_go)
 
 
-class _StateView(Mapping[nn.Parameter, dict[str, torch.Tensor]]):
-    """What torch code reads as `optimizer.state`: read from the records when asked."""
-
-    def __init__(self, optimizer: Optimizer):
-        self._optimizer = optimizer
-
-    def __getitem__(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
-        return self._optimizer.state_of(parameter)
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter([p for p in self._optimizer.parameters() if self._optimizer.steps_of(p)])
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter is one for one in self)
-
-    def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        self._optimizer.replace_states([(parameter, state)])
-
-
 class Optimizer(torch.optim.Optimizer):
     """The optimizer that `attach` returns: the user's own parameter groups, updated by the engine.
 
@@ -171,6 +150,7 @@ class Optimizer(torch.optim.Optimizer):
         self._places = dict(places)
         self._original = original
         self._structure = structure
+        self._saving = False
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         engine.finality.freeze = lambda unit: self._freeze(unit).get(unit, {})
@@ -182,14 +162,22 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer states by parameter, read when asked."""
-        return _StateView(self)
+        """The optimizer states by parameter, read when asked; they refuse to be changed."""
+        return StateView(self, plain=self._saving)
 
     @state.setter
     def state(self, value: Any) -> None:
         """Replace all states. (Torch sets none when it builds the object.)"""
         if hasattr(self, "_hyper_of"):
             self.replace_states([(p, value.get(p, {})) for p in self.parameters()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """In torch's format, the caller's to change."""
+        self._saving = True
+        try:
+            return super().state_dict()
+        finally:
+            self._saving = False
 
     def __deepcopy__(self, memo: object) -> Any:
         raise TypeError("an offloaded optimizer cannot be copied: use its state_dict()")
@@ -237,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the groups' parameters, or make them zeros."""
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()
         for parameter in self.parameters():
@@ -262,7 +250,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def _take_step(self) -> None:
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self._structure.check()
         frozen = self._freeze()
         self.engine.step(frozen)

@@ -47,29 +47,8 @@ class Home(Protocol):
         """Freeze or unfreeze the parameter."""
 
 
-class RestingParameter(nn.Parameter):
-    """A parameter whose values are elsewhere, see [Note: The trap]."""
-
-    _offload_home: Home
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Answer, or lend the true values for the call."""
-        kwargs = kwargs or {}
-        if func in _TRUE_AT_REST:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], RestingParameter):
-            return whole(handler)(*args, **kwargs)
-        resting = list(dict.fromkeys(_find((args, kwargs))))
-        return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
+class OffloadedParameter(nn.Parameter):
+    """What parameters of an attached model are, at rest and in use: copies are plain ones."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """A plain parameter with the true values, attached to nothing."""
@@ -96,6 +75,31 @@ class RestingParameter(nn.Parameter):
         """Pickle as a plain parameter with the true values."""
         hooks: OrderedDict[Any, Any] = OrderedDict()
         return (torch._utils._rebuild_parameter, (self.data, self.requires_grad, hooks))
+
+
+class RestingParameter(OffloadedParameter):
+    """A parameter whose values are elsewhere, see [Note: The trap]."""
+
+    _offload_home: Home
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer, or lend the true values for the call."""
+        kwargs = kwargs or {}
+        if func in _TRUE_AT_REST:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], RestingParameter):
+            return whole(handler)(*args, **kwargs)
+        resting = list(dict.fromkeys(_find((args, kwargs))))
+        return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
 
 
 def _find(tree: Any) -> Iterable[RestingParameter]:

@@ -53,7 +53,7 @@ class ParameterHome:
             RuntimeError: it was given other storage, shape or dtype.
         """
         engine = self.engine
-        engine.end_abandoned_backward()
+        engine.end_abandoned()
         bound = engine.units[self.unit]
         if bound.buffer is not None:
             yield
@@ -76,18 +76,29 @@ class ParameterHome:
                     "dtype, but it is offloaded and only its values can change: detach() first"
                 )
 
+    def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
+        """What `read` gives of the parameter, which is put at rest if its use was broken off."""
+        self.engine.end_abandoned()
+        bound = self.engine.units[self.unit]
+        parameter: Any = bound.parameters[self.index]
+        if bound.buffer is None:
+            return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
+        bound.looked = bound.looked or to_write
+        with torch._C.DisableTorchFunctionSubclass():
+            return read(parameter)
+
     def gradient(self) -> torch.Tensor | None:
         """The gradient kept for the parameter; None inside backward."""
         if in_backward():
             return None
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self.engine.finality.require_step("p.grad")
         self.engine.finality.discarded()
         return self.engine.gradients.show(self.unit, self.index)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient kept for the parameter."""
-        self.engine.end_abandoned_backward()
+        self.engine.end_abandoned()
         self.engine.finality.require_step("p.grad = ...")
         self.engine.finality.discarded()
         with torch.no_grad():
@@ -125,7 +136,7 @@ class ParameterHome:
                 "or leave the model in torch.contiguous_format"
             )
         with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            bound.parameters[self.index].detach().copy_(data)
+            torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
     def set_requires_grad(self, parameter: RestingParameter, wanted: bool) -> None:
         """Freeze or unfreeze the parameter.

@@ -161,7 +161,8 @@ def check_no_leak(name, directory, times):
     while held()[0] > before[0] and time.monotonic() < end:
         time.sleep(0.01)
     threads, files, maps, pages = held()
-    assert (threads, files) == before[:2]
+    assert threads <= before[0]  # One of an earlier test may end meanwhile.
+    assert files == before[1]
     assert maps <= before[2] + 20
     assert (pages - before[3]) * mmap.PAGESIZE < 2 << 20
 

@@ -1,0 +1,50 @@
+"""The call of the model that is under way, known by the frame it is made in.
+
+Ctrl-C in a forward skips all of its post-hooks: torch calls even those of `always_call` only when
+an `Exception` was raised. So nothing tells that the call is over but that its frame is no longer
+among those that run.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_BETWEEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+"""Where the frames between a hook and the module's call come from."""
+
+
+class Calls:
+    """The outermost call under way of a module that is hooked."""
+
+    def __init__(self) -> None:
+        """None is."""
+        self._frame: FrameType | None = None
+        self._thread = 0
+
+    def begin(self) -> None:
+        """A hook is called before a module; nothing new inside another's call."""
+        if self._frame is not None:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+            frame = frame.f_back
+        self._frame, self._thread = frame, threading.get_ident()
+
+    def end(self) -> None:
+        """The call is over."""
+        self._frame = None
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether a call began that does not run any more, and nobody said that it was over."""
+        if self._frame is None or self._thread != threading.get_ident():
+            return False
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is None

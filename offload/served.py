@@ -1,0 +1,72 @@
+"""Parameters in use: views of a slot, with torch's own operations at torch's own speed.
+
+[Note: In use]
+Nothing comes between torch and a parameter in use but what is asked of it by name: its gradient,
+which is kept elsewhere, and `data` and `detach()`, which give away a view of the slot. Outside the
+forward or backward that it is used in (an exception or Ctrl-C may have broken that off) these put
+it at rest first, so that nobody is given what another unit's weights will come to. A change in
+place is found when the unit is put at rest, by torch's count of changes. Changes by way of `data`
+are not counted, so where that was asked for, or the pass was broken off, weights are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from offload.interrupt import whole
+from offload.resting import OffloadedParameter
+
+_T: Any = torch.Tensor
+
+
+class ServedHome(Protocol):
+    """What a parameter in use asks of its engine; the parameter's own index is inside."""
+
+    def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
+        """What `read` gives of the parameter: of the slot, or of its values where at rest."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient kept for the parameter."""
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient kept for the parameter."""
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Replace the parameter's values."""
+
+
+class ServedParameter(OffloadedParameter):
+    """A parameter whose values lie in a slot, see [Note: In use]."""
+
+    _offload_home: ServedHome
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values; changes count."""
+        return whole(self._offload_home.look)(_T.data.__get__, to_write=True)
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        whole(self._offload_home.set_data)(values)
+
+    def detach(self) -> torch.Tensor:
+        """The values, apart from the graph; changes count."""
+        return whole(self._offload_home.look)(_T.detach, to_write=False)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient kept for the parameter; None inside backward."""
+        if torch.compiler.is_compiling():  # It looks at everything, and wants nothing of it.
+            return None
+        return whole(self._offload_home.gradient)()
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        whole(self._offload_home.set_gradient)(gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        whole(self._offload_home.set_gradient)(None)

@@ -1,0 +1,284 @@
+"""Parameters in use, and in use still after an exception or Ctrl-C: as in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.resting import RestingParameter
+from tests.training import (
+    RESIDENT,
+    Net,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    first_fast,
+    plain,
+    same_bits,
+    some_fast,
+    train,
+    train_alone,
+)
+
+PLACEMENTS = first_fast([("nvme", "nvme", "nvme"), ("cpu", "cpu", "nvme"), RESIDENT])
+
+
+def build() -> nn.Module:
+    return Net(layers=3)
+
+
+def up(run: Run) -> Any:
+    return run.model.blocks[2].up.weight  # type: ignore[index,union-attr]
+
+
+def multiply(weight: Any) -> None:
+    with torch.no_grad():
+        weight.mul_(0.5)
+
+
+def multiply_data(weight: Any) -> None:
+    weight.data.mul_(0.5)
+
+
+def multiply_detached(weight: Any) -> None:
+    weight.detach().mul_(0.5)
+
+
+def assign(weight: Any) -> None:
+    weight.data = weight.data * 0.5
+
+
+EDITS = [multiply_data, multiply, multiply_detached, assign]
+
+
+# -- edits by the module itself ---------------------------------------------------------------
+
+
+def in_forward(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
+    def feature(run: Run, number: int) -> None:
+        blocks: Any = run.model.blocks
+        hook = blocks[2].register_forward_pre_hook(lambda module, args: edit(module.up.weight))
+        plain(run, number)
+        hook.remove()
+        plain(run, number)
+
+    return feature
+
+
+def in_backward(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
+    def feature(run: Run, number: int) -> None:
+        weight = up(run)
+        hook = weight.register_hook(lambda gradient: edit(weight))
+        run.loss().backward()
+        plain(run, number)
+        hook.remove()
+        plain(run, number)
+
+    return feature
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("when", [in_forward, in_backward])
+@pytest.mark.parametrize("edit", some_fast(EDITS))
+def test_a_change_in_its_own_pass_counts(
+    edit: Any, when: Any, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    feature = when(edit)
+    found = train(placement, tmp_path, feature, build=build)
+    assert_same(found, train_alone(feature, build=build))
+
+
+# -- after Ctrl-C in a forward ----------------------------------------------------------------
+
+
+def cut_forward(run: Run) -> None:
+    """A forward that Ctrl-C ends in the midst of a block."""
+    blocks: Any = run.model.blocks
+    hook = blocks[2].down.register_forward_pre_hook(_press)
+    with pytest.raises(KeyboardInterrupt):
+        run.model(batch(run.generator))
+    hook.remove()
+
+
+def after_ctrl_c(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
+    def feature(run: Run, number: int) -> None:
+        plain(run, number)
+        cut_forward(run)
+        edit(up(run))
+        run.extra.append(up(run).sum().item())
+        plain(run, number)
+
+    return feature
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_change_after_ctrl_c_counts(
+    edit: Any, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    feature = after_ctrl_c(edit)
+    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
+    found = train(placement, tmp_path, feature, **options)
+    assert_same(found, train_alone(feature, **options))
+
+
+def edited_while_handled(run: Run, number: int) -> None:
+    """The traceback, with all frames of the forward, is alive still."""
+    blocks: Any = run.model.blocks
+    hook = blocks[2].down.register_forward_pre_hook(_press)
+    try:
+        run.model(batch(run.generator))
+    except KeyboardInterrupt:
+        held = up(run).data
+        multiply_data(up(run))
+    hook.remove()
+    plain(run, number)
+    plain(run, number)
+    run.extra.append(held.double().sum().item() - up(run).double().sum().item())
+
+
+def _press(*_: object) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_is_held_from_after_ctrl_c_stays_right(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
+    found = train(placement, tmp_path, edited_while_handled, **options)
+    assert found.extra == [0.0] * 3
+    assert_same(found, train_alone(edited_while_handled, **options))
+
+
+def edited_between_parts(run: Run, number: int) -> None:
+    """A part of the model is called by itself, and its weights are shared with another."""
+    run.model.embed(batch(run.generator))  # type: ignore[operator]
+    run.model.embed.weight.data.mul_(0.5)  # type: ignore[union-attr,operator]
+    run.extra.append(run.model.embed.weight.grad is None)  # type: ignore[union-attr]
+    run.loss().backward()
+    run.model.embed(batch(run.generator))  # type: ignore[operator]
+    run.extra.append(run.model.embed.weight.grad.sum().item())  # type: ignore[union-attr,operator]
+    run.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_weights_that_stay_in_use_between_parts(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"build": lambda: Net(layers=2, tied=True), "dtype": torch.float32}
+    found = train(placement, tmp_path, edited_between_parts, **options)
+    assert_same(found, train_alone(edited_between_parts, **options))
+
+
+# -- after a backward that raised -------------------------------------------------------------
+
+
+class _Stop(Exception):
+    pass
+
+
+def cut_backward(run: Run, number: int) -> None:
+    """A second backward raises in the midst of a block: gradients are those that came."""
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise _Stop
+
+    run.loss().backward()
+    blocks: Any = run.model.blocks
+    hook = blocks[1].up.weight.register_hook(stop)
+    with pytest.raises(_Stop):
+        run.loss().backward()
+    hook.remove()
+    for parameter in (*blocks[1].parameters(), *run.model.parameters()):
+        assert parameter.grad is not None
+        run.extra.append(parameter.grad.double().sum().item())
+    if number == 1:
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    run.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_gradients_after_a_backward_that_raised(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
+    found = train(placement, tmp_path, cut_backward, **options)
+    assert_same(found, train_alone(cut_backward, **options))
+
+
+def views_held(run: Run, number: int) -> None:
+    """Views of gradients, kept and edited over several backwards."""
+    run.loss().backward()
+    views = [p.grad[:1].detach() for p in run.model.parameters()]  # type: ignore[index]
+    for _ in range(2):
+        run.loss().backward()
+        run.extra += [view.double().sum().item() for view in views]
+        views[0].mul_(2)
+    run.extra.append(up(run).grad.sum().item())
+    del views
+    run.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_views_of_gradients_held_over_a_backward(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
+    found = train(placement, tmp_path, views_held, **options)
+    assert_same(found, train_alone(views_held, **options))
+
+
+@pytest.fixture
+def cut(tmp_path: Path) -> Iterator[Run]:
+    """A run after a backward that raised in block 2."""
+    with attached(("nvme", "cpu", "cpu"), tmp_path, build=build) as run:
+        weight = up(run)
+        hook = weight.register_hook(_press)
+        with pytest.raises(KeyboardInterrupt):
+            run.loss().backward()
+        hook.remove()
+        assert not isinstance(weight, RestingParameter)
+        yield run
+
+
+@pytest.mark.parametrize("touch", ["data", "detach", "grad", "set_grad", "del_grad", "copy"])
+def test_a_touch_puts_at_rest_what_was_broken_off(touch: str, cut: Run) -> None:
+    weight = up(cut)
+    wanted = dict(cut.model.named_parameters())["blocks.2.up.weight"].clone()
+    if touch == "grad":
+        assert weight.grad is None
+    elif touch == "set_grad":
+        weight.grad = torch.ones_like(wanted)
+        assert weight.grad.sum().item() == wanted.numel()
+    elif touch == "del_grad":
+        del weight.grad
+    else:
+        read = {"data": lambda: weight.data, "detach": weight.detach}
+        found = read.get(touch, lambda: copy.deepcopy(weight))()
+        assert same_bits(found, wanted)
+        assert type(found) is (nn.Parameter if touch == "copy" else torch.Tensor)
+    assert isinstance(weight, RestingParameter)
+    cut.optimizer.zero_grad()
+    plain(cut, 1)
+
+
+def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+
+        def give(module: Any, args: Any) -> None:
+            module.up.weight.set_(torch.zeros(128, 32))
+
+        blocks: Any = run.model.blocks
+        hook = blocks[2].register_forward_pre_hook(give)
+        with pytest.raises(RuntimeError, match="cannot be given other storage"):
+            run.loss()
+        hook.remove()
+        plain(run, 1)
