@@ -28,6 +28,7 @@ from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
 from offload.program import Program, Verb, compile_program
+from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Frozen, Updates
 
@@ -48,14 +49,19 @@ class Engine:
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
         self.executor = executor
-        self.casts = Casts(units, executor.device.torch_device)
+        self.residents = Residents(executor, units)
+        self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
-        self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
+        profile = self.plan.profile
+        orders = (
+            [u for u in o if u not in self.residents] for o in (profile.forward, profile.backward)
+        )
+        self.passes = Passes(executor, *orders)
         self.in_use = InUse(executor, memory, self.passes)
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
-        self.updates = Updates(executor, max_grad_norm)
+        self.updates = Updates(executor, max_grad_norm, self.residents)
         early = None if max_grad_norm is not None else micro_batches
         self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
         self.units = units
@@ -177,8 +183,9 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD and not finished:
             self.finality.aborted()
             for bound in self.units:
-                for parameter in bound.parameters:
-                    take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
+                if bound.index not in self.residents:
+                    for parameter in bound.parameters:
+                        take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.gradients.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
@@ -311,8 +318,19 @@ class Engine:
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         self.end_abandoned_backward()
+        if unit in self.residents:
+            return self.residents.value(unit, index)
         self.settle_edits(unit)
         return self.exposures.read(unit, index)
+
+    @whole
+    def gradient_of(self, unit: int, index: int) -> torch.Tensor | None:
+        """The gradient of a parameter in memory of its own; None where there is none."""
+        return self.gradients_of(unit).read(unit, index)
+
+    def gradients_of(self, unit: int) -> Gradients | Residents:
+        """Who has the gradients of a unit."""
+        return self.residents if unit in self.residents else self.gradients
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -321,6 +339,7 @@ class Engine:
         """Take one optimizer step over the parameters in `frozen`; returns before it is done."""
         self.check()
         self.end_pass(finished=False)
+        self.residents.check(frozen)
         self._settle_exposures()
         self.gradients.settle_shown()
         self.gradients.let_go()

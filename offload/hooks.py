@@ -41,7 +41,7 @@ class Hooks:
         self._looks = weakref.WeakKeyDictionary()
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
-        self.structure = Structure(model)
+        self.structure = Structure(model, engine)
         keep = self._handles.append
         hook = partial(Hook, lock=engine.lock)
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
@@ -51,10 +51,16 @@ class Hooks:
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
+        streamed = {
+            p for u in engine.units if u.index not in engine.residents for p in u.parameters
+        }
         for module in model.modules():
-            before_load: Any = module.register_load_state_dict_pre_hook
-            keep(before_load(_refuse_assign))
+            if module is model or any(p in streamed for p in module._parameters.values()):
+                before_load: Any = module.register_load_state_dict_pre_hook
+                keep(before_load(_refuse_assign))
         for unit in engine.units:
+            if trains and unit.index in engine.residents:
+                continue
             for index, parameter in enumerate(unit.parameters):
                 if unit.spec.parameters[index].trainable or (
                     parameter.requires_grad and not trains

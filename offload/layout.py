@@ -86,6 +86,8 @@ class Plan:
     budgets: Mapping[Tier, int]
     clips: bool
     states: StateChoice
+    residents: frozenset[int] = frozenset()
+    """Units of which the arena holds the states alone, see [Note: Residents] of `resident`."""
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -122,10 +124,20 @@ class Plan:
         return tuple(rows)
 
     def arena_bytes(self, tier: Tier) -> int:
-        """Size of a memory tier's arena, or of the file."""
+        """What is taken of a memory tier, or of the file."""
         if tier == "nvme":
             return self.file.bytes if self.file.extents else 0
         buffers = [*self.homes.values(), *self.slots.values()]
+        return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
+
+    def in_arena(self, kind: Kind, unit: int) -> bool:
+        """Whether a value that lives in a memory tier lies in its arena, and not with torch."""
+        return kind == "state" or unit not in self.residents
+
+    def cut_bytes(self, tier: Tier) -> int:
+        """Size of a memory tier's arena: what is taken of it less what lies with torch."""
+        homes = (home for key, home in self.homes.items() if self.in_arena(*key))
+        buffers = [*homes, *self.slots.values()]
         return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def tiers(self) -> tuple[TierUse, ...]:
@@ -304,6 +316,7 @@ def lay_out(
         budgets=dict(budgets),
         clips=clips,
         states=states,
+        residents=frozenset(residents(profile.units, placements)),
     )
 
 
@@ -317,11 +330,17 @@ def lay_out_memory(
 ) -> _Memory:
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
-    for kind in KINDS:
-        for u, placement in enumerate(placements):
-            size, tier = sizes.value[kind][u], placement.of(kind)
-            if size and tier != "nvme":
-                memory.homes[kind, u] = memory.take(tier, size)
+    own = set(residents(units, placements))
+    last = dict.fromkeys((kind, u) for kind in KINDS for u in sorted(own) if kind != "state")
+
+    def settle(kind: Kind, u: int) -> None:
+        size, tier = sizes.value[kind][u], placements[u].of(kind)
+        if size and tier != "nvme":
+            memory.homes[kind, u] = memory.take(tier, size)
+
+    for kind, u in itertools.product(KINDS, range(len(units))):
+        if (kind, u) not in last:
+            settle(kind, u)
     away = {kind: [p.of(kind) != "device" for p in placements] for kind in KINDS}
     memory.weight_slot = memory.shared_slots(
         "weight", units, away["weight"], sizes.value["weight"], weight_slots
@@ -339,7 +358,22 @@ def lay_out_memory(
     for kind in KINDS:
         for tier in ("cpu", "device"):
             memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
+    for kind, u in last:  # Behind all that is cut from the arena.
+        settle(kind, u)
     return memory
+
+
+def residents(units: Sequence[Unit], placements: Sequence[Placement]) -> Iterator[int]:
+    """Units that need nothing from elsewhere, see [Note: Residents] of `resident`."""
+    for u, (unit, placement) in enumerate(zip(units, placements)):
+        if placement.weight != "device":
+            continue
+        trained = [segment for segment in unit.segments if segment.trainable]
+        if not trained or (
+            placement.gradient == placement.state == "device"
+            and all(segment.gradient_dtype == segment.dtype for segment in trained)
+        ):
+            yield u
 
 
 def site(placement: Placement) -> Tier:
