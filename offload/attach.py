@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -118,7 +119,8 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
     with torch.inference_mode(False):
         values = [engine.values_of(bound.index, index) for bound, index in places]
-        gradients = [engine.gradient_of(bound.index, index) for bound, index in places]
+        read = {bound.index: whole(engine.gradients_of(bound.index).read) for bound in engine.units}
+        gradients = [read[bound.index](bound.index, index) for bound, index in places]
         return model, _hand_back(model, places, values, gradients)
 
 
@@ -205,7 +207,7 @@ class _Attaching:
         self.groups = groups
         self.plan = placed
         self.device = device
-        self.nvme_shares = nvme_shares
+        self.shares = nvme_shares or None
         self._bound: list[BoundUnit] = []
         self._hooks: Hooks | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -220,9 +222,8 @@ class _Attaching:
         """Take the memory and the file, move everything, hook the model."""
         store = None
         if self.plan.file.extents:
-            shares = self.nvme_shares or None
             speeds = measured_speeds(self.config.nvme_path)
-            store = Store(self.config.nvme_path, self.plan.file, weights=shares, speeds=speeds)
+            store = Store(self.config.nvme_path, self.plan.file, weights=self.shares, speeds=speeds)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:
@@ -286,10 +287,9 @@ class _Attaching:
             max_grad_norm=self.config.max_grad_norm,
             micro_batches=self.config.micro_batches,
         )
-        for parameter, (unit_index, index) in places.items():
-            if unit_index not in engine.residents:
-                home = ParameterHome(engine, unit_index, index)
-                parameter._offload_home = home  # type: ignore[attr-defined]
+        for parameter, (unit, index) in places.items():
+            if unit not in engine.residents:
+                parameter._offload_home = ParameterHome(engine, unit, index)  # type: ignore
         trains = self.optimizer is not None
         self._hooks = hooks = Hooks(engine, self.model, announcers, trains=trains)
         optimizer = None
@@ -343,9 +343,8 @@ class _Attaching:
         new = {p for p in unit.parameters if p in fresh}
         values = [parameter.data for parameter in unit.parameters]
         if unit.index in self.plan.residents:
-            with torch.no_grad():
-                settle(unit, self.device)
-                initialize_fresh(self.model, new, initialize, unit.parameters)
+            start = partial(initialize_fresh, self.model, new, initialize, unit.parameters)
+            settle(unit, self.device, new, start)
             return
         crosses = self.plan.home("weight", unit.index).tier == "device" or new
         on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU

@@ -53,11 +53,7 @@ class Engine:
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
-        profile = self.plan.profile
-        orders = (
-            [u for u in o if u not in self.residents] for o in (profile.forward, profile.backward)
-        )
-        self.passes = Passes(executor, *orders)
+        self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.in_use = InUse(executor, memory, self.passes)
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
@@ -322,11 +318,6 @@ class Engine:
             return self.residents.value(unit, index)
         self.settle_edits(unit)
         return self.exposures.read(unit, index)
-
-    @whole
-    def gradient_of(self, unit: int, index: int) -> torch.Tensor | None:
-        """The gradient of a parameter in memory of its own; None where there is none."""
-        return self.gradients_of(unit).read(unit, index)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
         """Who has the gradients of a unit."""

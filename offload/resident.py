@@ -22,7 +22,7 @@ back by that. It stays as it is, so that the view shows the parameter afterwards
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -236,11 +236,19 @@ class Residents:
         self._asleep.clear()
 
 
-def settle(unit: BoundUnit, device: Device) -> None:
-    """Give the parameters of a unit memory of their own on the device."""
-    for parameter in unit.parameters:
+@torch.no_grad()
+def settle(
+    unit: BoundUnit, device: Device, fresh: Container[nn.Parameter], start: Callable[[], None]
+) -> None:
+    """Give the parameters of a unit memory of their own on the device; `start` those `fresh`."""
+    values = [parameter.data for parameter in unit.parameters]
+    for parameter, value in zip(unit.parameters, values):
         parameter.grad = None
-        parameter.data = device.empty(parameter.shape, parameter.dtype).copy_(parameter.data)
+        parameter.data = device.empty(value.shape, value.dtype).copy_(value)
+    start()
+    for parameter, value in zip(unit.parameters, values):
+        if parameter not in fresh:  # Whose module may have started it, too.
+            parameter.data.copy_(value)
     device.drain()
 
 
