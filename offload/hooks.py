@@ -15,6 +15,7 @@ from offload.binding import SavingGuard
 from offload.engine import Engine
 from offload.gradients import take_gradient
 from offload.interrupt import whole
+from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
 from offload.structure import Structure
@@ -42,6 +43,8 @@ class Hooks:
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
         self.structure = Structure(model, engine)
+        lanes = engine.executor.lanes
+        self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
         keep = self._handles.append
         hook = partial(Hook, lock=engine.lock)
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
@@ -88,6 +91,8 @@ class Hooks:
         self._in_forward = True
         self._engine.open_forward()
         self._engine.casts.begin()
+        if self._marks is not None:
+            self._marks.forward_begins()
 
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
@@ -98,6 +103,8 @@ class Hooks:
         if self._in_forward and not in_backward():
             self._in_forward = False
             self._engine.end_pass(finished=output is not None)
+            if self._marks is not None and output is not None:
+                self._marks.forward_ends(output)
 
     def _before_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any

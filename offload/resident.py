@@ -40,9 +40,6 @@ from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
 from offload.updates import Frozen, Turn
 
-_OWN_REFERENCES = 2
-"""References to a gradient when nobody but its parameter holds it: ours, and the one that asks."""
-
 
 class Residents:
     """The resident units of an engine."""
@@ -268,12 +265,10 @@ class _Asleep:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> _Asleep:
         """Before the parameter lets go of both."""
-        gradient = parameter.grad
-        shown = gradient is not None and (
-            sys.getrefcount(gradient) > _OWN_REFERENCES or use_count(gradient) > _idle_count()
-        )
-        weight = parameter.data if use_count(parameter) > _idle_count() else None
-        return cls(weight, gradient if shown else None, has_gradient=gradient is not None)
+        mine, idle = _holders(parameter), _holders(_idle_parameter())
+        gradient = parameter.grad if mine[1:] != idle[1:] else None
+        weight = parameter.data if mine[0] != idle[0] else None
+        return cls(weight, gradient, has_gradient=parameter.grad is not None)
 
     def held(self, value: Value) -> bool:
         """Whether somebody has kept the weight, or the gradient, where it is."""
@@ -298,9 +293,20 @@ class _Asleep:
             self.gradient = None
 
 
-def _idle_count() -> int:
-    """Use count of the storage of a tensor that nobody has a view of."""
-    return use_count(torch.empty(1))
+def _holders(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """How many hold a parameter's memory, that of its gradient, and the gradient itself."""
+    gradient = parameter.grad
+    if gradient is None:
+        return use_count(parameter), 0, 0
+    return use_count(parameter), use_count(gradient), sys.getrefcount(gradient)
+
+
+def _idle_parameter() -> nn.Parameter:
+    """One that nobody else has anything of."""
+    with torch.inference_mode(False):
+        made = nn.Parameter(torch.empty(1))
+        made.grad = torch.empty(1)
+    return made
 
 
 def _check(bound: BoundUnit, index: int, device_type: str) -> None:

@@ -14,6 +14,8 @@ from torch import nn
 
 import offload
 from cpu_adam import CPUAdam
+from offload.breakdown import breakdown
+from offload.recorded import run_of
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
@@ -259,6 +261,9 @@ def test_asleep_a_backward_is_refused_and_views_stay(tier: Any, tmp_path: Path) 
         loss = run.loss()
         view = run.model.norm.weight.detach()  # type: ignore[union-attr,operator]
         offload.sleep(run.model, tier)
+        kept = run.engine.residents._asleep
+        assert kept[run.model.norm.weight].weight is not None  # type: ignore
+        assert kept[run.model.embed.weight].weight is None  # type: ignore
         with pytest.raises(RuntimeError, match="asleep"):
             loss.backward()
         with pytest.raises(RuntimeError, match="asleep"):
@@ -269,6 +274,41 @@ def test_asleep_a_backward_is_refused_and_views_stay(tier: Any, tmp_path: Path) 
         run.step()
         assert torch.equal(view, run.model.norm.weight)  # type: ignore[arg-type]
         assert not any(vars(p) for p in run.model.parameters())
+
+
+def test_asleep_gradients_go_but_those_that_are_held(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        model: Any = run.model
+        run.loss().backward()
+        held, viewed = model.norm.weight.grad, model.norm.bias.grad.view(-1)
+        before = [p.grad.clone() for p in model.parameters()]
+        offload.sleep(model)
+        kept = run.engine.residents._asleep
+        alive = {p for p in model.parameters() if kept[p].gradient is not None}
+        assert alive == {model.norm.weight, model.norm.bias}
+        assert not [p for p in model.parameters() if kept[p].weight is not None]
+        offload.wake(model)
+        assert held is model.norm.weight.grad
+        assert viewed.data_ptr() == model.norm.bias.grad.data_ptr()
+        assert all(same_bits(p.grad, old) for p, old in zip(model.parameters(), before))
+        run.step()
+
+
+def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        for _ in range(3):
+            two_passes(run)
+            run.step()
+        found = run_of(run.engine)
+        assert found is not None
+        spans = [(span.name, span.unit) for span in found.spans if span.lane == "model"]
+        assert spans == [("forward", ""), ("backward", "")] * 6
+        assert breakdown(found).parts["model"] > 0
+
+
+def two_passes(run: Run) -> None:
+    for _ in range(2):
+        run.loss().backward()
 
 
 def test_forward_only(tmp_path: Path) -> None:
