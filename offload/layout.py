@@ -123,22 +123,17 @@ class Plan:
                     rows.append(Row(kind, tier, len(units), total))
         return tuple(rows)
 
-    def arena_bytes(self, tier: Tier) -> int:
-        """What is taken of a memory tier, or of the file."""
+    def arena_bytes(self, tier: Tier, *, cut: bool = False) -> int:
+        """What is taken of a memory tier, or `cut` from its arena alone; or the file's size."""
         if tier == "nvme":
             return self.file.bytes if self.file.extents else 0
-        buffers = [*self.homes.values(), *self.slots.values()]
+        homes = (home for key, home in self.homes.items() if not cut or self.in_arena(*key))
+        buffers = [*homes, *self.slots.values()]
         return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def in_arena(self, kind: Kind, unit: int) -> bool:
         """Whether a value that lives in a memory tier lies in its arena, and not with torch."""
         return kind == "state" or unit not in self.residents
-
-    def cut_bytes(self, tier: Tier) -> int:
-        """Size of a memory tier's arena: what is taken of it less what lies with torch."""
-        homes = (home for key, home in self.homes.items() if self.in_arena(*key))
-        buffers = [*homes, *self.slots.values()]
-        return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def tiers(self) -> tuple[TierUse, ...]:
         """What is taken of each tier, against its budget."""
@@ -253,6 +248,7 @@ class _Memory:
     slots: dict[Place, Buffer] = field(default_factory=dict)
     weight_slot: tuple[Place | None, ...] = ()
     gradient_slot: tuple[Place | None, ...] = ()
+    residents: frozenset[int] = frozenset()
 
     def take(self, tier: Tier, size: int) -> Buffer:
         """The next `size` bytes of `tier`, rounded up to blocks."""
@@ -316,7 +312,7 @@ def lay_out(
         budgets=dict(budgets),
         clips=clips,
         states=states,
-        residents=frozenset(residents(profile.units, placements)),
+        residents=memory.residents,
     )
 
 
@@ -330,8 +326,10 @@ def lay_out_memory(
 ) -> _Memory:
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
-    own = set(residents(units, placements))
-    last = dict.fromkeys((kind, u) for kind in KINDS for u in sorted(own) if kind != "state")
+    pairs = enumerate(zip(units, placements))
+    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state)]
+    memory.residents = frozenset(own)
+    last = dict.fromkeys((kind, u) for kind in KINDS for u in own if kind != "state")
 
     def settle(kind: Kind, u: int) -> None:
         size, tier = sizes.value[kind][u], placements[u].of(kind)
@@ -361,19 +359,6 @@ def lay_out_memory(
     for kind, u in last:  # Behind all that is cut from the arena.
         settle(kind, u)
     return memory
-
-
-def residents(units: Sequence[Unit], placements: Sequence[Placement]) -> Iterator[int]:
-    """Units that need nothing from elsewhere, see [Note: Residents] of `resident`."""
-    for u, (unit, placement) in enumerate(zip(units, placements)):
-        if placement.weight != "device":
-            continue
-        trained = [segment for segment in unit.segments if segment.trainable]
-        if not trained or (
-            placement.gradient == placement.state == "device"
-            and all(segment.gradient_dtype == segment.dtype for segment in trained)
-        ):
-            yield u
 
 
 def site(placement: Placement) -> Tier:
