@@ -38,7 +38,9 @@ class Chain(nn.Module):
         return x
 
 
-def build(params: str | None, gradients: str = "device") -> tuple[nn.Module, Any]:
+def build(
+    params: str | None, gradients: str = "device", states: str = "cpu"
+) -> tuple[nn.Module, Any]:
     """The model: plain, or attached with its weights in a tier."""
     model = Chain()
     optimizer: Any = torch.optim.AdamW(model.parameters())
@@ -46,7 +48,7 @@ def build(params: str | None, gradients: str = "device") -> tuple[nn.Module, Any
         return model, optimizer
     small = {"device_memory": "4MiB" if params == "device" else "512KiB"}
     config: Any = offload.Config(
-        params=params, gradients=gradients, optimizer="cpu", cpu_memory="64MiB", **small
+        params=params, gradients=gradients, optimizer=states, cpu_memory="64MiB", **small
     )
     return offload.attach(model, optimizer, config)
 
@@ -79,6 +81,7 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
         "without an engine": lambda: build(None),
+        "all on the device": lambda: build("device", "device", "device"),
         "weights and gradients on the device": lambda: build("device"),
         "weights on cpu, gradients on the device": lambda: build("cpu"),
         "weights and gradients on cpu": lambda: build("cpu", "cpu"),

@@ -194,22 +194,26 @@ class Memory:
         Raises:
             MemoryError: the memory is not there.
         """
-        homes = {key: b for key, b in self._plan.homes.items() if b.tier == tier}
+        homes = {
+            key: b
+            for key, b in self._plan.homes.items()
+            if b.tier == tier and self._plan.in_arena(*key)
+        }
         slots = {place: b for place, b in self._plan.slots.items() if b.tier == tier}
         if tier == "cpu":
             edges = [b.offset for b in (*homes.values(), *slots.values())]
             edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
             driver = self._device.driver
-            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
+            arena = Arena(self._plan.arena_bytes(tier, cut=True), CPU, driver=driver, edges=edges)
         else:
-            arena = Arena(self._plan.arena_bytes(tier), self._device)
+            arena = Arena(self._plan.arena_bytes(tier, cut=True), self._device)
         self.arenas[tier] = arena
         self._homes |= {key: arena.view(home) for key, home in homes.items()}
         self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
 
     def give_back(self, tier: Tier) -> None:
         """Let go of the arena of a tier; what lies there is gone."""
-        for key in [key for key, home in self._plan.homes.items() if home.tier == tier]:
+        for key in [key for key in self._homes if self._plan.homes[key].tier == tier]:
             del self._homes[key]
         for place in [place for place in self._slots if place.tier == tier]:
             del self._slots[place]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +21,12 @@ from offload.hooks import Hooks
 from offload.interrupt import calls, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.meta import initialize_module, reset
+from offload.meta import initialize_fresh, reset
 from offload.optimizer import Optimizer, give_back, rule_of
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
+from offload.resident import settle
 from offload.resting import RestingParameter
 from offload.shared import Share, SharedBudget
 from offload.states import States
@@ -115,10 +117,10 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     engine = engine_of(model)
     engine.settle()
     places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
-    read = whole(engine.gradients.read)
     with torch.inference_mode(False):
         values = [engine.values_of(bound.index, index) for bound, index in places]
-        gradients = [read(bound.index, index) for bound, index in places]
+        read = {bound.index: whole(engine.gradients_of(bound.index).read) for bound in engine.units}
+        gradients = [read[bound.index](bound.index, index) for bound, index in places]
         return model, _hand_back(model, places, values, gradients)
 
 
@@ -140,7 +142,7 @@ def _hand_back(
             parameter.__class__ = nn.Parameter
             parameter.data = value
             parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
-        del parameter._offload_home  # type: ignore[attr-defined]
+        vars(parameter).pop("_offload_home", None)
     engine.close()
     return original
 
@@ -205,7 +207,7 @@ class _Attaching:
         self.groups = groups
         self.plan = placed
         self.device = device
-        self.nvme_shares = nvme_shares
+        self.shares = nvme_shares or None
         self._bound: list[BoundUnit] = []
         self._hooks: Hooks | None = None
         self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
@@ -220,9 +222,8 @@ class _Attaching:
         """Take the memory and the file, move everything, hook the model."""
         store = None
         if self.plan.file.extents:
-            shares = self.nvme_shares or None
             speeds = measured_speeds(self.config.nvme_path)
-            store = Store(self.config.nvme_path, self.plan.file, weights=shares, speeds=speeds)
+            store = Store(self.config.nvme_path, self.plan.file, weights=self.shares, speeds=speeds)
         try:
             memory = Memory(self.plan, self.device)
         except BaseException:
@@ -271,7 +272,7 @@ class _Attaching:
         places = {p: (u.index, i) for u in self._bound for i, p in enumerate(u.parameters)}
         announcers: dict[nn.Module, list[int]] = {}
         for index, group in enumerate(self.groups):
-            for module in group.modules:
+            for module in group.modules if index not in self.plan.residents else ():
                 announcers.setdefault(module, []).append(index)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device.torch_device)
@@ -286,9 +287,9 @@ class _Attaching:
             max_grad_norm=self.config.max_grad_norm,
             micro_batches=self.config.micro_batches,
         )
-        for parameter, (unit_index, index) in places.items():
-            home = ParameterHome(engine, unit_index, index)
-            parameter._offload_home = home  # type: ignore[attr-defined]
+        for parameter, (unit, index) in places.items():
+            if unit not in engine.residents:
+                parameter._offload_home = ParameterHome(engine, unit, index)  # type: ignore
         trains = self.optimizer is not None
         self._hooks = hooks = Hooks(engine, self.model, announcers, trains=trains)
         optimizer = None
@@ -302,7 +303,7 @@ class _Attaching:
                     optimizer.import_state(stateful, self.optimizer.state[stateful])
         for owner_of_gradient, gradient in self._gradients.items():
             if gradient is not None:
-                owner_of_gradient.grad = gradient
+                owner_of_gradient.grad = gradient.to(owner_of_gradient.device)
         return self.model, optimizer
 
     @whole
@@ -341,6 +342,10 @@ class _Attaching:
         """
         new = {p for p in unit.parameters if p in fresh}
         values = [parameter.data for parameter in unit.parameters]
+        if unit.index in self.plan.residents:
+            start = partial(initialize_fresh, self.model, new, initialize, unit.parameters)
+            settle(unit, self.device, new, start)
+            return
         crosses = self.plan.home("weight", unit.index).tier == "device" or new
         on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
         buffer = zeros_on(on, unit.spec.weight_bytes)
@@ -350,9 +355,7 @@ class _Attaching:
                 offset = unit.spec.weight_offset(index)
                 parameter.grad = None
                 parameter.data = typed(buffer, one.dtype, offset, one.shape)
-            for module in self.model.modules() if new else ():
-                if any(p in new for p in module._parameters.values()):
-                    initialize_module(module, initialize, unit.parameters)
+            initialize_fresh(self.model, new, initialize, unit.parameters)
             for parameter, value in zip(unit.parameters, values):
                 if parameter not in fresh:
                     parameter.data.copy_(value)

@@ -10,7 +10,7 @@ trainable fp32 weight of a unit that was used under autocast, once for each forw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 
@@ -21,8 +21,11 @@ from offload.config import format_bytes
 class Casts:
     """Bytes of the weights of one forward in the dtype of autocast."""
 
-    def __init__(self, units: Sequence[BoundUnit], device: torch.device):
-        """Nothing is cast yet."""
+    def __init__(
+        self, units: Sequence[BoundUnit], device: torch.device, always: Container[int] = ()
+    ):
+        """Nothing is cast yet. Units in `always` are used in every forward, unannounced."""
+        self._always = [unit.index for unit in units if unit.index in always]
         self._device_type = device.type
         self._elements = [
             sum(p.elements for p in unit.spec.parameters if p.trainable and p.dtype == "float32")
@@ -35,6 +38,9 @@ class Casts:
     def begin(self) -> None:
         """A forward begins."""
         self._used.clear()
+        if torch.is_autocast_enabled(self._device_type):
+            for unit in self._always:
+                self.use(unit)
 
     def use(self, unit: int) -> None:
         """A unit is used in a forward."""

@@ -16,8 +16,8 @@ from offload.engine import Engine
 from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer, check_optimizer
-from offload.resting import NO_WHOLE_GRADIENT, RestingParameter
-from offload.structure import check_wrapped
+from offload.resting import NO_WHOLE_GRADIENT
+from offload.structure import check_wrapped, structure_of
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -42,8 +42,8 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             f"optimizer, offload.Config{hint})"
         )
     for parameter in model.parameters():
-        if isinstance(parameter, RestingParameter):
-            _refuse_attached(vars(parameter)["_offload_home"].engine)
+        if (structure := structure_of(parameter)) is not None:
+            _refuse_attached(structure.engine())
     _check_parameters(model)
     if isinstance(optimizer, Optimizer):
         raise ValueError(

@@ -29,6 +29,7 @@ from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
 from offload.program import Program, Verb, compile_program
+from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Frozen, Updates
 
@@ -49,7 +50,8 @@ class Engine:
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
         self.executor = executor
-        self.casts = Casts(units, executor.device.torch_device)
+        self.residents = Residents(executor, units)
+        self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
@@ -57,7 +59,7 @@ class Engine:
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.in_use = InUse(executor, memory, self.passes, self.exposures)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
-        self.updates = Updates(executor, max_grad_norm)
+        self.updates = Updates(executor, max_grad_norm, self.residents)
         early = None if max_grad_norm is not None else micro_batches
         self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
         self.units = units
@@ -181,8 +183,9 @@ class Engine:
         if aborted:
             self.finality.aborted()
             for bound in self.units:
-                for parameter in bound.parameters:
-                    take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
+                if bound.index not in self.residents:
+                    for parameter in bound.parameters:
+                        take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.gradients.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
@@ -317,8 +320,14 @@ class Engine:
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         self.end_abandoned()
+        if unit in self.residents:
+            return self.residents.value(unit, index)
         self.settle_edits(unit)
         return self.exposures.read(unit, index)
+
+    def gradients_of(self, unit: int) -> Gradients | Residents:
+        """Who has the gradients of a unit."""
+        return self.residents if unit in self.residents else self.gradients
 
     # -- the optimizer ---------------------------------------------------------------------------
 
@@ -327,6 +336,7 @@ class Engine:
         """Take one optimizer step over the parameters in `frozen`; returns before it is done."""
         self.check()
         self.end_pass(finished=False)
+        self.residents.check(frozen)
         self._settle_exposures()
         self.gradients.settle_shown()
         self.gradients.let_go()

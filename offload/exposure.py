@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from cpu_adam import rebase, views
-from offload.arena import typed
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.profile import ITEM_BYTES
@@ -168,37 +166,13 @@ class Exposures:
         return out
 
     def _write_back(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
-        """Put an edited copy home; the masters of changed elements start from the new value."""
+        """Put an edited copy home. States stay as they are, see `cpu_adam` [Note: Edits]."""
         flat = tensor.detach().view(-1).view(torch.uint8)
         if torch.equal(flat, self._read(unit, parameter).view(-1).view(torch.uint8)):
             return False
-        spec = self._plan.profile.units[unit]
         for piece, here, there, size in self._parts(unit, parameter):
             value = Value("weight", unit, piece)
             home = self._executor.peek(value)
-            old = home[here : here + size].clone()
             home[here : here + size].copy_(flat[there : there + size])
-            if piece < len(spec.chunks):
-                self._rebase(unit, piece, here, old, home[here : here + size])
             self._executor.poke(value, home)
         return True
-
-    def _rebase(
-        self, unit: int, chunk: int, offset: int, old: torch.Tensor, new: torch.Tensor
-    ) -> None:
-        """Zero the residues of the weights that changed, where the state format has them."""
-        spec = self._plan.profile.units[unit]
-        piece = spec.chunks[chunk]
-        dtype = spec.segments[piece.segment].dtype
-        fmt = self._plan.states.format(dtype)
-        if all(slot.name != "residue" for slot in fmt.slots):
-            return
-        self._executor.quiesce("state", unit)
-        value = Value("state", unit, chunk)
-        record = self._executor.peek(value)
-        first = offset // ITEM_BYTES[dtype]
-        count = old.numel() // ITEM_BYTES[dtype]
-        residue = views(record, fmt, piece.elements)["residue"][first : first + count]
-        before = typed(old, dtype, 0, (count,)).to(record.device)
-        rebase(before, typed(new, dtype, 0, (count,)).to(record.device), residue)
-        self._executor.poke(value, record)

@@ -69,9 +69,9 @@ class Gradients:
             for unit in self._plan.profile.units
         ]
 
-    def kept(self, unit: int) -> frozenset[int]:
-        """Parameters of a unit that have a gradient."""
-        return frozenset(self._units[unit].kept)
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return parameter in self._units[unit].kept
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -244,15 +244,10 @@ class Gradients:
         Raises:
             ValueError: of another shape than the parameter, or of a frozen one.
         """
-        now = self._units[unit]
         if gradient is None:
-            now.kept.discard(parameter)
-            self._give_up(unit, parameter)
-            now.shown.pop(parameter, None)
-            now.apart.discard(parameter)
-            if not now.kept:
-                now.copied = None
+            self.give_up(unit, parameter)
             return
+        now = self._units[unit]
         one = self._plan.profile.units[unit].parameters[parameter]
         if tuple(gradient.shape) != one.shape or parameter not in now.trainable:
             raise ValueError(
@@ -307,6 +302,16 @@ class Gradients:
         for unit, now in enumerate(self._units):
             for parameter in list(now.shown) if now.copied is None else ():
                 self._let_go(unit, parameter)
+
+    def give_up(self, unit: int, parameter: int) -> None:
+        """Let a parameter have no gradient."""
+        now = self._units[unit]
+        now.kept.discard(parameter)
+        self._give_up(unit, parameter)
+        now.shown.pop(parameter, None)
+        now.apart.discard(parameter)
+        if not now.kept:
+            now.copied = None
 
     def _give_up(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient will never count again."""

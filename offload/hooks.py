@@ -16,6 +16,7 @@ from offload.binding import SavingGuard
 from offload.engine import Engine
 from offload.gradients import take_gradient
 from offload.interrupt import whole
+from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
 from offload.structure import Structure
@@ -41,7 +42,9 @@ class Hooks:
         self._looks = weakref.WeakKeyDictionary()
         """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
-        self.structure = Structure(model)
+        self.structure = Structure(model, engine)
+        lanes = engine.executor.lanes
+        self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
         keep = self._handles.append
         hook = partial(Hook, lock=engine.lock)
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
@@ -51,10 +54,16 @@ class Hooks:
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
+        streamed = {
+            p for u in engine.units if u.index not in engine.residents for p in u.parameters
+        }
         for module in model.modules():
-            before_load: Any = module.register_load_state_dict_pre_hook
-            keep(before_load(_refuse_assign))
+            if module is model or any(p in streamed for p in module._parameters.values()):
+                before_load: Any = module.register_load_state_dict_pre_hook
+                keep(before_load(_refuse_assign))
         for unit in engine.units:
+            if trains and unit.index in engine.residents:
+                continue
             for index, parameter in enumerate(unit.parameters):
                 if unit.spec.parameters[index].trainable or (
                     parameter.requires_grad and not trains
@@ -83,6 +92,8 @@ class Hooks:
         self._engine.open_forward()
         self._engine.calls.begin()
         self._engine.casts.begin()
+        if self._marks is not None:
+            self._marks.forward_begins()
 
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
@@ -94,6 +105,8 @@ class Hooks:
             self._in_forward = False
             # Torch calls this for an exception, too, while it handles it.
             self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
+            if self._marks is not None and output is not None:
+                self._marks.forward_ends(output)
 
     def _before_forward(
         self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any

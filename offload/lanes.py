@@ -265,6 +265,17 @@ class Lanes:
         if self._trace is not None:
             self._trace.stepped.append(Stepped(number, time.perf_counter(), misses))
 
+    @property
+    def traces(self) -> bool:
+        """Whether what is done is recorded."""
+        return self._trace is not None
+
+    def note(self, op: Op, start: float, stop: float) -> None:
+        """Something of the user's own, that waited for nothing, has run."""
+        with self._lock:
+            if self._trace is not None:
+                self._trace.ran.append(Ran(op.lane, op, start, stop))
+
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
         with self._lock:

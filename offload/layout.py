@@ -86,6 +86,8 @@ class Plan:
     budgets: Mapping[Tier, int]
     clips: bool
     states: StateChoice
+    residents: frozenset[int] = frozenset()
+    """Units of which the arena holds the states alone, see [Note: Residents] of `resident`."""
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -121,12 +123,17 @@ class Plan:
                     rows.append(Row(kind, tier, len(units), total))
         return tuple(rows)
 
-    def arena_bytes(self, tier: Tier) -> int:
-        """Size of a memory tier's arena, or of the file."""
+    def arena_bytes(self, tier: Tier, *, cut: bool = False) -> int:
+        """What is taken of a memory tier, or `cut` from its arena alone; or the file's size."""
         if tier == "nvme":
             return self.file.bytes if self.file.extents else 0
-        buffers = [*self.homes.values(), *self.slots.values()]
+        homes = (home for key, home in self.homes.items() if not cut or self.in_arena(*key))
+        buffers = [*homes, *self.slots.values()]
         return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
+
+    def in_arena(self, kind: Kind, unit: int) -> bool:
+        """Whether a value that lives in a memory tier lies in its arena, and not with torch."""
+        return kind == "state" or unit not in self.residents
 
     def tiers(self) -> tuple[TierUse, ...]:
         """What is taken of each tier, against its budget."""
@@ -241,6 +248,7 @@ class _Memory:
     slots: dict[Place, Buffer] = field(default_factory=dict)
     weight_slot: tuple[Place | None, ...] = ()
     gradient_slot: tuple[Place | None, ...] = ()
+    residents: frozenset[int] = frozenset()
 
     def take(self, tier: Tier, size: int) -> Buffer:
         """The next `size` bytes of `tier`, rounded up to blocks."""
@@ -304,6 +312,7 @@ def lay_out(
         budgets=dict(budgets),
         clips=clips,
         states=states,
+        residents=memory.residents,
     )
 
 
@@ -317,11 +326,19 @@ def lay_out_memory(
 ) -> _Memory:
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
-    for kind in KINDS:
-        for u, placement in enumerate(placements):
-            size, tier = sizes.value[kind][u], placement.of(kind)
-            if size and tier != "nvme":
-                memory.homes[kind, u] = memory.take(tier, size)
+    pairs = enumerate(zip(units, placements))
+    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state)]
+    memory.residents = frozenset(own)
+    last = dict.fromkeys((kind, u) for kind in KINDS for u in own if kind != "state")
+
+    def settle(kind: Kind, u: int) -> None:
+        size, tier = sizes.value[kind][u], placements[u].of(kind)
+        if size and tier != "nvme":
+            memory.homes[kind, u] = memory.take(tier, size)
+
+    for kind, u in itertools.product(KINDS, range(len(units))):
+        if (kind, u) not in last:
+            settle(kind, u)
     away = {kind: [p.of(kind) != "device" for p in placements] for kind in KINDS}
     memory.weight_slot = memory.shared_slots(
         "weight", units, away["weight"], sizes.value["weight"], weight_slots
@@ -339,6 +356,8 @@ def lay_out_memory(
     for kind in KINDS:
         for tier in ("cpu", "device"):
             memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
+    for kind, u in last:  # Behind all that is cut from the arena.
+        settle(kind, u)
     return memory
 
 

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 
-def initialize_module(
+def initialize_fresh(
+    model: nn.Module,
+    fresh: Collection[nn.Parameter],
+    initialize: Callable[[nn.Module], object],
+    present: Sequence[nn.Parameter],
+) -> None:
+    """Initialise the modules of a model that own `fresh` parameters; `present` have memory."""
+    for module in model.modules() if fresh else ():
+        if any(p in fresh for p in module._parameters.values()):
+            _initialize(module, initialize, present)
+
+
+def _initialize(
     module: nn.Module,
     initialize: Callable[[nn.Module], object],
     present: Sequence[nn.Parameter],

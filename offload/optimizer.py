@@ -230,10 +230,11 @@ class Optimizer(torch.optim.Optimizer):
         self.engine.finality.discarded()
         for parameter in self.parameters():
             unit, index = self._places[parameter]
+            gradients = self.engine.gradients_of(unit)
             if set_to_none:
-                self.engine.gradients.replace(unit, index, None)
+                gradients.give_up(unit, index)
             else:
-                self.engine.gradients.zero(unit, index)
+                gradients.zero(unit, index)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Freeze one step and return; the update runs after it, see `updates`.
@@ -270,7 +271,7 @@ class Optimizer(torch.optim.Optimizer):
                     continue  # Empty: it lives nowhere and never changes.
                 if only is not None and unit != only:
                     continue
-                if index in self.engine.gradients.kept(unit):
+                if self.engine.gradients_of(unit).has(unit, index):
                     step = self.steps_of(parameter) + 1
                     if isinstance(hyper, SGDHyper):  # Which counts the steps of its buffer.
                         step = 2 if (unit, index) in self._states.buffers else 1
@@ -300,8 +301,6 @@ class Optimizer(torch.optim.Optimizer):
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load states and groups in torch's format, from this optimizer or from torch's own.
-
-        Load the model's weights first: replacing a bfloat16 weight resets its residue.
 
         Raises:
             ValueError: the groups or shapes are of another model; nothing is changed.
@@ -378,7 +377,6 @@ class Optimizer(torch.optim.Optimizer):
     def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Take over one parameter's state, or make it fresh where `state` is empty."""
         place = self._places[parameter]
-        self.engine.settle_edits(place[0])  # Edits reset residues, so they come first.
         slots = {k: v for k, v in state.items() if k != "step" and v is not None}
         # torch's SGD counts no steps; what a buffer holds came of one at least.
         self._states.write(*place, slots, int(state.get("step", 1 if slots else 0)))

@@ -53,10 +53,14 @@ class Passes:
     """The pass that is open, what the weight slots hold, and the orders seen."""
 
     def __init__(self, executor: Executor, forward: Sequence[int], backward: Sequence[int]):
-        """Start with the orders of a profile."""
+        """Start with the orders of a profile, but for units whose use nobody announces."""
         self._executor = executor
         self._plan = executor.plan
-        self.orders = {Verb.FORWARD: tuple(forward), Verb.BACKWARD: tuple(backward)}
+        orders = {Verb.FORWARD: forward, Verb.BACKWARD: backward}
+        self.orders = {
+            verb: tuple(unit for unit in order if unit not in self._plan.residents)
+            for verb, order in orders.items()
+        }
         self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         """The order of the last finished backward, behind that of the forward before it."""
         self.number = 0

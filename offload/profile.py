@@ -118,6 +118,17 @@ class Unit:
         """Whether any parameter receives a gradient."""
         return bool(self.chunks)
 
+    def stays(self, weight: str, gradient: str, state: str) -> bool:
+        """Whether, with its values in these tiers, it needs nothing from outside the device.
+
+        Gradients in another dtype than their weights' are summed by the engine.
+        """
+        if not self.trainable:
+            return weight == "device"
+        trained = [one for one in self.segments if one.trainable]
+        alike = all(one.gradient_dtype == one.dtype for one in trained)
+        return alike and weight == gradient == state == "device"
+
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes) of the pieces in which weights are stored: the chunks, then the frozen

@@ -11,6 +11,7 @@ from offload.breakdown import ENGINE, MODEL
 from offload.engine import Engine
 from offload.intervals import Interval, clip, length, overlap, union
 from offload.machine import Machine
+from offload.marks import is_pass
 from offload.program import Lane, Op, Verb
 from offload.runs import Prediction, Run, Span, Wait
 from offload.simulate import Timeline, simulate
@@ -80,7 +81,8 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
     if len(kept) < 3 or ops > SIMULATED_OPS_MAX:
         return None
     since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
-    inside = [ran for ran in trace.ran if since <= ran.start and ran.stop <= until]
+    ran_units = [ran for ran in trace.ran if not is_pass(ran.op)]
+    inside = [ran for ran in ran_units if since <= ran.start and ran.stop <= until]
     waits = union(clip([(w.start, w.stop) for w in trace.waited], since, until))
     forwards = sum(ran.op.verb is Verb.FORWARD for ran in inside)
     if not forwards:

@@ -13,6 +13,7 @@ others have taken leaves it asleep.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Literal
 
 import torch
@@ -26,6 +27,7 @@ from offload.engine import Engine
 from offload.interrupt import whole
 from offload.program import Use, Value
 from offload.records import KINDS
+from offload.touch import ParameterHome
 
 
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
@@ -87,6 +89,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
     except BaseException:
         bed.left()
         raise
+    engine.residents.rest(partial(ParameterHome, engine), engine.check)
     for tier in given:
         executor.memory.give_back(tier)
     executor.bed = bed
@@ -116,17 +119,25 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
             executor.memory.take(tier)
             taken.append(tier)
         with bounce(executor.device, bed.largest) as copy:
+            engine.residents.take_room()
             for value in bed.values():
-                bed.get(value, _home(engine, value), copy)
+                if engine.plan.in_arena(value.kind, value.unit):
+                    bed.get(value, _home(engine, value), copy)
+                else:
+                    engine.residents.fill(value, partial(bed.get, value, copy=copy))
     except BaseException:
+        engine.residents.give_room()
         for tier in taken:
             executor.memory.give_back(tier)
         bed.asleep()
         raise
+    engine.residents.wake()
     executor.bed = None
     bed.left()
 
 
 def _home(engine: Engine, value: Value) -> torch.Tensor:
-    """The bytes of a value at home in a memory tier."""
+    """The bytes of a value at home in a memory tier; a copy where it lies with torch."""
+    if not engine.plan.in_arena(value.kind, value.unit):
+        return engine.residents.flat(value)
     return engine.executor.memory.at(Use(engine.plan.home(value.kind, value.unit), value))

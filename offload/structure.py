@@ -11,6 +11,7 @@ that (a write to `module._parameters`, as of `fully_shard`) is found by the next
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +27,10 @@ _watched: weakref.WeakKeyDictionary[nn.Module, Structure] = weakref.WeakKeyDicti
 class Structure:
     """The parameters of an attached model, by the modules that own them."""
 
-    def __init__(self, model: nn.Module):
-        """Watch over `model` from here to `release`."""
+    def __init__(self, model: nn.Module, engine: Any):
+        """Watch over `model`, which `engine` serves, from here to `release`."""
+        self.engine: Callable[[], Any] = weakref.ref(engine)
+        """The engine, for as long as it lives."""
         self._parameters = list(model.parameters())  # Which keeps their ids theirs.
         self._known = {id(parameter) for parameter in self._parameters}
         self._owners = [
@@ -60,6 +63,12 @@ class Structure:
             for name, parameter in parameters.items():
                 if parameter is not None and id(parameter) not in self._known:
                     _refuse(f"{owner}.{name}" if owner else name, "a parameter")
+
+
+def structure_of(parameter: nn.Parameter) -> Structure | None:
+    """The attached model that a parameter belongs to, or None."""
+    found = (structure for structure in _watched.values() if parameter in structure)
+    return next(found, None)
 
 
 def check_wrapped(module: nn.Module, name: str) -> None:
@@ -112,7 +121,8 @@ def _refuse(name: str, what: str) -> None:
     """Raise for a parameter that was not there at attach."""
     raise RuntimeError(
         f"{name}, {what} of an attached model, is another than at attach: the engine does not know "
-        "it, and it would not be offloaded, trained or given back. Change what a model consists "
+        "it, and it would not be offloaded, trained or given back. Leave out assign=True where it "
+        "came by load_state_dict(). Change what a model consists "
         "of (resized embeddings, added adapters, pruned or sharded weights) before attach, or "
         "offload.detach(model), change it, build the optimizer anew and attach again"
     )

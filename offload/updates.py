@@ -10,8 +10,9 @@ home is written again only after the update that reads it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -38,6 +39,23 @@ class Turn:
 Frozen = Mapping[int, Mapping[int, Turn]]
 """By unit and parameter, those that take part in a step."""
 
+_Due = tuple[int, int, int, int]
+"""A chunk that is due: (ordinal, unit, chunk, deadline)."""
+
+
+class AtOnce(Protocol):
+    """Units that are updated on the user's thread, before `step()` returns."""
+
+    def __contains__(self, unit: object) -> bool: ...
+
+    def square(self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op) -> float:
+        """The sum of the squares of a chunk of the gradient."""
+
+    def update(
+        self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op, scale: float
+    ) -> None:
+        """Take the step of one chunk."""
+
 
 @dataclass(slots=True)
 class _Clip:
@@ -61,9 +79,10 @@ class _Clip:
 class Updates:
     """Issues the ops of each step."""
 
-    def __init__(self, executor: Executor, max_grad_norm: float | None):
-        """Clip to `max_grad_norm` where given."""
+    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: AtOnce):
+        """Clip to `max_grad_norm` where given. The units in `residents` are updated at once."""
         self._executor = executor
+        self._residents = residents
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
         self._chunks: dict[int, list[tuple[int, int, int]]] = {}
@@ -93,21 +112,43 @@ class Updates:
                 spans = self._plan.profile.units[unit].chunks[chunk].spans
                 if any(span.parameter in frozen[unit] for span in spans):
                     due.append((ordinal, unit, chunk, deadline))
+        here = [one for one in due if one[1] in self._residents]
+        due = [one for one in due if one[1] not in self._residents]
+        if here:
+            self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
             self._clip = clip = _Clip(self._max_grad_norm)
             partials = []
+            for ordinal, unit, chunk, _ in here:
+                op = square(self._plan, unit, chunk, ordinal)[-1]
+                clip.partials[ordinal] = self._residents.square(unit, chunk, frozen[unit], op)
             for ordinal, unit, chunk, _ in due:
                 ops = square(self._plan, unit, chunk, ordinal)
                 run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
                 self._executor.issue_chunk(ops, pass_number, run)
                 partials.append(ops[-1].writes[0])
             self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        self._update_at_once(here, frozen, clip)
         for _, unit, chunk, deadline in due:
             ops = update_ops(self._plan, unit, chunk, deadline)
             op = next(op for op in ops if op.verb is Verb.UPDATE)
             run = self._updater(op, frozen[unit], clip)
             self._pending += self._executor.issue_chunk(ops, pass_number, run)
+
+    def _update_at_once(self, here: Sequence[_Due], frozen: Frozen, clip: _Clip | None) -> None:
+        if here and clip is not None and self._normed is not None:
+            self._executor.lanes.wait([self._normed])
+        try:
+            for _, unit, chunk, deadline in here:
+                op = update_ops(self._plan, unit, chunk, deadline)[0]
+                scale = 1.0 if clip is None else clip.factor
+                self._residents.update(unit, chunk, frozen[unit], op, scale)
+        except BaseException as error:
+            self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
+            raise
+        if here:
+            self._executor.device.drain()  # Before a lane uses the workspace.
 
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip

@@ -144,7 +144,6 @@ def gradients_edited(run: ParityRun) -> None:
 def parameters_edited(run: ParityRun) -> None:
     """In place each step, and once by `load_state_dict`."""
     plain(run)
-    before = [parameter.detach().clone() for parameter in run.model.parameters()]
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.mul_(0.99)
@@ -154,18 +153,6 @@ def parameters_edited(run: ParityRun) -> None:
             for name, value in run.model.state_dict().items()
         }
         run.model.load_state_dict(halved)
-    if isinstance(run.optimizer, CPUAdam):
-        _start_from_edits(run.optimizer, list(run.model.parameters()), before)
-
-
-def _start_from_edits(
-    optimizer: CPUAdam, parameters: list[nn.Parameter], before: list[torch.Tensor]
-) -> None:
-    """Without an engine: let the masters of changed bfloat16 weights be what was written."""
-    for parameter, old in zip(parameters, before):
-        if parameter in optimizer.state and parameter.dtype is torch.bfloat16:
-            changed = parameter.detach().view(torch.int16) != old.view(torch.int16)
-            optimizer.state[parameter]["residue"][changed] = 0
 
 
 def penalty(run: ParityRun) -> None:

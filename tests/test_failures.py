@@ -82,7 +82,7 @@ FAILURES: dict[str, tuple[Lane, Verb, tuple[str, str, str], dict[str, Any]]] = {
     "cpu, update": (Lane.CPU, Verb.UPDATE, ("cpu", "cpu", "cpu"), {}),
     "cpu, norm": (Lane.CPU, Verb.NORM, ("cpu", "cpu", "cpu"), {"max_grad_norm": 1.0}),
     "compute, square": (Lane.COMPUTE, Verb.SQUARE, ("cpu", "device", "cpu"), {"max_grad_norm": 1}),
-    "compute, update": (Lane.COMPUTE, Verb.UPDATE, ("device", "device", "device"), {}),
+    "compute, update": (Lane.COMPUTE, Verb.UPDATE, ("device", "cpu", "device"), {}),
     "disk": (Lane.DISK, Verb.MOVE, ("nvme", "nvme", "nvme"), {}),
 }
 

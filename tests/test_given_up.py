@@ -14,7 +14,6 @@ import torch
 import offload
 from offload import interrupt
 from tests.training import (
-    RESIDENT,
     Net,
     Run,
     assert_same,
@@ -26,7 +25,9 @@ from tests.training import (
     train,
 )
 
-PLACEMENTS = [("nvme", "cpu", "nvme"), RESIDENT, ("cpu", "nvme", "device")]
+AT_STEP = ("device", "cpu", "device")
+"""Placement of the runs that know of no micro-batches."""
+PLACEMENTS = [("nvme", "cpu", "nvme"), AT_STEP, ("cpu", "nvme", "device")]
 PLACEMENT = PLACEMENTS[0]
 BLOCK = "blocks.1.up.weight"
 """Its gradient comes in the middle of a backward, after updates of later units have begun."""
@@ -111,7 +112,7 @@ def test_step_completes_a_backward_that_was_cut(
         run.step()
 
     early = train(placement, tmp_path, feature, steps=6, micro_batches=micro_batches)
-    assert_same(early, train(RESIDENT, tmp_path, feature, steps=6))
+    assert_same(early, train(AT_STEP, tmp_path, feature, steps=6))
 
 
 REFUSED: dict[str, Callable[[Run], Any]] = {
@@ -165,7 +166,7 @@ def test_before_an_update_has_begun_all_is_as_without_micro_batches(
         run.step()
 
     early = train(PLACEMENT, tmp_path, feature, micro_batches=2)
-    assert_same(early, train(RESIDENT, tmp_path, feature))
+    assert_same(early, train(AT_STEP, tmp_path, feature))
 
 
 def test_another_backward_right_after_one_that_was_cut(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_another_backward_right_after_one_that_was_cut(tmp_path: Path) -> None:
         run.step()
 
     early = train(PLACEMENT, tmp_path, feature, micro_batches=3)
-    assert_same(early, train(RESIDENT, tmp_path, feature))
+    assert_same(early, train(AT_STEP, tmp_path, feature))
 
 
 def test_what_an_aborted_backward_counted_is_forgotten(tmp_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_what_an_aborted_backward_counted_is_forgotten(tmp_path: Path) -> None:
             assert run.engine.finality._before[2].gradients.total() == 6
 
     early = train(PLACEMENT, tmp_path, feature, steps=5, micro_batches=1)
-    assert_same(early, train(RESIDENT, tmp_path, feature, steps=5))
+    assert_same(early, train(AT_STEP, tmp_path, feature, steps=5))
 
 
 def test_pressed_twice_after_updates_have_begun(
@@ -295,7 +296,7 @@ def test_a_step_that_is_given_up_starts_the_count_again(
         run.step()
 
     early = train(PLACEMENT, tmp_path, feature, steps=4, micro_batches=micro_batches)
-    assert_same(early, train(RESIDENT, tmp_path, feature, steps=4))
+    assert_same(early, train(AT_STEP, tmp_path, feature, steps=4))
 
 
 def test_gradients_read_between_micro_batches_are_right(tmp_path: Path) -> None:
@@ -308,7 +309,7 @@ def test_gradients_read_between_micro_batches_are_right(tmp_path: Path) -> None:
         run.step()
 
     early = train(PLACEMENT, tmp_path, feature, micro_batches=2)
-    assert_same(early, train(RESIDENT, tmp_path, feature))
+    assert_same(early, train(AT_STEP, tmp_path, feature))
 
 
 # -- what is left for step() ----------------------------------------------------------------------
@@ -347,7 +348,7 @@ def read_in_backward(run: Run, number: int) -> None:
 @pytest.mark.parametrize("feature", some_fast([uncalled, retained, kept_output, read_in_backward]))
 def test_loops_that_begin_late(feature: Callable[[Run, int], None], tmp_path: Path) -> None:
     early = train(PLACEMENT, tmp_path, feature, micro_batches=1, build=Net)
-    assert_same(early, train(RESIDENT, tmp_path, feature))
+    assert_same(early, train(AT_STEP, tmp_path, feature))
 
 
 def test_a_hook_that_reads_half_updated_weights_is_refused(tmp_path: Path) -> None:

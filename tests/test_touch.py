@@ -13,9 +13,9 @@ from torch import nn
 
 import offload
 from offload.resting import RestingParameter
-from tests.training import RESIDENT, Net, Run, attached, batch, loss_of, plain, same_bits
+from tests.training import Net, Run, attached, batch, loss_of, plain, same_bits
 
-EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")]
+EVERYWHERE = [("device", "cpu", "cpu"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")]
 
 
 def fp32(placement: tuple[str, str, str], directory: Path, **options: Any) -> Any:

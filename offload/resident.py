@@ -1,0 +1,328 @@
+"""Resident units: weights, gradients and states on the device, where torch's own ways are enough.
+
+[Note: Residents]
+Of a unit whose weights, gradients and states live on the device (or whose weights do, and that is
+not trained) nothing ever arrives or leaves. Its parameters are plain ones in memory of their own:
+no hook announces their use, no trap answers for them, no pass knows them. Autograd accumulates into
+`p.grad` by its own rule, which is the engine's: the first gradient is taken, each later one added
+by one rounding. `step()` reads `p.grad` and updates on the user's thread and stream, as any
+optimizer does; when it returns, nothing is due. The arena holds the states; weights and gradients
+are counted in the budget, and lie where torch puts them. Gradients in another dtype than their
+weights' are summed by the engine, so such a unit is none of these.
+
+Whatever the user makes of such a parameter is what is trained. Only when the next step begins is it
+looked at: one of another shape, dtype or device than the states are for is refused.
+
+[Note: Residents asleep]
+An engine that sleeps gives their memory back, too: they are at rest then, in the trap, which
+refuses. Memory that somebody else has a view of, a graph of autograd among them, would not be given
+back by that. It stays as it is, so that the view shows the parameter afterwards as before.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam import Part, sum_of_squares, update_parts, views
+from cpu_adam.reference import cut
+from offload.arena import typed, zeros_on
+from offload.binding import BoundUnit
+from offload.device import Device
+from offload.executor import Executor
+from offload.exposure import use_count
+from offload.profile import Chunk, Span
+from offload.program import Op, Use, Value
+from offload.resting import RestingParameter
+from offload.updates import Frozen, Turn
+
+
+class Residents:
+    """The resident units of an engine."""
+
+    def __init__(self, executor: Executor, units: Sequence[BoundUnit]):
+        """Of all `units`, those that the plan says are."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._units = {u: units[u] for u in sorted(executor.plan.residents)}
+        self._asleep: dict[nn.Parameter, _Asleep] = {}
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self._units
+
+    # -- gradients, as `Gradients` has them ------------------------------------------------------
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient.
+
+        Raises:
+            RuntimeError: it was frozen at attach.
+        """
+        bound = self._units[unit]
+        one = bound.spec.parameters[parameter]
+        if bound.parameters[parameter].grad is None:
+            return False
+        if not one.trainable:
+            raise RuntimeError(
+                f"{one.name} has a gradient but was frozen when the model was attached, so no "
+                "state has a place: detach(), unfreeze, and attach again"
+            )
+        return True
+
+    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient in memory of its own; None where there is none."""
+        gradient = self._units[unit].parameters[parameter].grad
+        return None if gradient is None else gradient.detach().clone()
+
+    def give_up(self, unit: int, parameter: int) -> None:
+        """Let a parameter have no gradient."""
+        self._units[unit].parameters[parameter].grad = None
+
+    def zero(self, unit: int, parameter: int) -> None:
+        """Make a gradient zeros."""
+        gradient = self._units[unit].parameters[parameter].grad
+        if gradient is not None:
+            gradient.detach_()
+            gradient.zero_()
+
+    # -- weights ---------------------------------------------------------------------------------
+
+    def value(self, unit: int, parameter: int) -> torch.Tensor:
+        """The values of a parameter in memory of their own."""
+        return self._units[unit].parameters[parameter].detach().clone()
+
+    # -- the step --------------------------------------------------------------------------------
+
+    def check(self, frozen: Frozen) -> None:
+        """Look whether what is to be updated is still what the states are for.
+
+        Raises:
+            RuntimeError: a parameter is not.
+            ValueError: a gradient is sparse.
+        """
+        for unit in self._units.keys() & frozen.keys():
+            for index in frozen[unit]:
+                _check(self._units[unit], index, self._executor.device.torch_device.type)
+
+    def square(self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op) -> float:
+        """The sum of the squares of a chunk of the gradient."""
+        total, workspace = 0.0, self._executor.memory.workspace(op)
+        for span in self._due(unit, chunk, turns):
+            total += float(sum_of_squares(self._gradient(unit, span), workspace))
+        return total
+
+    @torch.no_grad()
+    def update(
+        self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op, scale: float
+    ) -> None:
+        """Take the step of one chunk."""
+        spec, memory = self._units[unit].spec, self._executor.memory
+        piece = spec.chunks[chunk]
+        fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
+        home = self._plan.home("state", unit)
+        record = views(memory.at(Use(home, Value("state", unit, chunk))), fmt, piece.elements)
+        for span in self._due(unit, chunk, turns):
+            parameter, turn = self._units[unit].parameters[span.parameter], turns[span.parameter]
+            here = slice(span.parameter_start, span.parameter_start + span.elements)
+            ends = here.stop == spec.parameters[span.parameter].elements
+            update_parts(
+                parameter.detach().view(-1)[here],
+                self._gradient(unit, span),
+                cut(record, fmt, span.chunk_start, span.elements),
+                [Part(0, span.elements, span.parameter_start, 0, is_last=ends)],
+                [(turn.hyper, turn.step)],
+                gradient_scale=scale,
+                format=fmt,
+                workspace=memory.workspace(op),
+            )
+
+    def _due(self, unit: int, chunk: int, turns: Mapping[int, Turn]) -> Iterator[Span]:
+        spec: Chunk = self._units[unit].spec.chunks[chunk]
+        return (span for span in spec.spans if span.parameter in turns)
+
+    def _gradient(self, unit: int, span: Span) -> torch.Tensor:
+        gradient = self._units[unit].parameters[span.parameter].grad
+        assert gradient is not None
+        flat = gradient.detach().reshape(-1)
+        return flat[span.parameter_start : span.parameter_start + span.elements]
+
+    # -- sleep, see [Note: Residents asleep] -----------------------------------------------------
+
+    def _room(self, value: Value) -> torch.Tensor:
+        return zeros_on(self._executor.device, self._plan.bytes_of(value.kind, value.unit))
+
+    def flat(self, value: Value) -> torch.Tensor:
+        """The weights or gradients of a unit as they would lie in an arena, copied together."""
+        flat = self._room(value)
+        for parameter, view in self._within(value, flat):
+            source = parameter if value.kind == "weight" else parameter.grad
+            if source is not None:
+                view.copy_(source.detach())
+        return flat
+
+    def fill(self, value: Value, read: Callable[[torch.Tensor], None]) -> None:
+        """Put back what `flat` gave, and `read` reads, where nobody has kept it."""
+        flat = self._room(value)
+        read(flat)
+        for parameter, view in self._within(value, flat):
+            kept = self._asleep[parameter]
+            into = kept.weight if value.kind == "weight" else kept.gradient
+            if into is not None and not kept.held(value):
+                into.copy_(view)
+
+    def _within(
+        self, value: Value, flat: torch.Tensor
+    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Each parameter, and the view of its values in the flat ones of its unit."""
+        bound = self._units[value.unit]
+        for index, (parameter, one) in enumerate(zip(bound.parameters, bound.spec.parameters)):
+            if value.kind == "weight":
+                yield parameter, typed(flat, one.dtype, bound.spec.weight_offset(index), one.shape)
+            elif one.trainable:
+                offset = bound.spec.gradient_offset(index)
+                yield parameter, typed(flat, one.dtype, offset, one.shape)
+
+    def rest(self, home_of: Callable[[int, int], Any], refuse: Callable[[], None]) -> None:
+        """Give the memory back that only the parameters hold; any use is refused from here on.
+
+        Args:
+            home_of: the home of a parameter, by unit and index.
+            refuse: raises; called where a backward brings a gradient.
+        """
+        for unit, bound in self._units.items():
+            for index, parameter in enumerate(bound.parameters):
+                kept = _Asleep.of(parameter)
+                if parameter.requires_grad:
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    kept.guard = register(lambda _: refuse())
+                self._asleep[parameter] = kept
+                parameter.grad = None
+                parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
+            bound.rest()
+
+    def take_room(self) -> None:
+        """Take memory again for what `rest` has given back.
+
+        Raises:
+            MemoryError: it is not there.
+        """
+        with torch.inference_mode(False):
+            for parameter, kept in self._asleep.items():
+                kept.take_room(parameter)
+
+    def give_room(self) -> None:
+        """Take back what `take_room` did."""
+        for kept in self._asleep.values():
+            kept.give_room()
+
+    def wake(self) -> None:
+        """Let the parameters be plain again."""
+        for parameter, kept in self._asleep.items():
+            assert kept.weight is not None
+            if kept.guard is not None:
+                kept.guard.remove()
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.data = kept.weight
+                parameter.__class__ = nn.Parameter
+                parameter.grad = kept.gradient
+            del parameter._offload_home  # type: ignore[attr-defined]
+        self._asleep.clear()
+
+
+@torch.no_grad()
+def settle(
+    unit: BoundUnit, device: Device, fresh: Container[nn.Parameter], start: Callable[[], None]
+) -> None:
+    """Give the parameters of a unit memory of their own on the device; `start` those `fresh`."""
+    values = [parameter.data for parameter in unit.parameters]
+    for parameter, value in zip(unit.parameters, values):
+        parameter.grad = None
+        parameter.data = device.empty(value.shape, value.dtype).copy_(value)
+    start()
+    for parameter, value in zip(unit.parameters, values):
+        if parameter not in fresh:  # Whose module may have started it, too.
+            parameter.data.copy_(value)
+    device.drain()
+
+
+class _Asleep:
+    """What is kept of a parameter whose engine sleeps."""
+
+    def __init__(
+        self, weight: torch.Tensor | None, gradient: torch.Tensor | None, *, has_gradient: bool
+    ):
+        """Weight and gradient where somebody else has them, too; else None."""
+        self.weight, self.gradient = weight, gradient
+        self.guard: Any = None
+        """The hook that refuses a gradient."""
+        self._has_gradient = has_gradient
+        self._held = (weight is not None, gradient is not None)
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter) -> _Asleep:
+        """Before the parameter lets go of both."""
+        mine, idle = _holders(parameter), _holders(_idle_parameter())
+        gradient = parameter.grad if mine[1:] != idle[1:] else None
+        weight = parameter.data if mine[0] != idle[0] else None
+        return cls(weight, gradient, has_gradient=parameter.grad is not None)
+
+    def held(self, value: Value) -> bool:
+        """Whether somebody has kept the weight, or the gradient, where it is."""
+        return self._held[value.kind == "gradient"]
+
+    def take_room(self, parameter: RestingParameter | nn.Parameter) -> None:
+        """Memory for what nobody has kept."""
+        shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+        try:
+            if not self._held[0]:
+                self.weight = torch.empty(shape, dtype=dtype, device=device)
+            if self._has_gradient and not self._held[1]:
+                self.gradient = torch.empty(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"of a sleeping parameter: {error}") from error
+
+    def give_room(self) -> None:
+        """Let go of it again."""
+        if not self._held[0]:
+            self.weight = None
+        if not self._held[1]:
+            self.gradient = None
+
+
+def _holders(parameter: nn.Parameter) -> tuple[int, int, int]:
+    """How many hold a parameter's memory, that of its gradient, and the gradient itself."""
+    gradient = parameter.grad
+    if gradient is None:
+        return use_count(parameter), 0, 0
+    return use_count(parameter), use_count(gradient), sys.getrefcount(gradient)
+
+
+def _idle_parameter() -> nn.Parameter:
+    """One that nobody else has anything of."""
+    with torch.inference_mode(False):
+        made = nn.Parameter(torch.empty(1))
+        made.grad = torch.empty(1)
+    return made
+
+
+def _check(bound: BoundUnit, index: int, device_type: str) -> None:
+    """Raise where a parameter, or its gradient, is not what its states are for."""
+    one, parameter = bound.spec.parameters[index], bound.parameters[index]
+    found = (tuple(parameter.shape), parameter.dtype, parameter.device.type)
+    wanted = (one.shape, getattr(torch, one.dtype), device_type)
+    if found != wanted or not parameter.is_contiguous():
+        raise RuntimeError(
+            f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "
+            f"a contiguous {wanted}: likely the model was converted after attach; leave that out, "
+            "or detach() before it"
+        )
+    assert parameter.grad is not None
+    if parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {one.name} is {parameter.grad.layout}, and only dense gradients can "
+            "be offloaded: build the embedding with sparse=False"
+        )

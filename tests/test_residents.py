@@ -1,0 +1,323 @@
+"""Resident units: torch's own parameters, hooks and gradients, and the engine's step."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import offload
+from cpu_adam import CPUAdam
+from offload.breakdown import breakdown
+from offload.recorded import run_of
+from tests.small import adamw, config, small, tokens, torch_step
+from tests.training import (
+    RESIDENT,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def hooks_of(module: nn.Module) -> int:
+    on_parameters = (
+        getattr(p, name) or ()
+        for p in module.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+    own = (getattr(inner, name) for inner in module.modules() for name in HOOKS)
+    return sum(len(found) for found in (*own, *on_parameters))
+
+
+def test_a_resident_unit_is_torchs_own(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        assert run.engine.plan.residents == set(range(len(run.engine.units)))
+        for number in range(2):
+            plain(run, number)
+            assert all(type(p) is nn.Parameter for p in run.model.parameters())
+            assert sum(hooks_of(child) for child in run.model.children()) == 0
+            assert not any(vars(p) for p in run.model.parameters())
+        saved = io.BytesIO()
+        torch.save(run.model.state_dict(), saved)
+        assert len(saved.getvalue()) < 3 * sum(p.nbytes for p in run.model.parameters())
+        safetensors.torch.save_model(run.model, str(tmp_path / "model.safetensors"))
+
+
+def test_only_what_is_all_on_the_device_is_resident(tmp_path: Path) -> None:
+    for placement, more in (
+        (("device", "cpu", "device"), {}),
+        (("device", "device", "cpu"), {}),
+        (("cpu", "device", "device"), {}),
+        (RESIDENT, {"gradient_dtype": "fp32"}),
+    ):
+        with attached(placement, tmp_path, **more) as run:
+            assert not run.engine.plan.residents, placement
+    with attached(RESIDENT, tmp_path, gradient_dtype="fp32", dtype=torch.float32) as run:
+        assert len(run.engine.plan.residents) == len(run.engine.units)
+
+
+def frozen_but_one() -> nn.Module:
+    model = small()
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter is model.head.weight)
+    return model
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_beside_streamed_units(clip: float | None, tmp_path: Path) -> None:
+    """Frozen units on the device, one that is trained elsewhere; and some of each by budget."""
+
+    def feature(run: Run, number: int) -> None:
+        run.loss().backward()
+        if not hasattr(run.optimizer, "engine") and clip is not None:
+            nn.utils.clip_grad_norm_(run.model.parameters(), clip)
+        run.step()
+
+    options: dict[str, Any] = {"build": frozen_but_one, "dtype": torch.float32}
+    with attached(("device", "cpu", "cpu"), tmp_path, **options) as run:
+        assert 0 < len(run.engine.plan.residents) < len(run.engine.units)
+    ours = train(("device", "cpu", "cpu"), tmp_path, feature, max_grad_norm=clip, **options)
+    resident = train(RESIDENT, tmp_path, feature, max_grad_norm=clip, **options)
+    assert_same(ours, resident)
+    if clip is None:
+        assert_same(without_idle_states(ours), without_idle_states(train_alone(feature, **options)))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("device_memory", ["500KiB", "700KiB"])
+def test_as_many_as_fit(device_memory: str, clip: float | None, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_grad_norm": clip, "dtype": torch.float32, "steps": 4}
+
+    def feature(run: Run, number: int) -> None:
+        for _ in range(2):
+            run.loss().backward()
+        run.step()
+        run.extra.append(run.optimizer.grad_norm())  # type: ignore[attr-defined]
+
+    budget = {"device_memory": device_memory}
+    auto = train(("auto", "auto", "auto"), tmp_path, feature, **budget, **options)
+    assert_same(auto, train(RESIDENT, tmp_path, feature, **options))
+
+
+EDITS: dict[str, Callable[[nn.Module], Any]] = {
+    "zeros": lambda model: [p.data.zero_() for p in model.parameters()],
+    "clamped": lambda model: [p.data.clamp_(-0.1, 0.1) for p in model.parameters()],
+    "other memory": lambda model: [setattr(p, "data", p.data * 0.5) for p in model.parameters()],
+    "loaded": lambda model: model.load_state_dict(
+        {name: value + 0.25 for name, value in model.state_dict().items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, ("cpu", "cpu", "cpu")], ids="-".join)
+@pytest.mark.parametrize("how", EDITS)
+def test_edits_after_each_step_as_in_plain_torch(
+    how: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """bf16 masters go on from what was written, as those of `cpu_adam` alone do."""
+
+    def feature(run: Run, number: int) -> None:
+        plain(run, number)
+        with torch.no_grad():
+            EDITS[how](run.model)
+
+    ours = train(placement, tmp_path, feature)
+    assert_same(without_idle_states(ours), without_idle_states(train_alone(feature)))
+    assert all(value.isfinite().all() for value in ours.weights.values())
+
+
+def test_averaged_weights_swapped_in_and_out(tmp_path: Path) -> None:
+    def feature(run: Run, number: int) -> None:
+        plain(run, number)
+        mine = [p.detach().clone() for p in run.model.parameters()]
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.copy_(parameter * 0.9)
+            run.loss()
+            for parameter, value in zip(run.model.parameters(), mine):
+                parameter.copy_(value)
+
+    for placement in (RESIDENT, ("nvme", "cpu", "nvme")):
+        ours = train(placement, tmp_path, feature)
+        assert_same(without_idle_states(ours), without_idle_states(train_alone(feature)))
+
+
+def test_hooks_and_second_derivatives_are_torchs(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path, dtype=torch.float32) as run:
+        weight: Any = run.model.head.weight
+        seen: list[Any] = []
+        handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        run.loss().backward()
+        assert same_bits(seen[0], weight.grad)
+        handle.remove()
+        (first,) = torch.autograd.grad(run.loss(), [weight], create_graph=True)
+        first.pow(2).sum().backward()
+        run.step()
+
+
+REFUSED: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
+    "half()": (RuntimeError, lambda model: model.half()),
+    "another shape": (RuntimeError, lambda m: setattr(m.head.weight, "data", torch.zeros(4))),
+    "transposed": (
+        RuntimeError,
+        lambda m: setattr(m.head.weight, "data", m.head.weight.data.t().contiguous().t()),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_another_parameter_is_refused_at_the_step(how: str, tmp_path: Path) -> None:
+    error, change = REFUSED[how]
+    with attached(RESIDENT, tmp_path) as run:
+        plain(run, 0)
+        before = [p.detach().clone() for p in run.model.parameters()]
+        run.loss().backward()
+        gradients = [p.grad.clone() for p in run.model.parameters() if p.grad is not None]
+        change(run.model)
+        with pytest.raises(error, match="its states are for"):
+            run.optimizer.step()
+        for parameter, value, gradient in zip(run.model.parameters(), before, gradients):
+            parameter.grad = None
+            parameter.data = value
+            parameter.grad = gradient
+        run.step()
+        plain(run, 1)
+
+
+def test_a_frozen_one_that_gets_a_gradient_is_refused(tmp_path: Path) -> None:
+    with attached(("device", "cpu", "cpu"), tmp_path, build=frozen_but_one) as run:
+        run.model.requires_grad_(True)
+        run.loss().backward()
+        with pytest.raises(RuntimeError, match="frozen when the model was attached"):
+            run.optimizer.step()
+        run.optimizer.zero_grad()
+        run.model.embed.requires_grad_(False)  # type: ignore[union-attr]
+
+
+def test_an_update_that_fails_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with attached(RESIDENT, tmp_path) as run:
+        run.loss().backward()
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.resident.update_parts", broken)
+            with pytest.raises(ZeroDivisionError):
+                run.optimizer.step()
+        for call in (run.loss, run.optimizer.step, run.engine.settle):
+            with pytest.raises(offload.EngineError, match="on purpose"):
+                call()
+
+
+def test_attached_once_and_taken_off(tmp_path: Path) -> None:
+    model = small()
+    original = CPUAdam(model.parameters(), lr=1e-2)
+    twin = small()
+    alone = CPUAdam(twin.parameters(), lr=1e-2)
+    for one, optimizer in ((model, original), (twin, alone)):
+        torch_step(one, optimizer)
+    _, ours = offload.attach(model, original, config(RESIDENT, tmp_path))
+    for one in (model, nn.Sequential(model), model.blocks[1]):
+        with pytest.raises(ValueError, match="attached already"):
+            offload.attach(one, None, config(RESIDENT, tmp_path))
+    torch_step(model, ours)
+    torch_step(twin, alone)
+    model(tokens()).sum().backward()
+    twin(tokens()).sum().backward()
+    _, back = offload.detach(model)
+    assert back is original
+    for one, other in zip(model.parameters(), twin.parameters()):
+        assert same_bits(one.detach(), other.detach())
+        assert one.grad is not None
+        assert other.grad is not None
+        assert same_bits(one.grad, other.grad)
+    back.step()
+    alone.step()
+    assert all(
+        same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), twin.parameters())
+    )
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_asleep_a_backward_is_refused_and_views_stay(tier: Any, tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        plain(run, 0)
+        loss = run.loss()
+        view = run.model.norm.weight.detach()  # type: ignore[union-attr,operator]
+        offload.sleep(run.model, tier)
+        kept = run.engine.residents._asleep
+        assert kept[run.model.norm.weight].weight is not None  # type: ignore
+        assert kept[run.model.embed.weight].weight is None  # type: ignore
+        with pytest.raises(RuntimeError, match="asleep"):
+            loss.backward()
+        with pytest.raises(RuntimeError, match="asleep"):
+            run.model.head(torch.zeros(1, 32).bfloat16())  # type: ignore[operator]
+        offload.wake(run.model)
+        loss = run.loss()
+        loss.backward()
+        run.step()
+        assert torch.equal(view, run.model.norm.weight)  # type: ignore[arg-type]
+        assert not any(vars(p) for p in run.model.parameters())
+
+
+def test_asleep_gradients_go_but_those_that_are_held(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        model: Any = run.model
+        run.loss().backward()
+        held, viewed = model.norm.weight.grad, model.norm.bias.grad.view(-1)
+        before = [p.grad.clone() for p in model.parameters()]
+        offload.sleep(model)
+        kept = run.engine.residents._asleep
+        alive = {p for p in model.parameters() if kept[p].gradient is not None}
+        assert alive == {model.norm.weight, model.norm.bias}
+        assert not [p for p in model.parameters() if kept[p].weight is not None]
+        offload.wake(model)
+        assert held is model.norm.weight.grad
+        assert viewed.data_ptr() == model.norm.bias.grad.data_ptr()
+        assert all(same_bits(p.grad, old) for p, old in zip(model.parameters(), before))
+        run.step()
+
+
+def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        for _ in range(3):
+            two_passes(run)
+            run.step()
+        found = run_of(run.engine)
+        assert found is not None
+        spans = [(span.name, span.unit) for span in found.spans if span.lane == "model"]
+        assert spans == [("forward", ""), ("backward", "")] * 6
+        assert breakdown(found).parts["model"] > 0
+
+
+def two_passes(run: Run) -> None:
+    for _ in range(2):
+        run.loss().backward()
+
+
+def test_forward_only(tmp_path: Path) -> None:
+    model = small()
+    wanted = model(batch(torch.Generator().manual_seed(1)))
+    offload.attach(model, None, config(RESIDENT, tmp_path))
+    found = model(batch(torch.Generator().manual_seed(1)))
+    assert torch.equal(found, wanted)
+    with pytest.raises(RuntimeError, match="attached without an optimizer"):
+        found.sum().backward()
+    offload.detach(model)
+    adamw(model)
