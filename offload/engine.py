@@ -53,17 +53,15 @@ class Engine:
         self.residents = Residents(executor, units)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
-        self.steps = 0
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
-        self.calls = Calls()
+        self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.in_use = InUse(executor, memory, self.passes, self.exposures)
         self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
-        early = None if max_grad_norm is not None else micro_batches
-        self.finality = Finality(early, [unit.name for unit in self.plan.profile.units])
-        self.units = units
-        self.lock = threading.RLock()
+        names = [unit.name for unit in self.plan.profile.units]
+        self.finality = Finality(micro_batches if max_grad_norm is None else None, names)
+        self.units, self.lock = units, threading.RLock()
         self._pid, self._torn = os.getpid(), torn()
         self._since = time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
@@ -182,10 +180,9 @@ class Engine:
         self._graphs.clear()
         if aborted:
             self.finality.aborted()
-            for bound in self.units:
-                if bound.index not in self.residents:
-                    for parameter in bound.parameters:
-                        take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
+            for bound in (one for one in self.units if one.index not in self.residents):
+                for parameter in bound.parameters:
+                    take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.gradients.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
@@ -320,10 +317,10 @@ class Engine:
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         self.end_abandoned()
-        if unit in self.residents:
-            return self.residents.value(unit, index)
-        self.settle_edits(unit)
-        return self.exposures.read(unit, index)
+        if unit not in self.residents:
+            self.settle_edits(unit)
+            return self.exposures.read(unit, index)
+        return self.residents.value(unit, index)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
         """Who has the gradients of a unit."""

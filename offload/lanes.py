@@ -223,6 +223,14 @@ class Lanes:
         if until > since and task.history:
             self._expose(task.history[-1][0], since, until)
 
+    def count(self, op: Op, since: float) -> float:
+        """Book what `op` has done since then on its lane, whoever did it. Returns the time."""
+        use, now = self.use[op.lane], time.perf_counter()
+        use.busy_s += now - since
+        use.bytes += op.bytes
+        use.operations += 1
+        return now
+
     def _expose(self, lane: Lane, since: float, until: float) -> None:
         self.use[lane].exposed_s += until - since
         if self._trace is not None:
@@ -334,10 +342,7 @@ class Lanes:
         except BaseException as caught:
             error = caught
         with self._lock:
-            use, now = self.use[lane], time.perf_counter()
-            use.busy_s += now - start
-            use.bytes += task.op.bytes
-            use.operations += 1
+            now = self.count(task.op, start)
             task.run, task.fences = _nothing, []  # What its function held can go.
             if error is not None:
                 self.fail(error)

@@ -10,6 +10,7 @@ home is written again only after the update that reads it.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -121,8 +122,9 @@ class Updates:
             self._clip = clip = _Clip(self._max_grad_norm)
             partials = []
             for ordinal, unit, chunk, _ in here:
-                op = square(self._plan, unit, chunk, ordinal)[-1]
+                op, since = square(self._plan, unit, chunk, ordinal)[-1], time.perf_counter()
                 clip.partials[ordinal] = self._residents.square(unit, chunk, frozen[unit], op)
+                self._executor.lanes.count(op, since)
             for ordinal, unit, chunk, _ in due:
                 ops = square(self._plan, unit, chunk, ordinal)
                 run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
@@ -141,9 +143,10 @@ class Updates:
             self._executor.lanes.wait([self._normed])
         try:
             for _, unit, chunk, deadline in here:
-                op = update_ops(self._plan, unit, chunk, deadline)[0]
+                op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
                 scale = 1.0 if clip is None else clip.factor
                 self._residents.update(unit, chunk, frozen[unit], op, scale)
+                self._executor.lanes.count(op, since)
         except BaseException as error:
             self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
             raise
