@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ torch.set_num_threads(1)
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
+
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # As a shell starts what is in its background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
