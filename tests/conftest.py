@@ -15,9 +15,8 @@ torch.set_num_threads(1)
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # As a shell starts what is in its background.
+# A shell lets what it runs in its background ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
