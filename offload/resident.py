@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from cpu_adam import Part, sum_of_squares, update_parts, views
+from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.reference import cut
 from offload.arena import typed, zeros_on
 from offload.binding import BoundUnit
@@ -86,7 +87,10 @@ class Residents:
         """Make a gradient zeros."""
         gradient = self._units[unit].parameters[parameter].grad
         if gradient is not None:
-            gradient.detach_()
+            if gradient.grad_fn is not None:  # As torch.optim has it: a view cannot be detached.
+                gradient.detach_()
+            else:
+                gradient.requires_grad_(False)
             gradient.zero_()
 
     # -- weights ---------------------------------------------------------------------------------
@@ -157,7 +161,9 @@ class Residents:
 
     def flat(self, value: Value) -> torch.Tensor:
         """The weights or gradients of a unit as they would lie in an arena, copied together."""
-        flat = self._room(value)
+        bound, flat = self._units[value.unit], self._room(value)
+        for index in range(len(bound.parameters)):
+            _check_values(bound, index, self._executor.device.torch_device.type)
         for parameter, view in self._within(value, flat):
             source = parameter if value.kind == "weight" else parameter.grad
             if source is not None:
@@ -195,7 +201,7 @@ class Residents:
         """
         for unit, bound in self._units.items():
             for index, parameter in enumerate(bound.parameters):
-                kept = _Asleep.of(parameter)
+                kept = _Asleep.of(parameter, bound.spec.parameters[index].trainable)
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
                     kept.guard = register(lambda _: refuse())
@@ -263,10 +269,10 @@ class _Asleep:
         self._held = (weight is not None, gradient is not None)
 
     @classmethod
-    def of(cls, parameter: nn.Parameter) -> _Asleep:
-        """Before the parameter lets go of both."""
+    def of(cls, parameter: nn.Parameter, trainable: bool) -> _Asleep:
+        """Before the parameter lets go of both. What the plan has no gradient of keeps its own."""
         mine, idle = _holders(parameter), _holders(_idle_parameter())
-        gradient = parameter.grad if mine[1:] != idle[1:] else None
+        gradient = parameter.grad if mine[1:] != idle[1:] or not trainable else None
         weight = parameter.data if mine[0] != idle[0] else None
         return cls(weight, gradient, has_gradient=parameter.grad is not None)
 
@@ -311,6 +317,24 @@ def _idle_parameter() -> nn.Parameter:
 
 def _check(bound: BoundUnit, index: int, device_type: str) -> None:
     """Raise where a parameter, or its gradient, is not what its states are for."""
+    _check_values(bound, index, device_type)
+    one, parameter = bound.spec.parameters[index], bound.parameters[index]
+    assert parameter.grad is not None
+    if parameter.grad.layout is not torch.strided:
+        raise ValueError(
+            f"the gradient of {one.name} is {parameter.grad.layout}, and only dense gradients can "
+            "be offloaded: build the embedding with sparse=False"
+        )
+    if parameter.grad.numel() != one.elements or parameter.grad.dtype not in GRADIENT_DTYPES:
+        raise ValueError(
+            f"the gradient of {one.name} is {tuple(parameter.grad.shape)} of "
+            f"{parameter.grad.dtype}, and its states are for {one.shape}: likely something was "
+            "written to its data; assign a gradient of the parameter's shape"
+        )
+
+
+def _check_values(bound: BoundUnit, index: int, device_type: str) -> None:
+    """Raise where a parameter is not what its states are for."""
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     found = (tuple(parameter.shape), parameter.dtype, parameter.device.type)
     wanted = (one.shape, getattr(torch, one.dtype), device_type)
@@ -319,10 +343,4 @@ def _check(bound: BoundUnit, index: int, device_type: str) -> None:
             f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "
             f"a contiguous {wanted}: likely the model was converted after attach; leave that out, "
             "or detach() before it"
-        )
-    assert parameter.grad is not None
-    if parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {one.name} is {parameter.grad.layout}, and only dense gradients can "
-            "be offloaded: build the embedding with sparse=False"
         )

@@ -321,3 +321,51 @@ def test_forward_only(tmp_path: Path) -> None:
         found.sum().backward()
     offload.detach(model)
     adamw(model)
+
+
+def test_asleep_a_gradient_that_no_state_is_for_stays(tmp_path: Path) -> None:
+    model = small()
+    model.embed.weight.requires_grad_(False)  # type: ignore[operator,union-attr]
+    model, _ = offload.attach(model, adamw(model), config(RESIDENT, tmp_path))
+    model.embed.weight.requires_grad_(True)  # type: ignore[operator,union-attr]
+    model(tokens()).float().square().mean().backward()
+    before: Any = model.embed.weight.grad.clone()  # type: ignore[operator,union-attr]
+    offload.sleep(model)
+    offload.wake(model)
+    assert same_bits(model.embed.weight.grad, before)  # type: ignore[arg-type,union-attr]
+    offload.detach(model)
+
+
+def test_a_gradient_that_is_a_view_can_be_zeroed(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        model: Any = run.model
+        weight = model.norm.weight
+        flat = torch.ones(2 * weight.numel(), dtype=weight.dtype)
+        weight.grad = flat[: weight.numel()].view_as(weight)
+        run.optimizer.zero_grad(set_to_none=False)
+        assert not flat[: weight.numel()].any()
+        assert flat[weight.numel() :].all()
+
+
+def test_a_gradient_of_another_size_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        model: Any = run.model
+        run.loss().backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        right = model.norm.weight.grad.data.clone()
+        for wrong in (torch.ones(3, dtype=right.dtype), right.double()):
+            model.norm.weight.grad.data = wrong
+            with pytest.raises(ValueError, match=r"norm\.weight"):
+                run.step()
+            assert all(same_bits(p, old) for p, old in zip(model.parameters(), before))
+        model.norm.weight.grad.data = right
+        run.step()
+
+
+def test_a_converted_model_does_not_sleep(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        model: Any = run.model
+        model.double()
+        with pytest.raises(RuntimeError, match="converted after attach"):
+            offload.sleep(model)
+        model.bfloat16()
