@@ -82,21 +82,21 @@ def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
 class Storages:
     """The storages of tensors whose addresses are kept: each one once, held on to.
 
-    An address stays right while the storage that it lies in is where it was and as large as it was.
+    An address stays right while the storage that it lies in is where it was. One that is resized is
+    elsewhere: memory of the new size is asked for while that of the old one is still in use.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
-        self._storages = list(found.values())
+        found = {x.untyped_storage()._cdata: x.detach() for x in tensors}
+        self._tensors = list(found.values())
         self._places = self._look()
 
     def moved(self) -> bool:
-        """Whether one of them is elsewhere or of another size than at first."""
-        return self._look() != self._places
+        """Whether one of them is elsewhere than at first."""
+        return not np.array_equal(self._look(), self._places)
 
-    def _look(self) -> tuple[list[int], list[int]]:
-        kind = torch.UntypedStorage
-        return list(map(kind.data_ptr, self._storages)), list(map(kind.nbytes, self._storages))
+    def _look(self) -> Addresses:
+        return np.fromiter(map(Tensor.data_ptr, self._tensors), np.int64, len(self._tensors))
 
 
 def readable(x: Tensor) -> Tensor:

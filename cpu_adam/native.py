@@ -214,9 +214,9 @@ class UpdateTable:
         rows = self._rows.copy()  # Other threads may be in a call of their own.
         rows[:, ADDRESS_COLUMNS] = addresses
         factors = _factors(chosen, turns, gradient_scale)
-        found = _run(chosen, self._format.name, gradients[0].dtype, rows, factors, checksums)
+        # Before the call: an update leaves nothing of many tensors in cache.
         torch.autograd.graph.increment_version(self._written)
-        return found
+        return _run(chosen, self._format.name, gradients[0].dtype, rows, factors, checksums)
 
     def _check(self, gradients: Sequence[Tensor]) -> None:
         """Raise ValueError if these are no gradients of the spans."""

@@ -258,7 +258,7 @@ def test_memory_is_asked_for_before_it_is_taken(monkeypatch, capsys):
     monkeypatch.setattr(bench_adam, "host_free_bytes", lambda: 512 << 20)
     assert run("bench", "adam", "--formats", "exact", "--no-peers") == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    needed = "asked for updates of 64Mi parameters, which take 896.04 MiB of memory"
+    needed = "asked for updates of 64Mi parameters, which take 896.33 MiB of memory"
     for part in (needed, "found 512.00 MiB free", "likely cause: ", "try: --elements 36Mi"):
         assert part in told
 

@@ -7,9 +7,8 @@
 //
 // [Note: Pairs]
 // Rules work on two registers side by side. Their 16-bit numbers fill one register: a whole one is
-// loaded and stored, and one permutation of its words makes each of the two (AVX-512, in cache, 16
-// elements of `compact`, with all that LOG.md names with it: 11.9 -> 10.0 ns). And what is done to
-// one does not wait for the other.
+// loaded and stored, and one permutation of its words makes each of the two, or less: see
+// [Note: Order]. And what is done to one does not wait for the other.
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
@@ -128,94 +127,6 @@ INLINE bool any_nan(F32 x) {
     uint64_t halves[2];
     __builtin_memcpy(halves, &nan, sizeof halves);
     return (halves[0] | halves[1]) != 0;
-#endif
-}
-
-// Registers of 32-bit numbers from one of 16-bit ones, and back.
-
-// Each number from a high half and a low one.
-INLINE U32 joined(U16 high, U16 low) {
-#if CPU_ADAM_LANES == 16
-    const __m512i first = _mm512_set_epi16(
-        47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5, 36, 4,
-        35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    return {(Words)_mm512_permutex2var_epi16((__m512i)low, first, (__m512i)high),
-            (Words)_mm512_permutex2var_epi16((__m512i)low, second, (__m512i)high)};
-#elif CPU_ADAM_LANES >= 8
-    // Unpacking works within 128 bits: first the quarters are put where it finds them.
-    __m256i a = _mm256_permute4x64_epi64((__m256i)low, 0xD8);
-    __m256i b = _mm256_permute4x64_epi64((__m256i)high, 0xD8);
-    return {(Words)_mm256_unpacklo_epi16(a, b), (Words)_mm256_unpackhi_epi16(a, b)};
-#elif defined(__SSE2__)
-    return {(Words)_mm_unpacklo_epi16((__m128i)low, (__m128i)high),
-            (Words)_mm_unpackhi_epi16((__m128i)low, (__m128i)high)};
-#else
-    typename Of<LANES>::U16 lows[2], highs[2];
-    __builtin_memcpy(lows, &low, sizeof low);
-    __builtin_memcpy(highs, &high, sizeof high);
-    auto both = [](auto* x) -> U32 {
-        return {__builtin_convertvector(x[0], Words), __builtin_convertvector(x[1], Words)};
-    };
-    return (both(highs) << 16) | both(lows);
-#endif
-}
-INLINE U32 widen(U16 x) { return joined(U16{}, x); }
-INLINE U32 widen_high(U16 x) {
-#if CPU_ADAM_LANES == 16
-    const __m512i first = _mm512_set_epi16(
-        15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4,
-        3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    return {(Words)_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, first, (__m512i)x),
-            (Words)_mm512_maskz_permutexvar_epi16(0xAAAAAAAAu, second, (__m512i)x)};
-#elif CPU_ADAM_LANES >= 8
-    __m256i a = _mm256_permute4x64_epi64((__m256i)x, 0xD8);
-    return {(Words)_mm256_unpacklo_epi16(_mm256_setzero_si256(), a),
-            (Words)_mm256_unpackhi_epi16(_mm256_setzero_si256(), a)};
-#else
-    return joined(x, U16{});
-#endif
-}
-
-#if CPU_ADAM_LANES == 8
-// Two registers as one of 16-bit numbers, from their words side by side.
-INLINE U16 unzipped(__m256i words) {
-    const __m128i half = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-    __m256i apart = _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(half));
-    return (U16)_mm256_permute4x64_epi64(apart, 0xD8);
-}
-#endif
-INLINE U16 low_half(U32 x) {
-#if CPU_ADAM_LANES == 16
-    const __m512i even = _mm512_set_epi16(
-        62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18,
-        16, 14, 12, 10, 8, 6, 4, 2, 0);
-    return (U16)_mm512_permutex2var_epi16((__m512i)x.low, even, (__m512i)x.high);
-#elif CPU_ADAM_LANES >= 8
-    return unzipped(_mm256_blend_epi16((__m256i)x.low, (__m256i)(x.high << 16), 0xAA));
-#elif defined(__SSE2__)
-    I32 kept = {(Masks)(x.low << 16) >> 16, (Masks)(x.high << 16) >> 16};
-    return (U16)_mm_packs_epi32((__m128i)kept.low, (__m128i)kept.high);  // saturates nothing
-#else
-    typename Of<LANES>::U16 halves[2] = {__builtin_convertvector(x.low, typename Of<LANES>::U16),
-                                         __builtin_convertvector(x.high, typename Of<LANES>::U16)};
-    return load<U16>(reinterpret_cast<const Byte*>(halves));
-#endif
-}
-INLINE U16 high_half(U32 x) {
-#if CPU_ADAM_LANES == 16
-    const __m512i odd = _mm512_set_epi16(
-        63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27, 25, 23, 21, 19,
-        17, 15, 13, 11, 9, 7, 5, 3, 1);
-    return (U16)_mm512_permutex2var_epi16((__m512i)x.low, odd, (__m512i)x.high);
-#elif CPU_ADAM_LANES >= 8
-    return unzipped(_mm256_blend_epi16((__m256i)(x.low >> 16), (__m256i)x.high, 0xAA));
-#elif defined(__SSE2__)
-    I32 kept = {(Masks)x.low >> 16, (Masks)x.high >> 16};
-    return (U16)_mm_packs_epi32((__m128i)kept.low, (__m128i)kept.high);  // saturates nothing
-#else
-    return low_half(x >> 16);
 #endif
 }
 
@@ -339,23 +250,3 @@ INLINE Pair<Of<LANES / 2>::F64> doubles(Floats x) {
 #endif
 }
 INLINE F64 doubles(F32 x) { return {doubles(x.low), doubles(x.high)}; }
-
-// float16 to float32, exact.
-INLINE F32 half_to_float(U16 x) {
-#if CPU_ADAM_LANES == 16
-    __m256i high = _mm512_extracti64x4_epi64((__m512i)x, 1);
-    return {(Floats)_mm512_cvtph_ps(_mm512_castsi512_si256((__m512i)x)),
-            (Floats)_mm512_cvtph_ps(high)};
-#elif CPU_ADAM_LANES >= 8
-    __m128i high = _mm256_extracti128_si256((__m256i)x, 1);
-    return {(Floats)_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)x)),
-            (Floats)_mm256_cvtph_ps(high)};
-#else
-    // Move exponent and fraction to their places, then correct the exponent's bias by a product
-    // that is exact, also for the subnormals. Infinity and NaN get the largest exponent.
-    U32 wide = widen(x), bits = (wide & 0x7FFFu) << 13;
-    U32 special = {(Words)(bits.low >= (0x7C00u << 13)), (Words)(bits.high >= (0x7C00u << 13))};
-    U32 moved = bits_of(floats(bits) * 0x1p112f);
-    return floats(moved | (special & 0x7F800000u) | ((wide & 0x8000u) << 16));
-#endif
-}
