@@ -101,7 +101,7 @@ class Batch:
         steps = [
             whole_step(m.kept[STEP]) if self._counted else float(not m.begins) for m in members
         ]
-        self._steps = torch.tensor(steps, dtype=torch.float32)
+        self._steps = torch.tensor(steps, dtype=torch.float32, device="cpu")
         if self._counted:  # Views, so that all are read and counted up by one call.
             for member, step in zip(members, self._steps.unbind()):
                 member.kept[STEP] = step
@@ -265,7 +265,7 @@ class Batch:
         """Memory in the place of a slot that updates leave alone, shared by all members."""
         if self._scratch is None:
             largest = max(weight.numel() for weight in self._weights)
-            self._scratch = torch.empty(largest, dtype=torch.float32)
+            self._scratch = torch.empty(largest, dtype=torch.float32, device="cpu")
         assert slot.dtype == "float32", slot
         return self._scratch[: slot.items(elements)]
 

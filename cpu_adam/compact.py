@@ -35,8 +35,9 @@ alone, so no cut into chunks, thread or machine can change them.
 What is not finite. A group with a NaN or an infinity among its m, or its v, or whose scale would
 be above 2**120, has a scale of NaN and codes of 0: it decodes as NaN from then on. (That is a v of
 gradients of some 1e19, or of some 1e20 times what the group had before.) One whose scale would be
-below 2**-100 is stored as zero. Everything is a correctly rounded float32 operation or one of
-integers, so that compiled kernels find the same bits.
+below 2**-100 is stored as zero, and a v without a past below 2**-95: that of gradients of some
+1e-13, which a step only feels where eps is as small. Everything is a correctly rounded float32
+operation or one of integers, so that compiled kernels find the same bits.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
         x = _of_groups(moments[code.name])
         largest = x.abs().amax(1)
         binade = (largest.view(torch.int32) & 0xFF << 23).view(torch.float32)
-        codes, scales = _nearest(code, x, binade.masked_fill(largest == 0.0, 1.0))
+        codes, scales = _nearest(code, x, binade.masked_fill(largest < TINY, 1.0))
         left = scales > 0  # groups whose scale is still looked for
         for ulps, step in product((0, 1, -1, 2, -2), range(STEPS)):
             scale = largest / (1 + step / STEPS)

@@ -21,6 +21,7 @@ Addresses = npt.NDArray[np.int64]
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """The classes whose objects are nothing but tensors."""
+FEW = 64
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
@@ -82,21 +83,27 @@ def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
 class Storages:
     """The storages of tensors whose addresses are kept: each one once, held on to.
 
-    An address stays right while the storage that it lies in is where it was. One that is resized is
-    elsewhere: memory of the new size is asked for while that of the old one is still in use.
+    An address stays right while the storage that it lies in is where it was and as large as it was.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {x.untyped_storage()._cdata: x.detach() for x in tensors}
-        self._tensors = list(found.values())
+        found = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
+        self._storages = list(found.values())
         self._places = self._look()
 
     def moved(self) -> bool:
-        """Whether one of them is elsewhere than at first."""
+        """Whether one of them is elsewhere or of another size than at first."""
         return not np.array_equal(self._look(), self._places)
 
     def _look(self) -> Addresses:
-        return np.fromiter(map(Tensor.data_ptr, self._tensors), np.int64, len(self._tensors))
+        """Address and size of each, of a few at a time: an update leaves none in cache."""
+        kind = torch.UntypedStorage
+        found = np.empty((2, len(self._storages)), np.int64)
+        for first in range(0, len(self._storages), FEW):
+            some = self._storages[first : first + FEW]
+            for row, ask in zip(found, (kind.data_ptr, kind.nbytes)):
+                row[first : first + FEW] = np.fromiter(map(ask, some), np.int64, len(some))
+        return found
 
 
 def readable(x: Tensor) -> Tensor:

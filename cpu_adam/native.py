@@ -251,21 +251,10 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     chosen = _kernel_for(weight, residue, *(() if out is None else (out,)))
     if chosen is None:
         return reference.join(weight, residue, out)
-    master = torch.empty(weight.shape, dtype=torch.float32) if out is None else out
+    master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
     _run_on(chosen, "join", weight, residue, master)
     _written(master)
     return master
-
-
-def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
-    """Zero the residue of each element whose weight bits changed: see `reference.rebase`."""
-    check_halves(weight_old, residue)
-    check_halves(weight_new, residue)
-    chosen = _kernel_for(weight_old, weight_new, residue)
-    if chosen is None:
-        return reference.rebase(weight_old, weight_new, residue)
-    _run_on(chosen, "rebase", weight_old, weight_new, residue)
-    _written(residue)
 
 
 def accumulate(into: Tensor, gradient: Tensor) -> None:
@@ -274,6 +263,13 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     chosen = _kernel_for(into, gradient)
     if chosen is None:
         return reference.accumulate(into, gradient)
+    start, other = into.data_ptr(), gradient.data_ptr()
+    if start != other and start < other + gradient.nbytes and other < start + into.nbytes:
+        raise ValueError(
+            f"asked to accumulate into other memory than the gradient's; found {into.nbytes} bytes "
+            f"that begin {start - other:+} bytes from its first; likely cause: two views of one "
+            f"tensor; try: gradient.clone()"
+        )
     name = "accumulate_float32" if into.dtype == torch.float32 else "accumulate_bfloat16"
     _run_on(chosen, name, gradient, into, gradient=gradient.dtype)
     _written(into)

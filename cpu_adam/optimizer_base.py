@@ -204,7 +204,7 @@ class CPUOptimizer(torch.optim.Optimizer):
                 value = value.contiguous()
             slots[slot.name] = kept[key] = value
         if self.counts_steps:
-            kept[STEP] = state.get(STEP, torch.tensor(0.0, dtype=torch.float32))
+            kept[STEP] = state.get(STEP, torch.tensor(0.0, dtype=torch.float32, device="cpu"))
         return Member(parameter, format, state, slots, kept, begins)
 
     @_disable_dynamo  # type: ignore[untyped-decorator]

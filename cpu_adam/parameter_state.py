@@ -133,7 +133,7 @@ def fresh(parameter: Tensor, slot: Slot) -> Tensor:
     """Zeros for a slot: of the parameter's shape (and placement), or one item per group, 1-D."""
     dtype = getattr(torch, slot.dtype)
     if slot.elements_per_item > 1:
-        return torch.zeros(slot.items(parameter.numel()), dtype=dtype)
+        return torch.zeros(slot.items(parameter.numel()), dtype=dtype, device=parameter.device)
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
 
 
@@ -180,7 +180,7 @@ def loaded(
         saved = {key: value for key, value in saved.items() if key not in codes}
     for key, value in saved.items():
         if key == STEP:
-            state[key] = torch.tensor(whole_step(value), dtype=torch.float32)
+            state[key] = torch.tensor(whole_step(value), dtype=torch.float32, device="cpu")
         elif key == "residue" and isinstance(value, Tensor) and value.is_floating_point():
             _check_rounded(value)
             continue  # An optimizer of torch made it so, and its lower bits are gone.

@@ -111,7 +111,7 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     (exponent all ones, fraction not zero) the residue is ignored: bits = weight << 16.
 
     Of such pairs `split` writes only the NaN weight with residue 0; others arise when a weight is
-    edited and its residue is not (see `rebase`): a zero with a negative residue decodes as that
+    edited and its residue is not: a zero with a negative residue decodes as that
     zero, an infinity with a positive one as that infinity. So only a NaN weight decodes as NaN.
     """
     check_halves(weight, residue, out)
@@ -132,19 +132,6 @@ def _join(
     if _may_hold_nan(master):
         plain = weight.float() if spare is None else spare.copy_(weight)
         torch.where(torch.ne(master, master, out=mask), plain, master, out=master)
-
-
-@torch.no_grad()
-def rebase(weight_old: Tensor, weight_new: Tensor, residue: Tensor) -> None:
-    """Zero the residue, in place, of each element whose weight bits changed.
-
-    The edited weight is then the master; an element written with the bits that it had keeps its
-    residue. weight_old, weight_new: bfloat16; residue: int16; all of one shape.
-    """
-    check_halves(weight_old, residue)
-    check_halves(weight_new, residue)
-    changed = weight_old.view(torch.int16) != weight_new.view(torch.int16)
-    residue.masked_fill_(changed, 0)
 
 
 def _may_hold_nan(x: Tensor) -> bool:

@@ -38,7 +38,7 @@ class Factors:
 
     def __init__(self, factors: Mapping[str, float], device: torch.device) -> None:
         """factors: what the `factors` of the hyper-parameters gave."""
-        rounded = torch.tensor([*factors.values()], dtype=torch.float32)
+        rounded = torch.tensor([*factors.values()], dtype=torch.float32, device="cpu")
         self.numbers: dict[str, float] = dict(zip(factors, rounded.tolist()))
         """To decide by."""
         # What is copied from pageable memory is taken before the call returns: nobody need wait.

@@ -131,6 +131,16 @@ def test_moments_from_elsewhere_are_rounded_to_the_nearest(decades: int) -> None
         assert bool((error <= want.abs() / 16 * 1.00001)[fine].all())
 
 
+def test_moments_too_small_for_a_scale_are_restored_as_zero() -> None:
+    """Down to the smallest subnormal number: a row that is idle for long has such."""
+    tiny = 2.0 ** torch.arange(-149, -101, dtype=torch.float64).repeat_interleave(GROUP_ELEMENTS)
+    slots = State(tiny.numel()).slots
+    from_plain({"exp_avg": -tiny.float(), "exp_avg_sq": tiny.float()}, slots, COMPACT)
+    for code in (compact.MOMENTUM, compact.VARIANCE):
+        assert not slots[code.scale].any(), code.scale
+        assert not slots[code.name].any(), code.name
+
+
 def test_what_is_missing_is_restored_as_zero() -> None:
     state = State(200)
     for slot in state.slots.values():

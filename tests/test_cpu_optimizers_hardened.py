@@ -32,6 +32,7 @@ from tests.optimizers import (
     freed,
     parameters,
     run,
+    set_gradients,
     tensors_of,
 )
 
@@ -437,3 +438,16 @@ def test_threads_may_step_one_optimizer() -> None:
     for thread in threads:
         thread.join()
     assert torch.isfinite(p).all()
+
+
+@every_optimizer
+def test_the_default_device_of_torch_is_not_ours(kind: str) -> None:
+    """A script may set it: what a step makes for itself is where the parameters are."""
+    plain, other = OURS[kind](parameters(torch.bfloat16)), OURS[kind](parameters(torch.bfloat16))
+    run(plain, 2)
+    for step in range(2):
+        set_gradients(other.param_groups[0]["params"], step)
+        with torch.device("meta"):
+            other.step()
+            other.load_state_dict(other.state_dict())
+    assert_same(tensors_of(other), tensors_of(plain))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cpu_adam
 from cpu_adam import FORMATS, Slot, StateFormat, format_for, rules, views
-from cpu_adam.reference import accumulate, join, rebase, split
+from cpu_adam.reference import accumulate, join, split
 
 Words = npt.NDArray[np.int64]
 
@@ -178,7 +178,6 @@ def test_split_and_join_of_slices_are_slices(length: int) -> None:
 def test_an_edited_weight_never_makes_nan(value: float) -> None:
     residue = residue_of(np.arange(-0x8000, 0x8000, dtype=np.int64))
     weight = torch.full((0x10000,), 0.5, dtype=torch.bfloat16)
-    before = weight.clone()
     weight.fill_(value)
     stale = join(weight, residue)
     assert not stale.isnan().any()
@@ -186,17 +185,6 @@ def test_an_edited_weight_never_makes_nan(value: float) -> None:
         assert torch.equal(
             stale[:0x8001].view(torch.int32), weight[:0x8001].float().view(torch.int32)
         )
-    rebase(before, weight, residue)
-    assert not residue.any()
-    assert torch.equal(join(weight, residue).view(torch.int32), weight.float().view(torch.int32))
-
-
-def test_rebase_zeroes_only_what_changed_bits() -> None:
-    old = torch.tensor([1.0, 1.0, 0.0, float("nan"), 2.0], dtype=torch.bfloat16)
-    new = torch.tensor([1.0, 1.5, -0.0, float("nan"), 2.0], dtype=torch.bfloat16)
-    residue = torch.tensor([5, 6, 7, 8, -9], dtype=torch.int16)
-    rebase(old, new, residue)
-    assert residue.tolist() == [5, 0, 0, 8, -9]
 
 
 def test_split_refuses_other_dtypes_and_shapes() -> None:
@@ -207,8 +195,6 @@ def test_split_refuses_other_dtypes_and_shapes() -> None:
         join(residue, weight)
     with pytest.raises(ValueError, match="one shape"):
         join(weight, residue[:2])
-    with pytest.raises(ValueError, match="one shape"):
-        rebase(weight, weight[:2], residue)
 
 
 @given(elements=st.integers(0, 10**7) | st.integers(0, 300))

@@ -34,37 +34,14 @@ constexpr int64_t SUM_BLOCK_ELEMENTS = 1024;
 // The dtype of a gradient, in the order of the tables below.
 enum Gradient : int { BFLOAT16, FLOAT16, FLOAT32, GRADIENTS };
 
-enum Operation : int {
-    ADAM_EXACT,
-    ADAM_FP32,
-    ADAM_COMPACT,
-    LION_EXACT,
-    LION_FP32,
-    SGD_EXACT,
-    SGD_FP32,
-    ACCUMULATE_FLOAT32,
-    ACCUMULATE_BFLOAT16,
-    SPLIT,
-    JOIN,
-    REBASE,
-    STREAM,
-    STREAM_EXACT,
-    STREAM_FP32,
-    STREAM_COMPACT,
-    STREAM_LION_EXACT,
-    STREAM_LION_FP32,
-    STREAM_SGD_EXACT,
-    STREAM_SGD_FP32,
-    OPERATIONS_COUNT
-};
-
 // An update has the name of its state format, a stream over its arrays that behind `stream_`.
-constexpr const char* OPERATIONS[OPERATIONS_COUNT] = {
+constexpr const char* OPERATIONS[] = {
     "exact", "fp32", "compact", "lion_exact", "lion_fp32", "sgd_exact", "sgd_fp32",
-    "accumulate_float32", "accumulate_bfloat16", "split", "join", "rebase",
+    "accumulate_float32", "accumulate_bfloat16", "split", "join",
     "stream", "stream_exact", "stream_fp32", "stream_compact", "stream_lion_exact",
     "stream_lion_fp32", "stream_sgd_exact", "stream_sgd_fp32",
 };
+constexpr int OPERATIONS_COUNT = sizeof(OPERATIONS) / sizeof(*OPERATIONS);
 
 // One operation: `call` on `elements` of each of `arrays` arrays of `bytes` per item, where an item
 // is for one element or for a group. Arrays need no alignment, and do not overlap. `call` is null
