@@ -200,10 +200,10 @@ def test_what_is_refused_at_once_makes_room_for_the_next(name, tmp_path):
     """One at a time and many of them: nobody is left in the queue."""
     with (
         opened(name, depth=1, piece_bytes=BLOCK) as backend,
-        scratch(backend, 16 * BLOCK, tmp_path) as file,
+        scratch(backend, 64 * BLOCK, tmp_path) as file,
     ):
         whole, file.fd = file.fd, os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
-        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(16)]
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(64)]
         for ticket in tickets:
             with pytest.raises(OSError, match="Bad file descriptor"):
                 ticket.wait(20)
