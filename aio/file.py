@@ -97,7 +97,7 @@ class File(Region):
         self._check_process()  # before the lock, which a child may have inherited
         with self._descriptor:
             self._check_open("sync")
-            if _lost(self._backend.io, self.fd, self._identity):
+            if is_lost(self._backend.io, self.fd, self._identity):
                 raise self._no_descriptor("sync")
             try:
                 self._backend.io.fsync(self.fd)
@@ -111,13 +111,13 @@ class File(Region):
         self.closed = True
         self._backend.drain(self)
         with self._descriptor:
-            lost = self._close_fd.alive and _lost(self._backend.io, self.fd, self._identity)
+            lost = self._close_fd.alive and is_lost(self._backend.io, self.fd, self._identity)
             self._close_fd()
         if lost:
             raise self._no_descriptor("close")
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
-        if _lost(self._backend.io, self.fd, self._identity):
+        if is_lost(self._backend.io, self.fd, self._identity):
             raise self._no_descriptor(asked(writing, parts))
         return self._backend.submit(self, writing, parts)
 
@@ -130,11 +130,11 @@ class File(Region):
 
 
 def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> None:
-    if os.getpid() == pid and not _lost(io, fd, identity):
+    if os.getpid() == pid and not is_lost(io, fd, identity):
         io.close(fd)
 
 
-def _lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
+def is_lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
     """Whether `fd` is another file's by now, or nobody's."""
     try:
         found = io.identity(fd)

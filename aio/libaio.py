@@ -19,8 +19,53 @@ import libaio
 import numpy as np
 
 from aio.errors import BROKEN
+from aio.file import is_lost
 from aio.request import RETRY_DELAY_S, Piece, Queued, Requests
-from aio.system import SystemIO
+from aio.system import IO, SystemIO
+
+SLEEP_S_MAX = 1.0
+"""A wake gets lost where something else closed the pipe."""
+
+
+class _Wake:
+    """A pipe, on which the kernel waits beside what is under way.
+
+    A pipe has an inode of its own, which tells it from what has its numbers where something else in
+    the process closed it: see [Note: Descriptors closed by others] in file.py. All eventfds have
+    one in common.
+    """
+
+    def __init__(self, io: IO) -> None:
+        self._io = io
+        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._identities = [io.identity(fd) for fd in self._ends]
+
+    def is_ours(self) -> bool:
+        return not any(map(self._lost, (0, 1)))
+
+    def set(self) -> None:
+        if not self._lost(1):
+            with contextlib.suppress(BlockingIOError):  # full: it is set
+                os.write(self._ends[1], b"\0")
+
+    def clear(self) -> None:
+        if not self._lost(0):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._ends[0], 1 << 16)  # all that it holds
+
+    def close(self) -> None:
+        for end, fd in enumerate(self._ends):
+            if not self._lost(end):
+                os.close(fd)
+
+    def block(self) -> Any:
+        """A poll, to be submitted, that is over once it is set."""
+        return libaio.AIOBlock(
+            libaio.AIOBLOCK_MODE_POLL, self._ends[0], event_mask=int(select.POLLIN)
+        )
+
+    def _lost(self, end: int) -> bool:
+        return is_lost(self._io, self._ends[end], self._identities[end])
 
 
 class _State(Requests):
@@ -29,12 +74,13 @@ class _State(Requests):
     def __init__(self, depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
         super().__init__(SystemIO(), piece_bytes, inflight_bytes_max)
         self.depth = depth
-        self.event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # also of what is over
+        self.context: Any = libaio.AIOContext(depth + 1)  # and what wakes it
         try:
-            self.context: Any = libaio.AIOContext(depth)
+            self.waker = _Wake(self.io)
         except OSError:
-            os.close(self.event)
+            self.context.close()
             raise
+        self.armed = False  # the kernel waits for the pipe, too
         self.ended = False
         self.ready: list[Piece] = []  # the thread's alone, as are those submitted
         self.submitted = 0
@@ -55,7 +101,7 @@ class _State(Requests):
     def wake(self) -> None:
         """See Requests.wake."""
         if not self.ended:
-            os.eventfd_write(self.event, 1)
+            self.waker.set()
 
 
 class LibAio(Queued):
@@ -96,7 +142,7 @@ def _work(state: _State) -> None:
         failure = error
     with state.lock:
         state.closing = state.ended = True
-        os.close(state.event)
+        state.waker.close()
     try:
         state.context.close()  # returns when nothing is under way
     finally:
@@ -116,6 +162,8 @@ def _give_up(state: _State, error: Exception) -> None:
 
 def _work_once(state: _State) -> bool:
     """Cuts, submits, waits, takes what is over; False when closed and nothing is left to do."""
+    if not state.waker.is_ours():
+        raise OSError(errno.EBADF, "its pipe is closed, or another file's")
     with state.lock:
         if state.closing and not state.queue and not state.pieces:
             return False
@@ -126,15 +174,31 @@ def _work_once(state: _State) -> bool:
     state.ready = [piece for piece in state.ready if piece.due > now]
     state.ready += due[_submit(state, due, now) :]
     state.depth_max = max(state.depth_max, state.submitted)
-    waiting = select.poll()
-    waiting.register(state.event, select.POLLIN)
-    waiting.poll(RETRY_DELAY_S * 1e3 if state.ready else None)
-    with contextlib.suppress(BlockingIOError):
-        os.eventfd_read(state.event)
-    for block, result, _ in state.context.getEvents(0, timeout=0):
-        state.submitted -= 1
-        _complete(state, block.piece, result)
+    _reap(state)
     return True
+
+
+def _reap(state: _State) -> None:
+    """Waits until something is over, or there is more to do; takes what is over."""
+    if not state.armed:
+        with contextlib.suppress(BlockingIOError, InterruptedError):
+            state.armed = state.context.submit([state.waker.block()]) == 1
+    if state.ready or not state.armed:
+        wait_s = RETRY_DELAY_S
+    elif state.submitted == 0 and (state.queue or state.closing):  # what was cut was refused
+        wait_s = 0.0
+    else:
+        wait_s = SLEEP_S_MAX
+    events: list[tuple[Any, int, int]] = []
+    with contextlib.suppress(InterruptedError):
+        events = state.context.getEvents(1, timeout=wait_s)
+    for block, result, _ in events:
+        if block.mode == libaio.AIOBLOCK_MODE_POLL:
+            state.armed = False
+            state.waker.clear()
+        else:
+            state.submitted -= 1
+            _complete(state, block.piece, result)
 
 
 def _submit(state: _State, pieces: list[Piece], now: float) -> int:
@@ -167,7 +231,6 @@ def _block(state: _State, piece: Piece) -> Any:
         piece.request.file.fd,
         [(ctypes.c_char * view.nbytes).from_address(address)],  # also of what is read-only
         piece.offset,
-        eventfd=state.event,
     )
     block.piece = piece
     return block

@@ -195,6 +195,22 @@ def test_a_signal_in_the_midst_of_a_call_leaves_no_lock(name, tmp_path):
     assert interrupts > 10
 
 
+@pytest.mark.parametrize("name", USABLE)
+def test_what_is_refused_at_once_makes_room_for_the_next(name, tmp_path):
+    """One at a time and many of them: nobody is left in the queue."""
+    with (
+        opened(name, depth=1, piece_bytes=BLOCK) as backend,
+        scratch(backend, 64 * BLOCK, tmp_path) as file,
+    ):
+        whole, file.fd = file.fd, os.open(f"/proc/self/fd/{file.fd}", os.O_RDONLY)
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(64)]
+        for ticket in tickets:
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                ticket.wait(20)
+        os.close(file.fd)
+        file.fd = whole
+
+
 @pytest.mark.parametrize("timeout", [0, 0.01, 1e-9])
 def test_waiting_ends(timeout):
     for kind in KINDS:

@@ -149,6 +149,16 @@ def assert_same_ops(plan: Plan, issued: Sequence[Op], due: Sequence[Op]) -> None
         assert found[cell] == order, cell
 
 
+def placed_loops() -> list[Any]:
+    """Every loop in three placements: in the fast tier in one of them, in turns."""
+    found = []
+    for number, name in enumerate(LOOPS):
+        for turn, placement in enumerate([ON_DEVICE, NVME, MIXED]):
+            marks = () if turn == number % 3 else pytest.mark.slow
+            found.append(pytest.param(name, placement, marks=marks, id=f"{name}-{turn}"))
+    return found
+
+
 @pytest.mark.parametrize("placement", SAME, ids="-".join)
 def test_a_step_issues_the_ops_of_the_program(
     placement: tuple[str, str, str], tmp_path: Path
@@ -159,8 +169,7 @@ def test_a_step_issues_the_ops_of_the_program(
         assert_same_ops(run.engine.plan, issued, due)
 
 
-@pytest.mark.parametrize("placement", [ON_DEVICE, NVME, MIXED], ids="-".join)
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("name", "placement"), placed_loops())
 def test_every_loop_issues_the_phases_as_run(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -148,7 +148,11 @@ def test_torchs_state_goes_in_and_ours_goes_out(
 
 @pytest.mark.parametrize(
     ("dtype", "states"),
-    [(torch.float32, "exact"), (torch.bfloat16, "exact"), (torch.bfloat16, "compact")],
+    [
+        (torch.float32, "exact"),
+        (torch.bfloat16, "compact"),
+        pytest.param(torch.bfloat16, "exact", marks=pytest.mark.slow),
+    ],
 )
 def test_states_move_between_placements_bit_for_bit(
     dtype: torch.dtype, states: str, tmp_path: Path
