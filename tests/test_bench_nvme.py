@@ -252,7 +252,7 @@ def test_without_matplotlib_a_map_is_refused_with_the_remedy(monkeypatch, capsys
     monkeypatch.delitem(sys.modules, "offload.cli.bench_nvme_plot", raising=False)
     monkeypatch.delattr(offload.cli, "bench_nvme_plot", raising=False)
     assert command(tmp_path, "--plot", "map.png") == EXIT_BAD_INPUT
-    assert "try: pip install 'offload-engine[plot]'" in capsys.readouterr().err
+    assert "-m pip install 'offload-engine[plot]'" in capsys.readouterr().err
 
 
 def test_what_was_measured_too_briefly_is_not_saved(monkeypatch, capsys, tmp_path):
