@@ -32,9 +32,9 @@ def run_of(engine: Engine) -> Run | None:
     if trace is None:
         return None
     report = engine.report()
-    starts = [one.start for one in (*trace.ran, *trace.waited)]
-    starts += [one.at for one in trace.stepped]
-    zero = min(starts, default=0.0)  # a wait may begin before the op that it is for
+    starts = [ran.start for ran in trace.ran] + [one.at for one in trace.stepped]
+    starts += [wait.start for wait in trace.waited]  # may begin before the op that it is for
+    zero = min(starts, default=0.0)
     calls = union(call for call in trace.called if call[0] >= max(zero, trace.since))
     names = [unit.name for unit in engine.plan.profile.units]
     return Run(

@@ -20,7 +20,8 @@ def draw(found: Sequence[Found], path: str) -> None:
     canvas = Canvas(figsize=(14, 0.6 + 3.6 * len(found)), dpi=120, layout="constrained")
     axes = canvas.subplots(len(found), len(MODES), squeeze=False)
     for row, one in zip(axes, found):
-        settings = [tried.setting for tried in (*one.cells, *one.figures)]
+        settings = [cell.setting for cell in one.cells]
+        settings += [figure.setting for figure in one.figures]
         blocks = sorted({setting.block_bytes for setting in settings})
         depths = sorted({setting.depth for setting in settings})
         for axis, mode in zip(row, MODES):

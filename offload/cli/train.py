@@ -344,8 +344,9 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def _heading(settings: Train, model: nn.Module, corpus: data.Corpus) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
     return (
-        f"{parameters:,} parameters ({settings.dtype}), {settings.steps} steps of "
+        f"{parameters:,} parameters ({settings.dtype}), {steps} of "
         f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes\n"
         f"on {corpus.name}: {len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
     )
