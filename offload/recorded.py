@@ -33,6 +33,7 @@ def run_of(engine: Engine) -> Run | None:
         return None
     report = engine.report()
     starts = [ran.start for ran in trace.ran] + [one.at for one in trace.stepped]
+    starts += [wait.start for wait in trace.waited]  # may begin before the op that it is for
     zero = min(starts, default=0.0)
     calls = union(call for call in trace.called if call[0] >= max(zero, trace.since))
     names = [unit.name for unit in engine.plan.profile.units]

@@ -84,11 +84,7 @@ class RestingParameter(OffloadedParameter):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Answer, or lend the true values for the call."""
         kwargs = kwargs or {}

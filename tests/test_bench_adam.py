@@ -292,7 +292,7 @@ def test_without_matplotlib_a_chart_is_refused_with_the_remedy(monkeypatch, caps
     monkeypatch.delattr(offload.cli, "bench_adam_plot", raising=False)
     assert run(*TINY, "--plot", "chart.png") == EXIT_BAD_INPUT
     told = capsys.readouterr().err
-    assert "try: pip install 'offload-engine[plot]'" in told
+    assert "-m pip install 'offload-engine[plot]'" in told
     assert told.count("\n") == 1
 
 

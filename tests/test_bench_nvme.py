@@ -18,7 +18,7 @@ import aio
 import offload.cli
 from aio import bench, fio
 from aio.drives import Direction, Drive, DriveIO
-from aio.figures import MODES, Figure, Found, Sample, quantile
+from aio.figures import MODES, Cell, Figure, Found, Sample, quantile
 from aio.load import Load
 from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
@@ -230,13 +230,29 @@ def test_heat_maps_are_drawn(tmp_path, capsys):
     assert "no kind of picture" in capsys.readouterr().err
 
 
+def test_a_map_is_drawn_of_the_backend_that_was_chosen(tmp_path):
+    """It may have been tried in few settings, with a block size that no other was tried with."""
+    drawing = pytest.importorskip("offload.cli.bench_nvme_plot")
+    tried = [Setting("io_uring", block << 10, 4) for block in (64, 128)]
+    chosen = Setting("threads", 256 << 10, 8)
+    cells = tuple(Cell("read", setting, 1e9, 1) for setting in (*tried, chosen))
+    counted = Sample(1.0, 1 << 30, 0, 0.1, (4096,))
+    found = Found(
+        path="/a", file_bytes=1 << 30, file_system="ext4", direct=True, notice=None,
+        fill_bytes_per_s=1e9, bytes_written=1 << 30, cells=cells,
+        figures=(Figure.of("read", chosen, [counted]),),
+    )  # fmt: skip
+    drawing.draw([found], str(tmp_path / "map.svg"))
+    assert "read, threads, /a" in (tmp_path / "map.svg").read_text("utf-8")
+
+
 def test_without_matplotlib_a_map_is_refused_with_the_remedy(monkeypatch, capsys, tmp_path):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "offload.cli.bench_nvme_plot", raising=False)
     monkeypatch.delattr(offload.cli, "bench_nvme_plot", raising=False)
     assert command(tmp_path, "--plot", "map.png") == EXIT_BAD_INPUT
-    assert "try: pip install 'offload-engine[plot]'" in capsys.readouterr().err
+    assert "-m pip install 'offload-engine[plot]'" in capsys.readouterr().err
 
 
 def test_what_was_measured_too_briefly_is_not_saved(monkeypatch, capsys, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import offload
 from offload.cli import COMMANDS, settings
 from offload.cli.flags import flag
 from offload.config import FIELDS
@@ -101,6 +102,12 @@ def test_what_the_api_page_names_exists():
     for name in re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.M):
         module, _, last = name.rpartition(".")
         assert getattr(importlib.import_module(module), last).__doc__, name
+
+
+def test_the_api_page_names_all_that_is_public():
+    text = (ROOT / "docs/api.md").read_text("utf-8")
+    for name in offload.__all__:
+        assert re.search(rf"^::: offload\.\S+\.{name}$", text, re.M), name
 
 
 @pytest.mark.slow

@@ -12,26 +12,16 @@ import torch
 from torch import nn
 
 from offload.resting import RestingParameter
-from tests.training import (
-    RESIDENT,
-    Net,
-    Run,
-    assert_same,
-    attached,
-    batch,
-    first_fast,
-    plain,
-    same_bits,
-    some_fast,
-    train,
-    train_alone,
-)
+from tests import training
+from tests.training import Run
 
-PLACEMENTS = first_fast([("nvme", "nvme", "nvme"), ("cpu", "cpu", "nvme"), RESIDENT])
+PLACEMENTS = training.first_fast(
+    [("nvme", "nvme", "nvme"), ("cpu", "cpu", "nvme"), training.RESIDENT]
+)
 
 
 def build() -> nn.Module:
-    return Net(layers=3)
+    return training.Net(layers=3)
 
 
 def up(run: Run) -> Any:
@@ -65,9 +55,9 @@ def in_forward(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
     def feature(run: Run, number: int) -> None:
         blocks: Any = run.model.blocks
         hook = blocks[2].register_forward_pre_hook(lambda module, args: edit(module.up.weight))
-        plain(run, number)
+        training.plain(run, number)
         hook.remove()
-        plain(run, number)
+        training.plain(run, number)
 
     return feature
 
@@ -77,22 +67,22 @@ def in_backward(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
         weight = up(run)
         hook = weight.register_hook(lambda gradient: edit(weight))
         run.loss().backward()
-        plain(run, number)
+        training.plain(run, number)
         hook.remove()
-        plain(run, number)
+        training.plain(run, number)
 
     return feature
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("when", [in_forward, in_backward])
-@pytest.mark.parametrize("edit", some_fast(EDITS))
+@pytest.mark.parametrize("edit", training.some_fast(EDITS))
 def test_a_change_in_its_own_pass_counts(
     edit: Any, when: Any, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     feature = when(edit)
-    found = train(placement, tmp_path, feature, build=build)
-    assert_same(found, train_alone(feature, build=build))
+    found = training.train(placement, tmp_path, feature, build=build)
+    training.assert_same(found, training.train_alone(feature, build=build))
 
 
 # -- after Ctrl-C in a forward ----------------------------------------------------------------
@@ -103,17 +93,17 @@ def cut_forward(run: Run) -> None:
     blocks: Any = run.model.blocks
     hook = blocks[2].down.register_forward_pre_hook(_press)
     with pytest.raises(KeyboardInterrupt):
-        run.model(batch(run.generator))
+        run.model(training.batch(run.generator))
     hook.remove()
 
 
 def after_ctrl_c(edit: Callable[[Any], None]) -> Callable[[Run, int], None]:
     def feature(run: Run, number: int) -> None:
-        plain(run, number)
+        training.plain(run, number)
         cut_forward(run)
         edit(up(run))
         run.extra.append(up(run).sum().item())
-        plain(run, number)
+        training.plain(run, number)
 
     return feature
 
@@ -125,8 +115,8 @@ def test_a_change_after_ctrl_c_counts(
 ) -> None:
     feature = after_ctrl_c(edit)
     options: dict[str, Any] = {"build": build, "dtype": torch.float32}
-    found = train(placement, tmp_path, feature, **options)
-    assert_same(found, train_alone(feature, **options))
+    found = training.train(placement, tmp_path, feature, **options)
+    training.assert_same(found, training.train_alone(feature, **options))
 
 
 def edited_while_handled(run: Run, number: int) -> None:
@@ -134,13 +124,13 @@ def edited_while_handled(run: Run, number: int) -> None:
     blocks: Any = run.model.blocks
     hook = blocks[2].down.register_forward_pre_hook(_press)
     try:
-        run.model(batch(run.generator))
+        run.model(training.batch(run.generator))
     except KeyboardInterrupt:
         held = up(run).data
         multiply_data(up(run))
     hook.remove()
-    plain(run, number)
-    plain(run, number)
+    training.plain(run, number)
+    training.plain(run, number)
     run.extra.append(held.double().sum().item() - up(run).double().sum().item())
 
 
@@ -153,18 +143,18 @@ def test_what_is_held_from_after_ctrl_c_stays_right(
     placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"build": build, "dtype": torch.float32}
-    found = train(placement, tmp_path, edited_while_handled, **options)
+    found = training.train(placement, tmp_path, edited_while_handled, **options)
     assert found.extra == [0.0] * 3
-    assert_same(found, train_alone(edited_while_handled, **options))
+    training.assert_same(found, training.train_alone(edited_while_handled, **options))
 
 
 def edited_between_parts(run: Run, number: int) -> None:
     """A part of the model is called by itself, and its weights are shared with another."""
-    run.model.embed(batch(run.generator))  # type: ignore[operator]
+    run.model.embed(training.batch(run.generator))  # type: ignore[operator]
     run.model.embed.weight.data.mul_(0.5)  # type: ignore[union-attr,operator]
     run.extra.append(run.model.embed.weight.grad is None)  # type: ignore[union-attr]
     run.loss().backward()
-    run.model.embed(batch(run.generator))  # type: ignore[operator]
+    run.model.embed(training.batch(run.generator))  # type: ignore[operator]
     run.extra.append(run.model.embed.weight.grad.sum().item())  # type: ignore[union-attr,operator]
     run.step()
 
@@ -173,9 +163,12 @@ def edited_between_parts(run: Run, number: int) -> None:
 def test_weights_that_stay_in_use_between_parts(
     placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {"build": lambda: Net(layers=2, tied=True), "dtype": torch.float32}
-    found = train(placement, tmp_path, edited_between_parts, **options)
-    assert_same(found, train_alone(edited_between_parts, **options))
+    options: dict[str, Any] = {
+        "build": lambda: training.Net(layers=2, tied=True),
+        "dtype": torch.float32,
+    }
+    found = training.train(placement, tmp_path, edited_between_parts, **options)
+    training.assert_same(found, training.train_alone(edited_between_parts, **options))
 
 
 # -- after a backward that raised -------------------------------------------------------------
@@ -205,15 +198,6 @@ def cut_backward(run: Run, number: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_gradients_after_a_backward_that_raised(
-    placement: tuple[str, str, str], tmp_path: Path
-) -> None:
-    options: dict[str, Any] = {"build": build, "dtype": torch.float32}
-    found = train(placement, tmp_path, cut_backward, **options)
-    assert_same(found, train_alone(cut_backward, **options))
-
-
 def views_held(run: Run, number: int) -> None:
     """Views of gradients, kept and edited over several backwards."""
     run.loss().backward()
@@ -227,19 +211,20 @@ def views_held(run: Run, number: int) -> None:
     run.step()
 
 
+@pytest.mark.parametrize("loop", [cut_backward, views_held])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_views_of_gradients_held_over_a_backward(
-    placement: tuple[str, str, str], tmp_path: Path
+def test_gradients_read_between_backwards(
+    loop: Callable[[Run, int], None], placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"build": build, "dtype": torch.float32}
-    found = train(placement, tmp_path, views_held, **options)
-    assert_same(found, train_alone(views_held, **options))
+    found = training.train(placement, tmp_path, loop, **options)
+    training.assert_same(found, training.train_alone(loop, **options))
 
 
 @pytest.fixture
 def cut(tmp_path: Path) -> Iterator[Run]:
     """A run after a backward that raised in block 2."""
-    with attached(("nvme", "cpu", "cpu"), tmp_path, build=build) as run:
+    with training.attached(("nvme", "cpu", "cpu"), tmp_path, build=build) as run:
         weight = up(run)
         hook = weight.register_hook(_press)
         with pytest.raises(KeyboardInterrupt):
@@ -263,15 +248,15 @@ def test_a_touch_puts_at_rest_what_was_broken_off(touch: str, cut: Run) -> None:
     else:
         read = {"data": lambda: weight.data, "detach": weight.detach}
         found = read.get(touch, lambda: copy.deepcopy(weight))()
-        assert same_bits(found, wanted)
+        assert training.same_bits(found, wanted)
         assert type(found) is (nn.Parameter if touch == "copy" else torch.Tensor)
     assert isinstance(weight, RestingParameter)
     cut.optimizer.zero_grad()
-    plain(cut, 1)
+    training.plain(cut, 1)
 
 
 def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
-    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+    with training.attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
 
         def give(module: Any, args: Any) -> None:
             module.up.weight.set_(torch.zeros(128, 32))
@@ -281,4 +266,4 @@ def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="cannot be given other storage"):
             run.loss()
         hook.remove()
-        plain(run, 1)
+        training.plain(run, 1)

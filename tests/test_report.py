@@ -236,6 +236,20 @@ def test_an_engine_s_run(micro_batches):
     assert {"compute", "h2d", "d2h", "cpu"} <= set(made.prediction.what_if)
 
 
+def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
+    """Perfetto drops what is before 0, and says that the file is broken."""
+    model, optimizer = attached()
+    with optimizer.engine as engine:
+        stepped(model, optimizer, 2)
+        engine.settle()
+        trace = engine.executor.lanes.traced()
+        first = min(ran.start for ran in trace.ran)
+        trace.waited.appendleft(trace.waited[0]._replace(start=first - 1))
+        monkeypatch.setattr(engine.executor.lanes, "traced", lambda: trace)
+        made = recorded.run_of(engine)
+    assert min(one.start for one in (*made.spans, *made.waits)) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("placement", ["cpu", "nvme"])
 def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(placement, tmp_path):

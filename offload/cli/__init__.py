@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": "measure what this machine gives: adam, nvme",
     "doctor": "what this machine has and what is missing, one fix per line",
     "report": "where the time of a run went, and what would help most",
-    "completion": "what bash and zsh need to complete what is typed",
+    "completion": "what bash, zsh and fish need to complete what is typed",
 }
 """What each command does, for the help; the module of the same name holds it."""
 

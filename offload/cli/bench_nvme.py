@@ -40,7 +40,7 @@ _List = tyro.conf.arg(help_behavior_hint="")
 _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 _Fio = tyro.conf.arg(metavar="fio", help_behavior_hint="")
 _Paths = tyro.conf.arg(
-    metavar="PATH", help_behavior_hint="", help="Directories, one on each drive."
+    metavar="PATH [PATH ...]", help_behavior_hint="", help="Directories, one on each drive."
 )
 
 

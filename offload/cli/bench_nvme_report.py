@@ -130,7 +130,7 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     setting = figure.setting
     return (
         figure.mode,
-        f"{_block(setting.block_bytes)} x {setting.depth} {setting.backend}",
+        f"{block_size(setting.block_bytes)} x {setting.depth} {setting.backend}",
         f"{figure.bytes_per_s / 1e9:.2f}",
         f"{figure.bytes_per_s / 2**30:.2f}",
         f"{figure.p50_s * 1e3:.3g}",
@@ -139,7 +139,8 @@ def _cells(figure: Figure) -> tuple[str, ...]:
     )
 
 
-def _block(count: int) -> str:
+def block_size(count: int) -> str:
+    """Bytes of a block, in MiB where they are whole."""
     return f"{count >> 20} MiB" if count % (1 << 20) == 0 else f"{count >> 10} KiB"
 
 
@@ -157,7 +158,7 @@ def _compared(compared: Sequence[Compared]) -> RenderableType:
         setting = one.setting
         table.add_row(
             one.mode,
-            f"{_block(setting.block_bytes)} x {setting.depth}",
+            f"{block_size(setting.block_bytes)} x {setting.depth}",
             ENGINES[one.fio_setting.backend],
             _interval(one.ratio),
             f"{one.ours_cpu_s_per_gb / max(one.fio_cpu_s_per_gb, 1e-9):.2f}",

@@ -29,7 +29,7 @@ from offload.machine import nvme_free_bytes, profile_path, ranks_on_host
 
 _ROOT = Path("/")
 _Paths = tyro.conf.arg(
-    metavar="PATH", help_behavior_hint="", help="Directories for the nvme tier. Default: all."
+    metavar="[PATH ...]", help_behavior_hint="", help="Directories for the nvme tier. Default: all."
 )
 
 

@@ -59,7 +59,8 @@ def drawing(path: str, module: str) -> Callable[..., None]:
     except ImportError as error:
         raise ValueError(
             f"asked for a drawing by --plot {path}; found no matplotlib ({error}); likely cause: "
-            "it is an extra of this package; try: pip install 'offload-engine[plot]'"
+            f"it is an extra of this package; try: {sys.executable} -m pip install "
+            "'offload-engine[plot]'"
         ) from error
     return lambda *shown: draw(*shown, path)
 

@@ -27,7 +27,7 @@ _BAR_COLUMNS = 24
 NARROW_COLUMNS = 68
 """On narrower terminals bars and shares are left out."""
 
-_Run = tyro.conf.arg(metavar="RUN", help_behavior_hint="", help="A file that a run has left.")
+_Run = tyro.conf.arg(metavar="[RUN]", help_behavior_hint="", help="A file that a run has left.")
 _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 
 

@@ -99,6 +99,9 @@ def _homes(run: Run) -> str:
     rows = [
         [f"{kind}s", *(_amount(sizes.get((kind, tier), 0)) for tier in tiers)] for kind in kinds
     ]
+    at_home = {tier: sum(sizes.get((kind, tier), 0) for kind in kinds) for tier in tiers}
+    beside = [_amount(max(0, run.tiers[tier][0] - at_home[tier])) for tier in tiers]
+    rows.append(["slots and headers", *beside])
     rows.append(["in all", *(_amount(run.tiers[tier][0]) for tier in tiers)])
     rows.append(["budget", *(_amount(run.tiers[tier][1]) for tier in tiers)])
     return _table(["", *tiers], rows)
@@ -122,7 +125,12 @@ def _what_if(run: Run) -> str:
         return "<p>Too few steps were kept to say.</p>"
     base = run.prediction.step_s
     rows = [
-        [f"{name} twice as fast", f"{seconds:.3f} s", f"{seconds / base - 1:+.0%}"]
+        [f"{name} twice as fast", f"{seconds:.3f} s", _change(seconds / base - 1)]
         for name, seconds in sorted(run.prediction.what_if.items(), key=lambda item: item[1])
     ]
     return _table(["if", "a step takes", "change"], [["as it is", f"{base:.3f} s", ""], *rows])
+
+
+def _change(share: float) -> str:
+    """A change with its sign, where there is any."""
+    return f"{share:+.0%}" if round(abs(share), 2) else "0%"

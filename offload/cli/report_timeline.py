@@ -53,7 +53,8 @@ def timeline(run: Run) -> dict[str, Any]:
         events += [_event(span, thread) for span in spans]
     moment = {"ph": "i", "s": "t", "pid": _PROCESS, "tid": _STEPS}
     events += [
-        {**moment, "name": f"step {number}", "ts": at * 1e6} for number, at, _ in run.stepped
+        {**moment, "name": f"step {number}", "ts": _nanoseconds(at) / 1e3}
+        for number, at, _ in run.stepped
     ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made": run.made}}
 
@@ -62,13 +63,18 @@ def _meta(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": arguments}
 
 
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
 def _event(span: Span, thread: int) -> dict[str, Any]:
+    start = _nanoseconds(span.start)
     event = {
         "ph": "X",
         "name": span.name,
         "cat": span.lane,
-        "ts": span.start * 1e6,
-        "dur": (span.stop - span.start) * 1e6,
+        "ts": start / 1e3,
+        "dur": (_nanoseconds(span.stop) - start) / 1e3,
         "pid": _PROCESS,
         "tid": thread,
         "args": {"unit": span.unit, "bytes": span.bytes},

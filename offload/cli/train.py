@@ -131,11 +131,11 @@ def _introduce(
     console: Output, settings: Train, model: nn.Module, corpus: data.Corpus, engine: Any
 ) -> None:
     """What is trained on what, and what lives where."""
-    console.print(_heading(settings, model, corpus), highlight=False, soft_wrap=True)
+    console.sentence(_heading(settings, model, corpus))
     device_is_cpu, rows = compute_device().is_host, list(engine.plan.rows())
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
     if all(row.tier == "device" for row in rows):
-        console.print(display.HINT, highlight=False, soft_wrap=True)
+        console.sentence(display.HINT)
 
 
 def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -> None:
@@ -146,22 +146,17 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         console.print("Loss, smoothed", style="italic")
         console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
     console.print(display.lanes(report.lanes))
-    caption = display.lanes_caption(report.lanes)
-    console.print(caption, style="dim", highlight=False, soft_wrap=True)
+    console.sentence(display.lanes_caption(report.lanes), style="dim")
     console.print(display.peaks(report.tiers, device_is_cpu=compute_device().is_host))
-    console.print(
+    console.sentence(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
-        "activations and Python included",
-        highlight=False,
-        soft_wrap=True,
+        "activations and Python included"
     )
     loss = reached.held_out_loss
     if loss is not None:
-        console.print(
+        console.sentence(
             f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
-            f"mean over {reached.held_out_bytes} bytes",
-            highlight=False,
-            soft_wrap=True,
+            f"mean over {reached.held_out_bytes} bytes"
         )
     if reached.sample:
         console.print("\nwhat it writes after some held-out text:", highlight=False)
@@ -349,8 +344,9 @@ def next_byte_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def _heading(settings: Train, model: nn.Module, corpus: data.Corpus) -> str:
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    steps = "1 step" if settings.steps == 1 else f"{settings.steps} steps"
     return (
-        f"{parameters:,} parameters ({settings.dtype}), {settings.steps} steps of "
+        f"{parameters:,} parameters ({settings.dtype}), {steps} of "
         f"{settings.micro_batches * settings.batch} x {settings.seq_len} bytes\n"
         f"on {corpus.name}: {len(corpus.training):,} bytes and {len(corpus.held_out):,} held out"
     )
