@@ -105,8 +105,7 @@ def attach(
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
 
-    Returns the model and the optimizer that was given to `attach`.
-
+    Returns the model and the optimizer that was given to `attach`. A held `p.grad` stays one.
     The model must fit the compute device whole, gradients too where there are any, beside what the
     engine has taken there, which it gives back at the very end: to detach a model that needs the
     room itself, attach it with less `device_memory`.
@@ -116,11 +115,12 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """
     engine = engine_of(model)
     engine.settle()
-    places = [(bound, index) for bound in engine.units for index in range(len(bound.parameters))]
+    streamed = [bound for bound in engine.units if bound.index not in engine.residents]
+    places = [(bound, index) for bound in streamed for index in range(len(bound.parameters))]
     with torch.inference_mode(False):
         values = [engine.values_of(bound.index, index) for bound, index in places]
-        read = {bound.index: whole(engine.gradients_of(bound.index).read) for bound in engine.units}
-        gradients = [read[bound.index](bound.index, index) for bound, index in places]
+        take = whole(engine.gradients.hand_over)
+        gradients = [take(bound.index, index) for bound, index in places]
         return model, _hand_back(model, places, values, gradients)
 
 

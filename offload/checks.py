@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
 from typing import Any
 
@@ -13,10 +12,11 @@ from cpu_adam import kernel
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
+from offload.extents import dense, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer, check_optimizer
-from offload.resting import NO_WHOLE_GRADIENT
+from offload.resting import NO_OTHER_GRADIENT, NO_WHOLE_GRADIENT
 from offload.structure import check_wrapped, structure_of
 
 
@@ -97,73 +97,20 @@ def _check_sharing(model: nn.Module) -> None:
     Raises:
         ValueError: see the message.
     """
-    found: list[tuple[int, int, str, torch.Tensor]] = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
-        if plain and not tensor.is_meta and tensor.numel():
-            found.append((*_extent(tensor), name, tensor))
-    found.sort(key=lambda entry: entry[:2])
-    ahead: list[tuple[int, int, str, torch.Tensor]] = []
-    for start, stop, name, tensor in found:
-        ahead = [entry for entry in ahead if entry[1] > start]
-        for _, _, other, before in ahead:
-            two = [isinstance(one, nn.Parameter) for one in (before, tensor)]
-            if not any(two) or not _share(before, tensor):
-                continue
-            if all(two):
-                raise ValueError(
-                    f"parameters {other} and {name} share memory but are two, and offloaded they "
-                    "would part: make them one parameter, or give one of them a clone()"
-                )
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    for (other, before), (name, tensor) in sharing(tensors):
+        two = [isinstance(one, nn.Parameter) for one in (before, tensor)]
+        if all(two):
+            raise ValueError(
+                f"parameters {other} and {name} share memory but are two, and offloaded they "
+                "would part: make them one parameter, or give one of them a clone()"
+            )
+        if any(two):
             buffer, parameter = (name, other) if two[0] else (other, name)
             raise ValueError(
                 f"buffer {buffer} shares memory with parameter {parameter}, and offloaded they "
                 "would part: take it from the parameter in forward, or give it a clone()"
             )
-        ahead.append((start, stop, name, tensor))
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of `tensor` and of the first one after it."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
-
-
-def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a write to one of two tensors whose extents overlap would show in the other.
-
-    Columns of one matrix lie between each other and share nothing. What is expanded cannot be
-    written to: of two such nothing can show.
-    """
-    if _dense(one) and _dense(other):
-        return True
-    if _expanded(one):
-        one, other = other, one
-    if _expanded(one):
-        return False
-    (start, stop), (other_start, other_stop) = _extent(one), _extent(other)
-    first = min(start, other_start)
-    unit = math.gcd(one.itemsize, other.itemsize, start - other_start)
-    touched = torch.zeros((max(stop, other_stop) - first) // unit, dtype=torch.bool)
-
-    def elements_of(tensor: torch.Tensor, start: int) -> torch.Tensor:
-        units = tensor.itemsize // unit
-        strides = [stride * units for stride in tensor.stride()]
-        return touched.as_strided((*tensor.shape, units), (*strides, 1), (start - first) // unit)
-
-    elements_of(one, start).fill_(True)
-    return bool(elements_of(other, other_start).any())
-
-
-def _expanded(tensor: torch.Tensor) -> bool:
-    """Whether many elements of `tensor` are one in memory, so that torch refuses to write to it."""
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride()))
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is all that lies between its first and its last element."""
-    start, stop = _extent(tensor)
-    return tensor.nbytes == stop - start and not _expanded(tensor)
 
 
 def _refuse_attached(engine: Engine) -> None:
@@ -262,12 +209,22 @@ def check_ways(model: nn.Module, *, trains: bool) -> None:
     kernel()
     for name, parameter in model.named_parameters():
         # Columns of a wider matrix only move together: the order of their elements stays.
-        if not parameter.is_meta and not parameter.is_contiguous() and _dense(parameter):
+        if not parameter.is_meta and not parameter.is_contiguous() and dense(parameter):
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
                 f"{parameter.stride()} (channels_last, or transposed), and offloaded ones are "
                 "contiguous, with which torch computes other bits: call "
                 "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
+            )
+        if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:
+            found = f"parameter {name} has grad_dtype {parameter.grad_dtype}"
+            raise ValueError(f"{found}, which is not offered {NO_OTHER_GRADIENT}")
+        if parameter.grad is not None and not (trains and parameter.requires_grad):
+            found = "it is frozen" if trains else "the model is attached without an optimizer"
+            raise ValueError(
+                f"parameter {name} has a gradient and {found}, so no step would use it and no "
+                "place is for it: set its grad to None (model.zero_grad()) before attach, or "
+                "unfreeze it"
             )
         mine = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         if trains and any(not isinstance(hook, Hook) for hook in mine.values()):

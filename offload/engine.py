@@ -18,10 +18,11 @@ from offload.arena import Memory
 from offload.binding import BoundUnit, Handle, version_of
 from offload.calls import Calls
 from offload.casts import Casts
+from offload.collected import take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
-from offload.gradients import Gradients, take_gradient
+from offload.gradients import Gradients
 from offload.interrupt import torn, whole
 from offload.inuse import InUse, refuse_moved
 from offload.lanes import EngineError
@@ -133,13 +134,12 @@ class Engine:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
             self._settle_exposures()
-            self.gradients.settle_shown()
+            self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
         ended = whole(partial(self._graph_ended, graph))
         self._graphs[graph] = weakref.ref(ended)
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(ended)
+        torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""

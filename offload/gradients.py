@@ -1,189 +1,53 @@
-"""Gradients: taken out as they are produced, kept in their tier, shown as `p.grad`.
+"""Gradients, as the user meets them: shown as `p.grad`, edited, assigned, given up.
 
-[Note: Order of summation]
-Every time autograd has accumulated into `p.grad` the engine takes the result out. The first is
-copied, each later one is added by one rounding, in the order in which they come, on every tier. A
-gradient on its way out waits in the unit's device slot until all of the unit's parameters have
-theirs; a parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+[Note: Assigned gradients]
+What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part
+of a buffer of the user's: changes of it count, and sums are written to it, as torch's own are. What
+cannot be written to, or is of another dtype than the sums, is copied. Torch would add two gradients
+that share memory in one place; here that is refused when a backward begins.
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterable
 
 import torch
-from torch import nn
 
-from cpu_adam import accumulate
-from offload.arena import host_tensor, typed
+from offload.arena import host_tensor
+from offload.collected import Collected
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
+from offload.extents import expanded, sharing
 from offload.passes import Passes
-from offload.program import Use, Value, Verb, carry_out, compute
-from offload.task import Task
-
-
-@dataclass(slots=True)
-class _Unit:
-    """The gradient of one unit."""
-
-    trainable: frozenset[int]
-    kept: set[int] = field(default_factory=set)
-    """Parameters that have a gradient."""
-    arrived: set[int] = field(default_factory=set)
-    """Parameters whose gradient is in the place where it is collected."""
-    task: Task | None = None
-    """The collecting, while it goes on."""
-    shown: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What `p.grad` has returned."""
-    apart: set[int] = field(default_factory=set)
-    """Those of the shown that have memory of their own: by `Gradients.let_go`, or by the user."""
-    copied: torch.Tensor | None = None
-    """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
-
+from offload.program import Value
 
 _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
 
 
-class Gradients:
-    """The gradients of an engine's parameters, by unit and parameter."""
+class Gradients(Collected):
+    """The gradients of an engine's parameters, and what `p.grad` shows of them."""
 
     def __init__(self, executor: Executor, passes: Passes, limit_bytes: int):
         """No gradient yet; at most `limit_bytes` of copies for `p.grad` at once."""
+        super().__init__(executor, passes)
         self._limit_bytes = limit_bytes
         self._idle_count = 0
         """Use count of the storage of a gradient that is shown when nobody has a view of it."""
         self._told = False
         """Whether the user was told of views that somebody has."""
-        self._executor = executor
-        self._plan = executor.plan
-        self._passes = passes
-        self._units = [
-            _Unit(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
-            for unit in self._plan.profile.units
-        ]
 
-    def has(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter has a gradient."""
-        return parameter in self._units[unit].kept
-
-    # -- backward --------------------------------------------------------------------------------
-
-    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Take over a gradient that autograd has just produced.
-
-        Raises:
-            ValueError: a sparse gradient.
-        """
-        if gradient.layout is not torch.strided:
-            name = self._plan.profile.units[unit].parameters[parameter].name
-            raise ValueError(
-                f"the gradient of {name} is {gradient.layout}, and only dense gradients can be "
-                "offloaded: build the embedding with sparse=False"
-            )
+    def _forget(self, unit: int) -> None:
         now = self._units[unit]
-        at_home = self._plan.gradient_slot[unit] is None
-        if parameter in now.arrived and not at_home:
-            self.send(unit)
-        if now.task is None:
-            self._acquire(unit)
-        else:
-            self._executor.lanes.join(now.task)
-        view = self._view(self._collecting(unit), unit, parameter)
-        if at_home and parameter in now.kept:
-            accumulate(view, gradient)
-        else:
-            view.copy_(gradient)
-        if at_home:
-            now.kept.add(parameter)
-        now.arrived.add(parameter)
-        if now.arrived == now.trainable:
-            self.send(unit)
-
-    def send(self, unit: int) -> None:
-        """Send what has arrived on to the unit's home; nothing to do when nothing has."""
-        now = self._units[unit]
-        if now.task is None:
-            return
-        self._executor.lanes.finish(now.task)
-        now.task = None
-        arrived, now.arrived = now.arrived, set()
-        if self._plan.gradient_slot[unit] is None:
-            return
-        ops = carry_out(self._plan, unit, self._passes.position + 1, first=not now.kept)
-        for op in ops:
-            run = None
-            if op.verb is Verb.ADD:
-                run = self._adder(unit, op.reads[0], op.reads[1], arrived, set(now.kept))
-            self._executor.issue(op, self._passes.number, run)
-        now.kept |= arrived
-
-    def send_all(self) -> None:
-        """Send on everything that has arrived anywhere."""
-        for unit in range(len(self._units)):
-            self.send(unit)
-
-    def _collecting(self, unit: int) -> Use:
-        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
-        return Use(place, Value("gradient", unit))
-
-    def _acquire(self, unit: int) -> None:
-        """Wait until the collecting place of a unit is free, and begin to collect."""
-        slot = self._plan.gradient_slot[unit]
-        if slot is not None:
-            for other, place in enumerate(self._plan.gradient_slot):
-                if place == slot and other != unit:
-                    self.send(other)
-        op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
-        op = replace(op, reads=(), writes=(self._collecting(unit),))
-        task = self._executor.reserve(op, self._passes.number)
-        try:
-            self._executor.lanes.begin(task)
-        except BaseException:
-            self._executor.lanes.cancel([task])
-            raise
-        now = self._units[unit]
-        now.task = task
         for parameter in list(now.shown):
-            if not self._held(unit, parameter) and not self._viewed(unit, parameter):
+            if not self._followed(unit, parameter):
                 del now.shown[parameter]
                 now.apart.discard(parameter)
         if not now.shown:
             now.copied = None
-
-    def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
-        """A gradient in the shape of its parameter, in a place of a memory tier."""
-        return self._shaped(self._executor.memory.at(use), unit, parameter)
-
-    def _shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
-        spec = self._plan.profile.units[unit]
-        one = spec.parameters[parameter]
-        dtype = spec.segments[one.segment].gradient_dtype
-        return typed(flat, dtype, spec.gradient_offset(parameter), one.shape)
-
-    def _adder(
-        self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
-    ) -> Callable[[], None]:
-        """The op that adds the staged gradients to those kept; what is new is copied."""
-
-        def run() -> None:
-            for parameter in sorted(arrived):
-                into = self._view(deposit, unit, parameter)
-                gradient = self._view(stage, unit, parameter)
-                if parameter in kept:
-                    accumulate(into, gradient)
-                else:
-                    into.copy_(gradient)
-
-        return run
-
-    # -- p.grad ----------------------------------------------------------------------------------
 
     def show(self, unit: int, parameter: int) -> torch.Tensor | None:
         """The gradient as a contiguous CPU tensor in the parameter's shape; edits count.
@@ -239,7 +103,7 @@ class Gradients:
         return now.copied
 
     def replace(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
-        """Assign `p.grad`.
+        """Assign `p.grad`, see [Note: Assigned gradients].
 
         Raises:
             ValueError: of another shape than the parameter, or of a frozen one.
@@ -254,15 +118,40 @@ class Gradients:
                 f"a gradient of shape {tuple(gradient.shape)} was assigned to {one.name} of shape "
                 f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
             )
+        if now.shown.get(parameter) is gradient:
+            return  # As `p.grad *= 2` ends.
         self._executor.quiesce("gradient", unit)
-        if now.shown.get(parameter) is not gradient:
-            self._give_up(unit, parameter)
+        self._give_up(unit, parameter)
         now.apart.discard(parameter)
-        window = self._seen(unit, parameter)
-        if window.data_ptr() != gradient.data_ptr():
-            window.copy_(gradient)
-        now.shown[parameter] = window
+        now.shown[parameter] = window = self._seen(unit, parameter)
         now.kept.add(parameter)
+        if window.data_ptr() == gradient.data_ptr():
+            return
+        if _may_be_shown(gradient, window):
+            now.shown[parameter] = gradient
+            now.apart.add(parameter)
+        else:
+            window.copy_(gradient)
+
+    def begin_backward(self, others: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Put home what was shown, before more is added; `others` are gradients not kept here.
+
+        Raises:
+            RuntimeError: a gradient that was assigned shares memory with another.
+        """
+        if any(now.apart for now in self._units):
+            shown = [
+                (self._plan.profile.units[unit].parameters[parameter].name, tensor)
+                for unit, now in enumerate(self._units)
+                for parameter, tensor in now.shown.items()
+            ]
+            for (one, _), (other, _) in sharing([*shown, *others]):
+                raise RuntimeError(
+                    f"the gradients of {one} and {other} share memory (one was assigned to "
+                    "p.grad of both, likely), and a backward would add both sums there, but "
+                    "offloaded ones are added apart: assign a clone() to one of them"
+                )
+        self.settle_shown()
 
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
@@ -272,6 +161,13 @@ class Gradients:
             self._executor.quiesce("gradient", unit)
             for parameter, shown in now.shown.items():
                 here = self._shaped(self._window(unit), unit, parameter)
+                if shown.shape != here.shape:
+                    name = self._plan.profile.units[unit].parameters[parameter].name
+                    raise ValueError(
+                        f"the gradient of {name} is of shape {tuple(shown.shape)} now, the "
+                        f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
+                        "gradient of the parameter's shape"
+                    )
                 if shown.data_ptr() != here.data_ptr():
                     here.copy_(shown)
                     now.apart.add(parameter)  # By `p.grad.data = ...`, where it was not yet.
@@ -294,6 +190,19 @@ class Gradients:
         """Whether somebody else holds a gradient that was shown."""
         return sys.getrefcount(self._units[unit].shown[parameter]) > _OWN_REFERENCES
 
+    def _followed(self, unit: int, parameter: int) -> bool:
+        """Whether somebody else holds a gradient that was shown, or memory of it."""
+        now = self._units[unit]
+        if parameter not in now.apart:
+            return self._held(unit, parameter) or self._viewed(unit, parameter)
+        alone = use_count(torch.empty(1))
+        storage = now.shown[parameter].untyped_storage()  # That of an array grows at no time.
+        return (
+            self._held(unit, parameter)
+            or not storage.resizable()
+            or (use_count(now.shown[parameter]) > alone)
+        )
+
     def let_go(self) -> None:
         """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
 
@@ -312,6 +221,14 @@ class Gradients:
         now.apart.discard(parameter)
         if not now.kept:
             now.copied = None
+
+    def hand_over(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient in memory of its own: what somebody holds where there is such a one."""
+        gradient = self.read(unit, parameter)
+        now = self._units[unit]
+        if gradient is not None:
+            self._let_go(unit, parameter)
+        return now.shown[parameter] if parameter in now.apart else gradient
 
     def _give_up(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient will never count again."""
@@ -355,13 +272,9 @@ class Gradients:
             shown.zero_()
 
 
-def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Take the gradient that autograd has put on a parameter, leaving None."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-        _GRAD.__set__(parameter, None)
-    return gradient
-
-
-_GRAD: Any = torch.Tensor.grad
-"""Torch's own, whatever a class makes of it."""
+def _may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:
+    """Whether `p.grad` can be what was assigned, and the sum in `window` be written to it."""
+    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
+        return False
+    apart = gradient.requires_grad or gradient.is_inference() or expanded(gradient)
+    return gradient.dtype == window.dtype and not apart

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from offload.binding import SavingGuard
+from offload.collected import take_gradient
 from offload.engine import Engine
-from offload.gradients import take_gradient
 from offload.interrupt import whole
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in

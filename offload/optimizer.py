@@ -153,7 +153,7 @@ class Optimizer(torch.optim.Optimizer):
         self._saving = False
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
-        engine.finality.freeze = lambda unit: self._freeze(unit).get(unit, {})
+        engine.finality.freeze = self._freeze_early
         for name in _HOOKS:  # One dictionary for both: a handle removes from either.
             setattr(self, name, getattr(original, name))
         self._hyper_of = HYPER_OF[type(original)]
@@ -277,6 +277,18 @@ class Optimizer(torch.optim.Optimizer):
                         step = 2 if (unit, index) in self._states.buffers else 1
                     frozen.setdefault(unit, {})[index] = Turn(hyper, step)
         return frozen
+
+    def _freeze_early(self, unit: int) -> Mapping[int, Turn]:
+        """What the step will do to a unit, asked inside backward; the first asks for all of them.
+
+        Raises:
+            RuntimeError: the step will be refused, and nothing has been updated yet.
+        """
+        residents = self.engine.residents
+        for parameter in self.parameters() if not self.engine.finality.begun else ():
+            if self._places[parameter][0] in residents:
+                residents.require_place(*self._places[parameter])
+        return self._freeze(unit).get(unit, {})
 
     def give_up(self) -> torch.optim.Optimizer:
         """Hand all states to the optimizer that was attached, which steps by itself again.

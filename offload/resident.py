@@ -63,21 +63,32 @@ class Residents:
         Raises:
             RuntimeError: it was frozen at attach.
         """
-        bound = self._units[unit]
-        one = bound.spec.parameters[parameter]
-        if bound.parameters[parameter].grad is None:
+        if self._units[unit].parameters[parameter].grad is None:
             return False
-        if not one.trainable:
-            raise RuntimeError(
-                f"{one.name} has a gradient but was frozen when the model was attached, so no "
-                "state has a place: detach(), unfreeze, and attach again"
-            )
+        self.require_place(unit, parameter)
         return True
 
-    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient in memory of its own; None where there is none."""
-        gradient = self._units[unit].parameters[parameter].grad
-        return None if gradient is None else gradient.detach().clone()
+    def require_place(self, unit: int, parameter: int) -> None:
+        """Refuse a parameter that would be updated, or will be, and has no state.
+
+        Raises:
+            RuntimeError: it was frozen at attach, and now it has, or gets, a gradient.
+        """
+        one, mine = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
+        if not one.trainable and (
+            mine[parameter].requires_grad or mine[parameter].grad is not None
+        ):
+            raise RuntimeError(
+                f"{one.name} has a gradient, or requires one, but was frozen when the model was "
+                "attached, so no state has a place: detach(), unfreeze, and attach again"
+            )
+
+    def all(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name of the parameter, gradient) of those that there are."""
+        for bound in self._units.values():
+            for one, parameter in zip(bound.spec.parameters, bound.parameters):
+                if parameter.grad is not None:
+                    yield one.name, parameter.grad
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
@@ -199,13 +210,14 @@ class Residents:
             home_of: the home of a parameter, by unit and index.
             refuse: raises; called where a backward brings a gradient.
         """
+        for bound in self._units.values():  # All look first: some may hold what others have.
+            for parameter, one in zip(bound.parameters, bound.spec.parameters):
+                self._asleep[parameter] = _Asleep.of(parameter, one.trainable)
         for unit, bound in self._units.items():
             for index, parameter in enumerate(bound.parameters):
-                kept = _Asleep.of(parameter, bound.spec.parameters[index].trainable)
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    kept.guard = register(lambda _: refuse())
-                self._asleep[parameter] = kept
+                    self._asleep[parameter].guard = register(lambda _: refuse())
                 parameter.grad = None
                 parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
             bound.rest()
@@ -270,9 +282,10 @@ class _Asleep:
 
     @classmethod
     def of(cls, parameter: nn.Parameter, trainable: bool) -> _Asleep:
-        """Before the parameter lets go of both. What the plan has no gradient of keeps its own."""
+        """Before the parameter lets go of both. What the plan has no such gradient of stays."""
         mine, idle = _holders(parameter), _holders(_idle_parameter())
-        gradient = parameter.grad if mine[1:] != idle[1:] or not trainable else None
+        other = not trainable or getattr(parameter.grad, "dtype", None) != parameter.dtype
+        gradient = parameter.grad if mine[1:] != idle[1:] or other else None
         weight = parameter.data if mine[0] != idle[0] else None
         return cls(weight, gradient, has_gradient=parameter.grad is not None)
 
@@ -299,12 +312,16 @@ class _Asleep:
             self.gradient = None
 
 
-def _holders(parameter: nn.Parameter) -> tuple[int, int, int]:
-    """How many hold a parameter's memory, that of its gradient, and the gradient itself."""
-    gradient = parameter.grad
+def _holders(parameter: nn.Parameter) -> tuple[int, int, int, int]:
+    """How many hold a parameter's memory, that of its gradient, and the gradient itself.
+
+    That one in Python and, as another parameter may, in torch.
+    """
+    gradient: Any = parameter.grad
     if gradient is None:
-        return use_count(parameter), 0, 0
-    return use_count(parameter), use_count(gradient), sys.getrefcount(gradient)
+        return use_count(parameter), 0, 0, 0
+    held = sys.getrefcount(gradient), gradient._use_count()
+    return use_count(parameter), use_count(gradient), *held
 
 
 def _idle_parameter() -> nn.Parameter:

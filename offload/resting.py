@@ -12,6 +12,7 @@ the engine. The class is swapped in place: the object, its hooks and its graph s
 from __future__ import annotations
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -47,6 +48,16 @@ class Home(Protocol):
         """Freeze or unfreeze the parameter."""
 
 
+_GRAD_DTYPE: Any = getattr(torch.Tensor, "grad_dtype", None)
+"""Torch's own; older ones have none."""
+
+NO_OTHER_GRADIENT = (
+    "for a parameter that is offloaded: gradients of its unit lie in one buffer, of the dtype that "
+    "Config.gradient_dtype names. Leave it alone, or attach with Config(gradient_dtype='fp32')"
+)
+"""Why a parameter has no gradient of a dtype of its own."""
+
+
 class OffloadedParameter(nn.Parameter):
     """What parameters of an attached model are, at rest and in use: copies are plain ones."""
 
@@ -67,6 +78,28 @@ class OffloadedParameter(nn.Parameter):
             "an offloaded parameter cannot be given other storage: copy_() values into it, or "
             "detach() first"
         )
+
+    def _use_count(self) -> int:
+        """Refused: asked by torch before it swaps a tensor for another, and by nobody else.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "torch.utils.swap_tensors() of an offloaded parameter would put other values in its "
+            "place that the engine does not know: copy_() them into it, or detach() first"
+        )
+
+    @property
+    def grad_dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """As in torch: the parameter's own, where the engine trains it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return _GRAD_DTYPE.__get__(self)  # type: ignore[no-any-return]
+
+    @grad_dtype.setter
+    def grad_dtype(self, wanted: torch.dtype | None) -> None:
+        if wanted != self.dtype:
+            raise RuntimeError(f"p.grad_dtype = {wanted} {NO_OTHER_GRADIENT}")
 
     def __copy__(self) -> nn.Parameter:
         return copy.deepcopy(self)
@@ -91,6 +124,8 @@ class RestingParameter(OffloadedParameter):
         if func in _TRUE_AT_REST:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is _T.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            _refuse_renewal()
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], RestingParameter):
             return whole(handler)(*args, **kwargs)
@@ -120,6 +155,14 @@ NO_WHOLE_GRADIENT = (
 
 def _refuse_hook(parameter: RestingParameter, hook: object) -> None:
     raise RuntimeError(f"register_post_accumulate_grad_hook: torch calls it {NO_WHOLE_GRADIENT}")
+
+
+def _refuse_renewal() -> None:
+    raise RuntimeError(
+        "nn.Parameter(p) of an offloaded parameter, as register_parametrization() and its like "
+        "make it, would be one that the engine does not know: change what a model consists of "
+        "before attach, or after offload.detach(model); a copy is nn.Parameter(p.detach().clone())"
+    )
 
 
 def _refuse_sharing(parameter: RestingParameter) -> None:
@@ -229,7 +272,6 @@ _GETTERS = (
     "names",
     "itemsize",
     "nbytes",
-    "grad_dtype",
 )
 
 _METHODS = (

@@ -63,16 +63,33 @@ def _each(value: object) -> Sequence[object]:
 
 
 class StatesOfOne(dict[str, Any]):
-    """The states of one parameter: a dictionary of copies that refuses to be changed."""
+    """The states of one parameter: a dictionary of copies that refuses to be changed.
+
+    To set what is there already is no change: trainers move states to where they are.
+    """
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(_INSTEAD)
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self or not _alike(value, self[name]):
+            self._refuse()
+
+    __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
     update = setdefault = pop = popitem = clear = _refuse  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         return (dict, (dict(self),))
+
+
+def _alike(value: object, kept: torch.Tensor) -> bool:
+    """Whether a value is bit for bit what is kept, wherever it lies."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    if value.shape != kept.shape or value.dtype != kept.dtype:
+        return False
+    bits = (one.detach().cpu().reshape(-1).view(torch.uint8) for one in (value, kept))
+    return torch.equal(*bits)
 
 
 class _Stateful(Protocol):

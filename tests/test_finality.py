@@ -248,7 +248,9 @@ def counted(run: Run, number: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("placement", first_fast([PLACEMENT, RESIDENT, ("nvme", "nvme", "cpu")]))
+@pytest.mark.parametrize(
+    "placement", first_fast([PLACEMENT, ("device", "device", "cpu"), ("nvme", "nvme", "cpu")])
+)
 @pytest.mark.parametrize("shape", some_fast(SHAPES, fast=3))
 def test_an_update_begins_when_the_backward_of_its_unit_is_over(
     shape: str, placement: tuple[str, str, str], tmp_path: Path

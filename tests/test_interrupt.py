@@ -24,6 +24,7 @@ from offload.interrupt import whole
 from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
     RESIDENT,
+    Net,
     Result,
     Run,
     assert_same,
@@ -136,6 +137,38 @@ def test_pressed_at_many_lines(
     placement: tuple[str, str, str], clip: float | None, tmp_path: Path
 ) -> None:
     same_at(placement, tmp_path, 60, seed=1, max_grad_norm=clip)
+
+
+def partly_frozen() -> Net:
+    net = Net()
+    for module in (net.embed, *net.blocks[:3]):
+        module.requires_grad_(False)
+    return net
+
+
+AUTO = ("auto", "auto", "auto")
+MIXES: dict[str, tuple[tuple[str, str, str], dict[str, Any]]] = {
+    "states": (AUTO, {"device_memory": "450KiB", "cpu_memory": "700KiB"}),
+    "weights": (
+        ("auto", "cpu", "nvme"),
+        {"device_memory": "140KiB", "cpu_memory": "640KiB", "build": partly_frozen},
+    ),
+}
+"""Resident units, units with the kind named on cpu, and units with it on nvme, in one model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_pressed_at_many_lines_of_a_mix(mix: str, clip: float | None, tmp_path: Path) -> None:
+    placement, options = MIXES[mix]
+    kind: Any = mix.removesuffix("s")
+    with attached(placement, tmp_path, max_grad_norm=clip, **options) as run:
+        plan = run.engine.plan
+        assert 0 < len(plan.residents) < len(plan.placements)
+        others = [u for u in range(len(plan.placements)) if u not in plan.residents]
+        assert {plan.home(kind, unit).tier for unit in others} == {"cpu", "nvme"}
+    same_at(placement, tmp_path, 40, seed=5, max_grad_norm=clip, **options)
 
 
 # -- updates that begin inside backward -----------------------------------------------------------

@@ -208,6 +208,34 @@ def test_a_frozen_one_that_gets_a_gradient_is_refused(tmp_path: Path) -> None:
         run.model.embed.requires_grad_(False)  # type: ignore[union-attr]
 
 
+def test_it_is_refused_before_updates_begin_inside_backward(tmp_path: Path) -> None:
+    placement = ("device", "cpu", "cpu")
+    with attached(placement, tmp_path, build=frozen_but_one, micro_batches=1) as run:
+        for number in range(2):
+            plain(run, number)
+        model: Any = run.model
+        before = model.head.weight.detach().clone()
+        model.norm.requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"norm\.weight .*was frozen when"):
+            run.loss().backward()
+        assert not run.engine.finality.begun
+        assert same_bits(model.head.weight.detach(), before)
+        model.norm.requires_grad_(False)
+        model.zero_grad()
+        plain(run, 2)
+        assert not same_bits(model.head.weight.detach(), before)
+
+
+def test_asleep_a_gradient_of_another_dtype_stays(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.full(weight.shape, 1 / 3)
+        offload.sleep(run.model)
+        offload.wake(run.model)
+        assert weight.grad.eq(torch.tensor(1 / 3)).all()
+
+
 def test_an_update_that_fails_ends_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,20 @@ def test_a_change_that_would_be_lost_is_refused(how: str, run: Run) -> None:
         run.optimizer.state[weight]["exp_avg"].numpy()[0] = 0
 
 
+def test_to_set_what_is_there_changes_nothing(run: Run) -> None:
+    """As Lightning does, which moves states to the device where they are."""
+    weight: Any = run.model.head.weight
+    state = run.optimizer.state[weight]
+    before = state["exp_avg"].clone()
+    for name, value in state.items():
+        state[name] = value.to("cpu")
+        state[name] = value.clone()
+    assert same_bits(run.optimizer.state[weight]["exp_avg"], before)
+    for other in (before + 1e-3, before.bfloat16(), before[:1], None):
+        with pytest.raises(RuntimeError, match="would be lost"):
+            state["exp_avg"] = other
+
+
 def test_reading_is_as_of_any_tensor(run: Run) -> None:
     weight: Any = run.model.head.weight
     state = run.optimizer.state[weight]

@@ -48,6 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("executor", "totals", "calls"),
     ("states", "exposure", "passes", "updates", "resting", "marks"),
     ("served",),
+    ("collected", "extents"),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("inuse", "casts", "resident"),
     ("engine",),

@@ -1,0 +1,180 @@
+"""Gradients, as backward brings them: taken out as they are produced, and kept in their tier.
+
+[Note: Order of summation]
+Every time autograd has accumulated into `p.grad` the engine takes the result out. The first is
+copied, each later one is added by one rounding, in the order in which they come, on every tier. A
+gradient on its way out waits in the unit's device slot until all of the unit's parameters have
+theirs; a parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam import accumulate
+from offload.arena import typed
+from offload.executor import Executor
+from offload.passes import Passes
+from offload.program import Use, Value, Verb, carry_out, compute
+from offload.task import Task
+
+
+@dataclass(slots=True)
+class UnitGradients:
+    """The gradient of one unit."""
+
+    trainable: frozenset[int]
+    kept: set[int] = field(default_factory=set)
+    """Parameters that have a gradient."""
+    arrived: set[int] = field(default_factory=set)
+    """Parameters whose gradient is in the place where it is collected."""
+    task: Task | None = None
+    """The collecting, while it goes on."""
+    shown: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What `p.grad` has returned."""
+    apart: set[int] = field(default_factory=set)
+    """Those of the shown that have memory of their own: by `Gradients.let_go`, or by the user."""
+    copied: torch.Tensor | None = None
+    """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
+
+
+class Collected:
+    """The gradients of an engine's parameters, by unit and parameter."""
+
+    def __init__(self, executor: Executor, passes: Passes):
+        """No gradient yet."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._passes = passes
+        self._units = [
+            UnitGradients(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
+            for unit in self._plan.profile.units
+        ]
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return parameter in self._units[unit].kept
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient that autograd has just produced.
+
+        Raises:
+            ValueError: a sparse gradient.
+        """
+        if gradient.layout is not torch.strided:
+            name = self._plan.profile.units[unit].parameters[parameter].name
+            raise ValueError(
+                f"the gradient of {name} is {gradient.layout}, and only dense gradients can be "
+                "offloaded: build the embedding with sparse=False"
+            )
+        now = self._units[unit]
+        at_home = self._plan.gradient_slot[unit] is None
+        if parameter in now.arrived and not at_home:
+            self.send(unit)
+        if now.task is None:
+            self._acquire(unit)
+        else:
+            self._executor.lanes.join(now.task)
+        view = self._view(self._collecting(unit), unit, parameter)
+        if at_home and parameter in now.kept:
+            accumulate(view, gradient)
+        else:
+            view.copy_(gradient)
+        if at_home:
+            now.kept.add(parameter)
+        now.arrived.add(parameter)
+        if now.arrived == now.trainable:
+            self.send(unit)
+
+    def send(self, unit: int) -> None:
+        """Send what has arrived on to the unit's home; nothing to do when nothing has."""
+        now = self._units[unit]
+        if now.task is None:
+            return
+        self._executor.lanes.finish(now.task)
+        now.task = None
+        arrived, now.arrived = now.arrived, set()
+        if self._plan.gradient_slot[unit] is None:
+            return
+        ops = carry_out(self._plan, unit, self._passes.position + 1, first=not now.kept)
+        for op in ops:
+            run = None
+            if op.verb is Verb.ADD:
+                run = self._adder(unit, op.reads[0], op.reads[1], arrived, set(now.kept))
+            self._executor.issue(op, self._passes.number, run)
+        now.kept |= arrived
+
+    def send_all(self) -> None:
+        """Send on everything that has arrived anywhere."""
+        for unit in range(len(self._units)):
+            self.send(unit)
+
+    def _collecting(self, unit: int) -> Use:
+        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
+        return Use(place, Value("gradient", unit))
+
+    def _acquire(self, unit: int) -> None:
+        """Wait until the collecting place of a unit is free, and begin to collect."""
+        slot = self._plan.gradient_slot[unit]
+        if slot is not None:
+            for other, place in enumerate(self._plan.gradient_slot):
+                if place == slot and other != unit:
+                    self.send(other)
+        op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
+        op = replace(op, reads=(), writes=(self._collecting(unit),))
+        task = self._executor.reserve(op, self._passes.number)
+        try:
+            self._executor.lanes.begin(task)
+        except BaseException:
+            self._executor.lanes.cancel([task])
+            raise
+        self._units[unit].task = task
+        self._forget(unit)
+
+    def _forget(self, unit: int) -> None:
+        """More is added to a unit's gradients: what was shown of them is of the past."""
+
+    def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient in the shape of its parameter, in a place of a memory tier."""
+        return self._shaped(self._executor.memory.at(use), unit, parameter)
+
+    def _shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
+        spec = self._plan.profile.units[unit]
+        one = spec.parameters[parameter]
+        dtype = spec.segments[one.segment].gradient_dtype
+        return typed(flat, dtype, spec.gradient_offset(parameter), one.shape)
+
+    def _adder(
+        self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
+    ) -> Callable[[], None]:
+        """The op that adds the staged gradients to those kept; what is new is copied."""
+
+        def run() -> None:
+            for parameter in sorted(arrived):
+                into = self._view(deposit, unit, parameter)
+                gradient = self._view(stage, unit, parameter)
+                if parameter in kept:
+                    accumulate(into, gradient)
+                else:
+                    into.copy_(gradient)
+
+        return run
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Take the gradient that autograd has put on a parameter, leaving None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
+    return gradient
+
+
+_GRAD: Any = torch.Tensor.grad
+"""Torch's own, whatever a class makes of it."""

@@ -1,0 +1,71 @@
+"""Which tensors lie in the same memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+Named = tuple[str, torch.Tensor]
+
+
+def sharing(named: Iterable[Named]) -> Iterator[tuple[Named, Named]]:
+    """Pairs of which a write to one would show in the other; of plain dense tensors only."""
+    found: list[tuple[int, int, str, torch.Tensor]] = []
+    for name, tensor in named:
+        plain = type(tensor) in (nn.Parameter, torch.Tensor) and tensor.layout is torch.strided
+        if plain and not tensor.is_meta and tensor.numel():
+            found.append((*_extent(tensor), name, tensor))
+    found.sort(key=lambda entry: entry[:2])
+    ahead: list[tuple[int, int, str, torch.Tensor]] = []
+    for start, stop, name, tensor in found:
+        ahead = [entry for entry in ahead if entry[1] > start]
+        for _, _, other, before in ahead:
+            if _share(before, tensor):
+                yield (other, before), (name, tensor)
+        ahead.append((start, stop, name, tensor))
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of `tensor` and of the first one after it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a write to one of two tensors whose extents overlap would show in the other.
+
+    Columns of one matrix lie between each other and share nothing. What is expanded cannot be
+    written to: of two such nothing can show.
+    """
+    if dense(one) and dense(other):
+        return True
+    if expanded(one):
+        one, other = other, one
+    if expanded(one):
+        return False
+    (start, stop), (other_start, other_stop) = _extent(one), _extent(other)
+    first = min(start, other_start)
+    unit = math.gcd(one.itemsize, other.itemsize, start - other_start)
+    touched = torch.zeros((max(stop, other_stop) - first) // unit, dtype=torch.bool)
+
+    def elements_of(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        units = tensor.itemsize // unit
+        strides = [stride * units for stride in tensor.stride()]
+        return touched.as_strided((*tensor.shape, units), (*strides, 1), (start - first) // unit)
+
+    elements_of(one, start).fill_(True)
+    return bool(elements_of(other, other_start).any())
+
+
+def expanded(tensor: torch.Tensor) -> bool:
+    """Whether many elements of `tensor` are one in memory, so that torch refuses to write to it."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride()))
+
+
+def dense(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is all that lies between its first and its last element."""
+    start, stop = _extent(tensor)
+    return tensor.nbytes == stop - start and not expanded(tensor)

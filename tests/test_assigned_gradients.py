@@ -1,0 +1,221 @@
+"""Gradients that are assigned to `p.grad`, held, cut from a buffer, or handed back: as in torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import offload
+from tests.small import adamw, config, small, tokens
+from tests.training import (
+    RESIDENT,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    loss_of,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
+
+PLACEMENTS = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")]
+each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+
+
+def cut_from_a_buffer(run: Run) -> torch.Tensor:
+    """Let every `p.grad` be a view of one buffer of zeros."""
+    parameters = list(run.model.parameters())
+    flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    for parameter, piece in zip(parameters, flat.split([p.numel() for p in parameters])):
+        parameter.grad = piece.view_as(parameter)
+    return flat
+
+
+def scaled_in_a_buffer(run: Run, number: int) -> None:
+    """The loop of those who keep all gradients in one buffer: they never call zero_grad()."""
+    if not number:
+        run.extra.append(cut_from_a_buffer(run))
+    (flat,) = run.extra
+    for _ in range(2):
+        run.loss().backward()
+    flat.mul_(0.5)
+    run.optimizer.step()
+    flat.zero_()
+
+
+def in_an_array(run: Run, number: int) -> None:
+    """The memory is that of NumPy, which counts no one who looks at it."""
+    weight: Any = run.model.head.weight  # type: ignore[union-attr]
+    array = np.full(tuple(weight.shape), 0.25, dtype=np.float32)
+    weight.grad = torch.from_numpy(array)
+    run.loss().backward()
+    array *= 0.5
+    run.step()
+
+
+def in_place(run: Run, number: int) -> None:
+    """`p.grad *= 2` assigns what `p.grad` is already; the one that is held follows."""
+    weight: Any = run.model.norm.weight  # type: ignore[union-attr]
+    run.loss().backward()
+    held = weight.grad
+    weight.grad *= 2
+    weight.grad = weight.grad
+    run.loss().backward()
+    assert held is weight.grad
+    run.extra.append(held.sum().item())
+    held.mul_(0.5)
+    run.optimizer.step()
+    weight.grad = held
+    run.loss().backward()
+    run.extra.append(held.sum().item())
+    run.step()
+
+
+def held_over_a_step(run: Run, number: int) -> None:
+    """One that was assigned shows the next sum, too, until zero_grad()."""
+    weight: Any = run.model.blocks[1].up.weight  # type: ignore[union-attr,index]
+    given = torch.full_like(weight, 0.125)
+    weight.grad = given
+    assert weight.grad is given
+    for _ in range(2):
+        run.loss().backward()
+        run.optimizer.step()
+    run.extra.append(given.sum().item())
+    run.optimizer.zero_grad(set_to_none=bool(number))
+
+
+LOOPS: dict[str, Callable[[Run, int], None]] = {
+    "a buffer": scaled_in_a_buffer,
+    "an array": in_an_array,
+    "in place": in_place,
+    "held": held_over_a_step,
+}
+
+
+@each_placement
+@pytest.mark.parametrize("loop", LOOPS)
+def test_as_in_plain_torch(loop: str, placement: tuple[str, str, str], tmp_path: Path) -> None:
+    ours, alone = (
+        without_idle_states(one)
+        for one in (
+            train(placement, tmp_path, LOOPS[loop], dtype=torch.float32),
+            train_alone(LOOPS[loop], dtype=torch.float32),
+        )
+    )
+    if loop == "a buffer":
+        assert not ours.extra.pop().any()
+        alone.extra.clear()
+    assert_same(ours, alone)
+
+
+def test_what_cannot_be_written_to_is_copied(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        weight: Any = run.model.norm.weight  # type: ignore[union-attr]
+        with torch.inference_mode():
+            inferred = torch.ones_like(weight)
+        for given in (torch.ones(1, dtype=weight.dtype).expand(32), inferred):
+            weight.grad = given
+            run.loss().backward()
+            assert weight.grad is not given
+            assert given.eq(1).all()
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("device", "cpu", "cpu")])
+def test_one_gradient_of_two_is_refused_when_it_would_be_added_to(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """In ("device", "cpu", "cpu") all but the head are frozen, on the device, and torch's own."""
+
+    def build() -> nn.Module:
+        model: Any = small()
+        model.requires_grad_(placement[0] == "cpu")
+        model.head.requires_grad_(True)
+        return model  # type: ignore[no-any-return]
+
+    with attached(placement, tmp_path, build=build) as run:
+        model: Any = run.model
+        other = model.embed.weight
+        model.head.weight.grad = other.grad = torch.ones_like(model.head.weight)
+        with pytest.raises(
+            RuntimeError, match=r"embed\.weight.*head\.weight share memory|head.*emb"
+        ):
+            run.loss().backward()
+        other.grad = other.grad.clone()
+        run.loss().backward()
+        assert not other.grad.eq(model.head.weight.grad).all()
+        other.grad = None
+        run.step()
+
+
+def test_columns_of_one_matrix_share_nothing(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        norm: Any = run.model.norm
+        both = torch.zeros(32, 2, dtype=norm.weight.dtype)
+        norm.weight.grad, norm.bias.grad = both.unbind(1)
+        run.loss().backward()
+        assert torch.equal(both, torch.stack((norm.weight.grad, norm.bias.grad), 1))
+        assert both.any(0).all()
+
+
+def test_data_of_another_shape_is_refused(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        run.loss().backward()
+        weight: Any = run.model.norm.weight  # type: ignore[union-attr]
+        right = weight.grad.data.clone()
+        weight.grad.data = torch.ones(1, dtype=right.dtype)
+        with pytest.raises(ValueError, match=r"norm\.weight is of shape \(1,\)"):
+            run.optimizer.step()
+        weight.grad.data = right
+        run.step()
+        plain(run, 1)
+
+
+@each_placement
+def test_after_detach_a_held_gradient_is_the_parameters(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """And a buffer that gradients were cut from is still where they are summed."""
+    model: Any = small()
+    _, optimizer = offload.attach(model, adamw(model), config(placement, tmp_path))
+    loss_of(model, tokens()).backward()
+    held, value = model.head.weight.grad, model.head.weight.grad.clone()
+    buffer = torch.zeros(64)
+    model.norm.weight.grad, model.norm.bias.grad = buffer[:32], buffer[32:]
+    alone = {name: p.grad.clone() for name, p in model.named_parameters()}
+    offload.detach(model)
+    del optimizer
+    assert model.head.weight.grad is held
+    assert same_bits(held, value)
+    assert all(same_bits(p.grad, alone[name]) for name, p in model.named_parameters())
+    loss_of(model, tokens()).backward()
+    assert not torch.equal(held, value)
+    assert buffer.any()
+
+
+def test_residents_keep_their_memory_over_detach(tmp_path: Path) -> None:
+    model: Any = small()
+    offload.attach(model, adamw(model), config(RESIDENT, tmp_path))
+    view = model.norm.weight.detach()
+    offload.detach(model)
+    assert view.data_ptr() == model.norm.weight.data_ptr()
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_two_residents_share_one_gradient_over_sleep(tier: Any, tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        one, other = (block.norm.weight for block in run.model.blocks[:2])  # type: ignore
+        one.grad = other.grad = torch.ones_like(one)
+        offload.sleep(run.model, tier)
+        offload.wake(run.model)
+        assert one.grad is other.grad
+        loss_of(run.model, batch(torch.Generator().manual_seed(1))).backward()
+        run.step()
