@@ -32,6 +32,11 @@ class State(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__
+    """Enum's own is a function of Python, and tasks are asked for their state all the time."""
+
+
+_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
 
 _LEGAL = {
     (State.WAITING, State.READY),
@@ -69,6 +74,7 @@ class Task:
     """One op in one step."""
 
     __slots__ = (
+        "at_once",
         "began_at",
         "fences",
         "followers",
@@ -92,7 +98,11 @@ class Task:
         key: Key,
         serial: int,
         passage: Passage | None = None,
+        *,
+        at_once: bool = False,
     ):
+        self.at_once = at_once
+        """Whether it runs on the thread that makes it ready, and not on its lane."""
         self.op = op
         self.run = run
         self.key = key
@@ -119,17 +129,17 @@ class Task:
     @property
     def begun(self) -> bool:
         """Whether it is too late to cancel it."""
-        return self.state in (State.RUNNING, State.DONE)
+        return self.state is _RUNNING or self.state is _DONE
 
     @property
     def cancelled(self) -> bool:
         """Whether it was taken back."""
-        return self.state is State.CANCELLED
+        return self.state is _CANCELLED
 
     @property
     def over(self) -> bool:
         """Whether nobody needs to wait for it any more."""
-        return self.state in (State.DONE, State.CANCELLED)
+        return self.state is _DONE or self.state is _CANCELLED
 
     @property
     def settled(self) -> bool:
