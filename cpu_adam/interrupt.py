@@ -60,17 +60,20 @@ def whole(
         try:
             put_back(before, note)
         finally:
-            try:
-                put_back(before, note)  # Again, as one that is back may have raised meanwhile.
-            finally:
-                call(dict(before), came)
+            call(dict(before), came)
 
 
 def put_back(before: Sequence[tuple[int, Handler]], note: Any) -> None:
     """Let `note` be the handler of no signal any more; who has set another since keeps it."""
-    for number, handler in before:
-        if _get(number) is note:
-            _signal.signal(number, handler)
+    try:
+        for number, handler in before:
+            if _get(number) is note:
+                _signal.signal(number, handler)
+    except BaseException:  # One that was back already has raised: the others are put back, too.
+        for number, handler in before:
+            if _get(number) is note:
+                _signal.signal(number, handler)
+        raise
 
 
 def call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:

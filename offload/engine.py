@@ -15,7 +15,7 @@ import torch
 
 from cpu_adam.choice import available
 from offload.arena import Memory
-from offload.binding import BoundUnit, version_of
+from offload.binding import BoundUnit
 from offload.calls import Calls
 from offload.casts import Casts
 from offload.executor import Executor
@@ -276,7 +276,9 @@ class Engine:
         self.check()
         bound = self.units[handle.unit]
         one = bound.spec.parameters[handle.parameter]
-        if version_of(bound.parameters[handle.parameter]) != handle.version:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = bound.parameters[handle.parameter]._version
+        if version != handle.version:
             raise RuntimeError(
                 f"{one.name} was modified between a forward and its backward (by optimizer.step() "
                 "or an in-place operation): the gradient would be wrong. Run backward first, or "

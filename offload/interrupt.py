@@ -115,8 +115,5 @@ def _end(found: Sequence[tuple[int, Handler]]) -> None:
     try:
         put_back(found, _note)
     finally:
-        try:
-            put_back(found, _note)  # Again, as one that is back may have raised meanwhile.
-        finally:
-            if _came:
-                call(dict(found), _came)
+        if _came:
+            call(dict(found), _came)

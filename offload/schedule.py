@@ -60,7 +60,8 @@ class Schedule:
                 task.fences += other.fences
             else:
                 self._link(other, task)
-                self._hurry(other, task.key)
+                if task.key < other.key:
+                    self._hurry(other, task.key)
         self._try(task, None)
 
     def seal(self, passage: Passage) -> None:

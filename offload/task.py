@@ -76,12 +76,15 @@ class Task:
     __slots__ = (
         "at_once",
         "began_at",
+        "begun",
+        "cancelled",
         "fences",
         "followers",
         "history",
         "key",
         "missing",
         "op",
+        "over",
         "passage",
         "ready_at",
         "run",
@@ -114,6 +117,8 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
+        self.begun = self.cancelled = self.over = False
+        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
         self.ready_at = self.began_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
@@ -127,24 +132,9 @@ class Task:
         return self.run is None
 
     @property
-    def begun(self) -> bool:
-        """Whether it is too late to cancel it."""
-        return self.state is _RUNNING or self.state is _DONE
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was taken back."""
-        return self.state is _CANCELLED
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody needs to wait for it any more."""
-        return self.state is _DONE or self.state is _CANCELLED
-
-    @property
     def settled(self) -> bool:
         """Whether it is over on the device too."""
-        return self.over and not self.fenced
+        return self.over and (not self.fences or not self.fenced)
 
     @property
     def fenced(self) -> bool:
@@ -154,7 +144,10 @@ class Task:
     def go(self, state: State) -> None:
         """Move to `state`."""
         assert (self.state, state) in _LEGAL, (self.state, state, self.op)
+        self.begun = state is _RUNNING or state is _DONE
+        self.cancelled = state is _CANCELLED
         self.state = state
+        self.over = state is _DONE or state is _CANCELLED
 
 
 class Passage:
