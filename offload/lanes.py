@@ -168,14 +168,13 @@ class Lanes:
             self._block(task, lambda: task.state is not State.WAITING)
         for fence in task.fences:
             fence.wait()
-        task.streams = [self._device.stream()]
+        task.streams = [] if self._device.is_host else [self._device.stream()]
         task.go(State.RUNNING)  # Without the lock: what the user may begin no lane touches.
         task.began_at = time.perf_counter()
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
-        stream = self._device.stream()
-        if stream not in task.streams:
+        if not self._device.is_host and (stream := self._device.stream()) not in task.streams:
             for fence in task.fences:
                 fence.wait()
             task.streams.append(stream)
@@ -393,7 +392,7 @@ class Lanes:
             task.ready_at = time.perf_counter()
             if last is not None and last.run is not None:
                 task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
-        if task.run is None:
-            self._tell()
-        else:
+        if task.run is not None:
             self._books.ready(task)
+        elif self._blocked:
+            self._changed.notify_all()

@@ -40,19 +40,17 @@ class Scoreboard(Generic[Task]):
     def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
         """Tasks to wait for: a read waits for the last write, a write for that and all reads."""
         found: dict[Task, None] = {}
-        for cell in reads:
-            self._before(cell, found, writing=False)
-        for cell in writes:
-            self._before(cell, found, writing=True)
+        get, taken_back = self._accesses.get, self._taken_back
+        for cells, writing in ((reads, False), (writes, True)):
+            for cell in cells:
+                for task, wrote in reversed(get(cell, ())):
+                    if taken_back(task):
+                        continue
+                    if wrote or writing:
+                        found[task] = None
+                    if wrote:
+                        break
         return list(found)
-
-    def _before(self, cell: object, found: dict[Task, None], *, writing: bool) -> None:
-        """Add to `found` who must be waited for at one place."""
-        for task, wrote in reversed(self._accesses.get(cell, ())):
-            if (wrote or writing) and not self._taken_back(task):
-                found[task] = None
-                if wrote:
-                    break
 
     def note(self, task: Task, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""

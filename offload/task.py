@@ -134,7 +134,7 @@ class Task:
     @property
     def settled(self) -> bool:
         """Whether it is over on the device too."""
-        return self.over and (not self.fences or not self.fenced)
+        return self.over and not (self.fences and self.fenced)
 
     @property
     def fenced(self) -> bool:
