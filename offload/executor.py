@@ -15,9 +15,9 @@ from operator import attrgetter
 
 import torch
 
+from offload import copies
 from offload.arena import Memory, host_tensor
 from offload.bed import Bed
-from offload.copies import in_pieces
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
@@ -124,9 +124,10 @@ class Executor:
             use.place.tier for use in (*op.reads, *op.writes)
         ):
             return Known(op, reads, writes, None)
-        if self._copies_at_once and op.bytes <= AT_ONCE_BYTES_MAX:
-            return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes), True)
-        return Known(op, reads, writes, self._mover(op, None))
+        if op.bytes > copies.PIECE_BYTES_MAX:
+            return Known(op, reads, writes, self._mover(op, None))
+        at_once = self._copies_at_once and op.bytes <= AT_ONCE_BYTES_MAX
+        return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes), at_once)
 
     def issue_known(
         self, known: Known, pass_number: int, run: Callable[[], None] | None = None
@@ -197,7 +198,7 @@ class Executor:
 
         def copy() -> Iterator[None]:
             here = self._bytes_of(passage, source)
-            return in_pieces(self.device, self._bytes_of(passage, target), here)
+            return copies.in_pieces(self.device, self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read

@@ -62,7 +62,8 @@ class Schedule:
                 self._link(other, task)
                 if task.key < other.key:
                     self._hurry(other, task.key)
-        self._try(task, None)
+        if not task.missing:
+            self._try(task, None)
 
     def seal(self, passage: Passage) -> None:
         """All tasks of `passage` are there."""
@@ -137,7 +138,8 @@ class Schedule:
             follower.missing -= 1
             if follower.passage is not None and follower.passage is not task.passage:
                 self._came(follower.passage, task)
-            self._try(follower, task)
+            if not follower.missing:
+                self._try(follower, task)
         task.followers, task.waits = [], []
 
     def _try(self, task: Task, last: Task | None) -> None:
