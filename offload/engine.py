@@ -267,6 +267,7 @@ class Engine:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
         return tensor if self.handle_of(tensor) is None else tensor.clone()
 
+    @whole
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
 
@@ -287,7 +288,7 @@ class Engine:
         if bound.buffer is not None:
             base = bound.views[handle.parameter]
         else:
-            base = whole(self.exposures.tensor)(handle.unit, handle.parameter).detach()
+            base = self.exposures.tensor(handle.unit, handle.parameter).detach()
         if base.dtype is not handle.dtype:
             base = base.reshape(-1).view(torch.uint8).view(handle.dtype)
         start = base.storage_offset() + handle.offset // handle.dtype.itemsize

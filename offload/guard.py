@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from offload.interrupt import whole
 from offload.passes import in_backward
 
 
@@ -123,9 +124,14 @@ class SavingGuard:
         """Break the circle through our own methods."""
         del self._pair, self._stack
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    @whole
+    def _locate(self, tensor: torch.Tensor) -> Handle | None:
+        """Whole, as Ctrl-C between the block and its end would leave the trap off for good."""
         with torch._C.DisableTorchFunctionSubclass():
-            handle = self._locator.handle_of(tensor)  # Changes nothing that Ctrl-C could tear.
+            return self._locator.handle_of(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._locate(tensor)
         if handle is not None:
             return handle
         if self._outer is None:
