@@ -2,9 +2,10 @@
 
     PYTHONPATH=. python benchmarks/hooks.py
 
-A unit is one small linear layer, so nearly all of the time is Python. Given are microseconds per
-unit and pass, medians over rounds that take turns: of the user's thread, and of all threads of the
-process (the lanes take the GIL too).
+A unit is one small linear layer, so nearly all of the time is Python. Copies of the smallest run on
+the user's thread (`offload.executor.AT_ONCE_BYTES_MAX`); those of the wide ones go through the
+lanes, as all do in real models. Given are microseconds per unit and pass, medians over rounds that
+take turns: of the user's thread, and of all threads of the process (the lanes take the GIL too).
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from torch import nn
 
 import offload
 
-UNITS, WIDTH, ROUNDS, STEPS = 64, 16, 15, 4
+UNITS, WIDTH, WIDE, ROUNDS, STEPS = 64, 16, 128, 15, 4
 
 
 class Chain(nn.Module):
     """Units one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(UNITS))
+        self.width = width
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(UNITS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -39,14 +41,15 @@ class Chain(nn.Module):
 
 
 def build(
-    params: str | None, gradients: str = "device", states: str = "cpu"
-) -> tuple[nn.Module, Any]:
+    params: str | None, gradients: str = "device", states: str = "cpu", width: int = WIDTH
+) -> tuple[Chain, Any]:
     """The model: plain, or attached with its weights in a tier."""
-    model = Chain()
+    model = Chain(width)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if params is None:
         return model, optimizer
-    small = {"device_memory": "4MiB" if params == "device" else "512KiB"}
+    streamed = "512KiB" if width == WIDTH else "1MiB"
+    small = {"device_memory": "4MiB" if params == "device" else streamed}
     config: Any = offload.Config(
         params=params, gradients=gradients, optimizer=states, cpu_memory="64MiB", **small
     )
@@ -58,9 +61,9 @@ def clocks() -> tuple[float, float]:
     return time.thread_time(), time.process_time()
 
 
-def taken(model: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]:
+def taken(model: Chain, optimizer: Any) -> dict[str, tuple[float, float]]:
     """Microseconds per unit of a forward and of a backward, on the two clocks."""
-    x = torch.zeros(1, WIDTH)
+    x = torch.zeros(1, model.width)
     found = {"forward": (0.0, 0.0), "backward": (0.0, 0.0)}
     for _ in range(STEPS):
         marks = [clocks()]
@@ -79,12 +82,14 @@ def taken(model: nn.Module, optimizer: Any) -> dict[str, tuple[float, float]]:
 def main() -> None:
     """Print the table."""
     torch.set_num_threads(1)
-    kinds: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    kinds: dict[str, Callable[[], tuple[Chain, Any]]] = {
         "without an engine": lambda: build(None),
         "all on the device": lambda: build("device", "device", "device"),
         "weights and gradients on the device": lambda: build("device"),
         "weights on cpu, gradients on the device": lambda: build("cpu"),
         "weights and gradients on cpu": lambda: build("cpu", "cpu"),
+        "wide, without an engine": lambda: build(None, width=WIDE),
+        "wide, weights and gradients on cpu": lambda: build("cpu", "cpu", width=WIDE),
     }
     made = {name: make() for name, make in kinds.items()}
     rounds: dict[str, list[dict[str, tuple[float, float]]]] = {name: [] for name in kinds}

@@ -12,7 +12,7 @@ from __future__ import annotations
 # What `signal` is made of: its own functions spend microseconds on turning numbers into enums.
 import _signal  # type: ignore[import-not-found]
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from signal import SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
 from typing import Any, ParamSpec
@@ -21,6 +21,21 @@ Parameters = ParamSpec("Parameters")
 Handler = Callable[[int, FrameType | None], object]
 
 _NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
+_get: Callable[[int], Any] = _signal.getsignal
+
+_known: tuple[tuple[Any, ...], tuple[tuple[int, Handler], ...]] = ((), ())
+"""What each signal did when last looked at, and those of them that called Python functions."""
+
+
+def handlers() -> tuple[tuple[int, Handler], ...]:
+    """The signals whose handlers are Python functions, with these."""
+    global _known
+    found = tuple(map(_get, _NUMBERS))
+    known, chosen = _known
+    if found != known:
+        chosen = tuple((n, handler) for n, handler in zip(_NUMBERS, found) if callable(handler))
+        _known = found, chosen
+    return chosen
 
 
 def whole(
@@ -34,31 +49,34 @@ def whole(
     """
     if threading.current_thread() is not threading.main_thread():
         return function(*args, **kwargs)
-    found = zip(_NUMBERS, map(_signal.getsignal, _NUMBERS))
-    handlers = {number: handler for number, handler in found if callable(handler)}
+    before = handlers()
     came: dict[int, FrameType | None] = {}
     note = came.setdefault
     try:
-        for number in handlers:
+        for number, _ in before:
             _signal.signal(number, note)
         function(*args, **kwargs)
     finally:
         try:
-            _put_back(handlers, note)
+            put_back(before, note)
         finally:
-            try:
-                _put_back(handlers, note)  # Again, as one that is back may have raised meanwhile.
-            finally:
-                _call(handlers, came)
+            call(dict(before), came)
 
 
-def _put_back(handlers: dict[int, Handler], note: Any) -> None:
-    for number, handler in handlers.items():
-        if _signal.getsignal(number) is note:
-            _signal.signal(number, handler)
+def put_back(before: Sequence[tuple[int, Handler]], note: Any) -> None:
+    """Let `note` be the handler of no signal any more; who has set another since keeps it."""
+    try:
+        for number, handler in before:
+            if _get(number) is note:
+                _signal.signal(number, handler)
+    except BaseException:  # One that was back already has raised: the others are put back, too.
+        for number, handler in before:
+            if _get(number) is note:
+                _signal.signal(number, handler)
+        raise
 
 
-def _call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
+def call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
     """Call the handlers of what came; one that raises does not keep the others from it."""
     if came:
         number = next(iter(came))
@@ -66,4 +84,4 @@ def _call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> No
         try:
             handlers[number](number, frame)
         finally:
-            _call(handlers, came)
+            call(handlers, came)

@@ -185,6 +185,8 @@ class Memory:
         self.arenas: dict[Tier, Arena] = {}
         self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
         self._slots: dict[Place, torch.Tensor] = {}
+        self._whole: dict[Use, torch.Tensor] = {}
+        """Values at the places where they were asked for, each from its first byte to its last."""
         for tier in _TIERS:
             self.take(tier)
 
@@ -213,6 +215,7 @@ class Memory:
 
     def give_back(self, tier: Tier) -> None:
         """Let go of the arena of a tier; what lies there is gone."""
+        self._whole.clear()
         for key in [key for key in self._homes if self._plan.homes[key].tier == tier]:
             del self._homes[key]
         for place in [place for place in self._slots if place.tier == tier]:
@@ -230,11 +233,18 @@ class Memory:
 
     def at(self, use: Use) -> torch.Tensor:
         """The bytes of a value at a place of a memory tier: flat uint8."""
+        found = self._whole.get(use)
+        if found is not None:
+            return found
         place, value = use
         start, size = self.extent(value)
         if place.use == "home":
-            return self._homes[value.kind, value.unit][start : start + size]
-        return self._slots[place][:size]
+            found = self._homes[value.kind, value.unit][start : start + size]
+        else:
+            found = self._slots[place][:size]
+        if value.chunk == WHOLE and not torch.is_inference_mode_enabled():
+            self._whole[use] = found
+        return found
 
     def weights(self, unit: int) -> torch.Tensor:
         """Where the weights of a unit are in use: its slot, or its home on the device."""
@@ -260,7 +270,7 @@ class Memory:
         """Let go of the memory: of all of it, also where an error comes with some."""
         with contextlib.suppress(RuntimeError):  # Of a device that has failed nothing is under way.
             self._device.settle()
-        self._homes, self._slots = {}, {}
+        self._homes, self._slots, self._whole = {}, {}, {}
         with contextlib.ExitStack() as each:
             for arena in self.arenas.values():
                 each.callback(arena.close)

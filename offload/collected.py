@@ -10,7 +10,7 @@ theirs; a parameter that comes twice, or another unit that needs the slot, sends
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from cpu_adam import accumulate
 from offload.arena import typed
 from offload.executor import Executor
 from offload.passes import Passes
-from offload.program import Use, Value, Verb, carry_out, compute
+from offload.program import Use, Verb
 from offload.task import Task
 
 
@@ -35,6 +35,8 @@ class UnitGradients:
     """Parameters whose gradient is in the place where it is collected."""
     task: Task | None = None
     """The collecting, while it goes on."""
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By parameter, the place where its gradient is collected."""
     shown: dict[int, torch.Tensor] = field(default_factory=dict)
     """What `p.grad` has returned."""
     apart: set[int] = field(default_factory=set)
@@ -51,6 +53,8 @@ class Collected:
         self._executor = executor
         self._plan = executor.plan
         self._passes = passes
+        self._under_way: set[int] = set()
+        """Units whose gradient is being collected."""
         self._units = [
             UnitGradients(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units
@@ -82,7 +86,11 @@ class Collected:
             self._acquire(unit)
         else:
             self._executor.lanes.join(now.task)
-        view = self._view(self._collecting(unit), unit, parameter)
+        view = now.views.get(parameter)
+        if view is None:
+            view = now.views[parameter] = self._view(
+                self._passes.known.collecting(unit), unit, parameter
+            )
         if at_home and parameter in now.kept:
             accumulate(view, gradient)
         else:
@@ -100,42 +108,45 @@ class Collected:
             return
         self._executor.lanes.finish(now.task)
         now.task = None
+        self._under_way.discard(unit)
         arrived, now.arrived = now.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
-        ops = carry_out(self._plan, unit, self._passes.position + 1, first=not now.kept)
-        for op in ops:
+        for known in self._passes.known.carry_out(
+            unit, self._passes.position + 1, first=not now.kept
+        ):
             run = None
-            if op.verb is Verb.ADD:
-                run = self._adder(unit, op.reads[0], op.reads[1], arrived, set(now.kept))
-            self._executor.issue(op, self._passes.number, run)
+            if known.op.verb is Verb.ADD:
+                reads = known.op.reads
+                run = self._adder(unit, reads[0], reads[1], arrived, set(now.kept))
+            self._executor.issue_known(known, self._passes.number, run)
         now.kept |= arrived
 
     def send_all(self) -> None:
         """Send on everything that has arrived anywhere."""
-        for unit in range(len(self._units)):
+        for unit in sorted(self._under_way):
             self.send(unit)
 
-    def _collecting(self, unit: int) -> Use:
-        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
-        return Use(place, Value("gradient", unit))
+    def forget_places(self) -> None:
+        """The memory of the tiers is given back: keep no views of it."""
+        for now in self._units:
+            now.views.clear()
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]
-        if slot is not None:
-            for other, place in enumerate(self._plan.gradient_slot):
-                if place == slot and other != unit:
-                    self.send(other)
-        op = compute(self._plan, unit, Verb.BACKWARD, self._passes.position)
-        op = replace(op, reads=(), writes=(self._collecting(unit),))
-        task = self._executor.reserve(op, self._passes.number)
+        for other in sorted(self._under_way) if slot is not None else ():
+            if self._plan.gradient_slot[other] == slot:
+                self.send(other)
+        known = self._passes.known.collect(unit, self._passes.position)
+        task = self._executor.reserve(known, self._passes.number)
         try:
             self._executor.lanes.begin(task)
         except BaseException:
             self._executor.lanes.cancel([task])
             raise
         self._units[unit].task = task
+        self._under_way.add(unit)
         self._forget(unit)
 
     def _forget(self, unit: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from cpu_adam.choice import available
 from offload.arena import Memory
-from offload.binding import BoundUnit, Handle, version_of
+from offload.binding import BoundUnit
 from offload.calls import Calls
 from offload.casts import Casts
 from offload.collected import take_gradient
@@ -23,6 +23,7 @@ from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
 from offload.gradients import Gradients
+from offload.guard import Handle
 from offload.interrupt import torn, whole
 from offload.inuse import InUse, refuse_moved
 from offload.lanes import EngineError
@@ -197,15 +198,16 @@ class Engine:
             self.end_pass(finished=False)
 
     def enter(self, unit: int) -> None:
-        """A module that uses `unit` is about to run."""
+        """A module that uses `unit` is about to run, in a call that is not broken off."""
         bound = self.units[unit]
         if in_backward():
             self.enter_backward()  # A recompute may be the first that is seen of it.
             self.finality.recomputed(unit)
         else:
-            self.end_abandoned()
+            if self.passes.verb is Verb.BACKWARD:
+                self.end_pass(finished=False)
             self.finality.called(unit)
-            bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
+            bound.around.update([o.index for o in self.in_use if o.depth and o is not bound])
         self._use(bound)
         bound.depth += 1
 
@@ -259,11 +261,7 @@ class Engine:
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in the weights of a unit in use, else None."""
         found = self.in_use.holding(tensor)
-        if found is None:
-            return None
-        bound, offset = found
-        index = bound.parameter_at(offset)
-        return bound.handle(self, index, offset - bound.spec.weight_offset(index), tensor)
+        return None if found is None else found[0].handle_at(self, found[1], tensor)
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
@@ -279,20 +277,22 @@ class Engine:
         self.check()
         bound = self.units[handle.unit]
         one = bound.spec.parameters[handle.parameter]
-        if version_of(bound.parameters[handle.parameter]) != handle.version:
+        with torch._C.DisableTorchFunctionSubclass():
+            version = bound.parameters[handle.parameter]._version
+        if version != handle.version:
             raise RuntimeError(
                 f"{one.name} was modified between a forward and its backward (by optimizer.step() "
                 "or an in-place operation): the gradient would be wrong. Run backward first, or "
                 "forward again"
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            if bound.buffer is not None:
-                base = torch.Tensor.detach(bound.parameters[handle.parameter])
-            else:
-                base = self.exposures.tensor(handle.unit, handle.parameter).detach()
-            flat = base.reshape(-1).view(torch.uint8).view(handle.dtype)
-            start = flat.storage_offset() + handle.offset // handle.dtype.itemsize
-            return torch.as_strided(flat, handle.shape, handle.stride, start)
+        if bound.buffer is not None:
+            base = bound.views[handle.parameter]
+        else:
+            base = self.exposures.tensor(handle.unit, handle.parameter).detach()
+        if base.dtype is not handle.dtype:
+            base = base.reshape(-1).view(torch.uint8).view(handle.dtype)
+        start = base.storage_offset() + handle.offset // handle.dtype.itemsize
+        return torch.as_strided(base, handle.shape, handle.stride, start)
 
     # -- parameters at rest ----------------------------------------------------------------------
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 
 import torch
 
+from offload import copies
 from offload.arena import Memory, host_tensor
 from offload.bed import Bed
-from offload.copies import in_pieces
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
@@ -32,8 +34,25 @@ ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
 
 
+AT_ONCE_BYTES_MAX = 32 << 10
+"""Longest copy within CPU memory that its lane is not woken for: it takes less than a wake-up."""
+
 BytesOf = Callable[[Use], torch.Tensor]
 """Gives the flat bytes of a use, wherever its chunk has its staging slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An op that comes again in every pass, with what does not change from one to the next."""
+
+    op: Op
+    reads: tuple[object, ...]
+    """Cells that it reads, see `program.cells`."""
+    writes: tuple[object, ...]
+    run: Run | None
+    """What it does, where that is always the same."""
+    at_once: bool = False
+    """Whether its lane is not woken for it."""
 
 
 class Executor:
@@ -65,12 +84,13 @@ class Executor:
         except BaseException:
             self._release()
             raise
+        self._copies_at_once = device.is_host and pace is None
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
         self._board: Scoreboard[Task] = Scoreboard(
-            taken_back=lambda task: task.cancelled,
-            fixed=lambda task: task.begun,
-            settled=lambda task: task.settled,
+            taken_back=attrgetter("cancelled"),
+            fixed=attrgetter("begun"),
+            settled=attrgetter("settled"),
         )
 
     def check(self) -> None:
@@ -95,9 +115,25 @@ class Executor:
         run: Callable[[], None] | None = None,
     ) -> Task:
         """Queue `op` on its lane; a move knows what to do, any other op does `run`."""
-        work = self._mover(op, None) if op.verb is Verb.MOVE else run
-        assert work is not None
-        return self._submit(op, pass_number, work)
+        return self.issue_known(self.known(op), pass_number, run)
+
+    def known(self, op: Op) -> Known:
+        """`op`, to be issued any number of times."""
+        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
+        if op.verb is not Verb.MOVE or "nvme" in (
+            use.place.tier for use in (*op.reads, *op.writes)
+        ):
+            return Known(op, reads, writes, None)
+        if op.bytes > copies.PIECE_BYTES_MAX:
+            return Known(op, reads, writes, self._mover(op, None))
+        at_once = self._copies_at_once and op.bytes <= AT_ONCE_BYTES_MAX
+        return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes), at_once)
+
+    def issue_known(
+        self, known: Known, pass_number: int, run: Callable[[], None] | None = None
+    ) -> Task:
+        """As `issue`."""
+        return self._submit(known, pass_number, known.run or run or self._mover(known.op, None))
 
     def issue_chunk(
         self,
@@ -113,7 +149,9 @@ class Executor:
                 bytes_of = partial(self._bytes_of, passage)
                 moves = op.verb is Verb.MOVE
                 work = self._mover(op, passage) if moves else partial(run, bytes_of)
-                tasks.append(self._submit(op, pass_number, work, passage))
+                reads, writes = cells(self.plan, op.reads), cells(self.plan, op.writes)
+                known = Known(op, tuple(reads), tuple(writes), None)
+                tasks.append(self._submit(known, pass_number, work, passage))
             if passage is not None:
                 self.lanes.seal(passage)
         except BaseException as error:
@@ -121,25 +159,29 @@ class Executor:
             raise
         return tasks
 
-    def reserve(self, op: Op, pass_number: int) -> Task:
+    def reserve(self, known: Known, pass_number: int) -> Task:
         """A task for the user's own compute, begun and finished by the caller."""
-        return self._submit(op, pass_number, None)
+        return self._submit(known, pass_number, None)
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else passage.at(use))
 
     def _submit(
         self,
-        op: Op,
+        known: Known,
         pass_number: int,
         run: Run | None,
         passage: Passage | None = None,
     ) -> Task:
-        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
-        key: Key = (pass_number, op.deadline)
-        task = self.lanes.submit(op, self._board.waits(reads, writes), key, run, passage)
+        reads, writes = known.reads, known.writes
+        key: Key = (pass_number, known.op.deadline)
+        waits = self._board.waits(reads, writes)
+        task = self.lanes.submit(known.op, waits, key, run, passage, at_once=known.at_once)
         self._board.note(task, reads, writes)
         return task
+
+    def _copy(self, source: Use, target: Use) -> None:
+        self.device.copy(self.memory.at(target), self.memory.at(source))
 
     def _mover(self, op: Op, passage: Passage | None) -> Run:
         source, target, value = op.reads[0], op.writes[0], op.value
@@ -156,7 +198,7 @@ class Executor:
 
         def copy() -> Iterator[None]:
             here = self._bytes_of(passage, source)
-            return in_pieces(self.device, self._bytes_of(passage, target), here)
+            return copies.in_pieces(self.device, self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.binding import SavingGuard
 from offload.collected import take_gradient
 from offload.engine import Engine
+from offload.guard import SavingGuard
 from offload.interrupt import whole
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
@@ -38,10 +38,14 @@ class Hooks:
         self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
         """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
-        self._looks: weakref.WeakKeyDictionary[nn.Module, list[int]]
-        self._looks = weakref.WeakKeyDictionary()
-        """By module, the forwards in evaluation and in training after which it was looked at."""
         self._handles: list[Any] = []
+        self._announce = [
+            _alone(engine.lock, partial(self._before_backward, unit.index))
+            if unit.spec.backward
+            else None
+            for unit in engine.units
+        ]
+        """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self.structure = Structure(model, engine)
         lanes = engine.executor.lanes
         self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
@@ -50,7 +54,7 @@ class Hooks:
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
             before = hook(partial(self._before_forward, tuple(used)))
-            after = hook(partial(self._after_forward, tuple(used)))
+            after = hook(partial(self._after_forward, tuple(used), [0, 0]))
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
@@ -126,25 +130,25 @@ class Hooks:
         self._guards.append((module, guard, _Began.now((args, kwargs))))
 
     def _after_forward(
-        self, used: tuple[int, ...], module: nn.Module, args: Any, output: Any
+        self, used: tuple[int, ...], looks: list[int], module: nn.Module, args: Any, output: Any
     ) -> Any:
+        """`looks` counts in how many forwards, in evaluation and training, it was looked at."""
         if not self._guards or self._guards[-1][0] is not module:
             return None  # Its pre-hook was not reached: another hook raised before.
+        _, guard, began = self._guards.pop()
+        guard.close()  # First, as what comes then may raise, and nobody else would.
         # An output that is a view of a weight must outlive the slot.
         output = replaced(output, self._engine.outliving)
-        _, guard, began = self._guards.pop()
-        guard.close()
-        looks = self._looks.setdefault(module, [0, 0])
         if looks[module.training] < _LOOKS_MAX:
             looks[module.training] += 1
             _check_stashed(module, self._engine)
         if torch.is_grad_enabled():
             own = [leaf for leaf in tensors_in(output) if began.before(leaf)]
             for unit in used:
-                if self._engine.units[unit].spec.backward:
+                if (backward := self._announce[unit]) is not None:
                     for leaf in own:
                         announce: Any = leaf.register_hook
-                        announce(_alone(self._engine.lock, partial(self._before_backward, unit)))
+                        announce(backward)
         if not self._guards and not self._in_forward:
             self._engine.calls.end()
         for unit in used:
@@ -270,8 +274,7 @@ def _gradient_arrived(
             "attach it with its optimizer, or run it under torch.no_grad()"
         )
     _refuse_create_graph()
-    with torch.no_grad():
-        engine.collect(unit, index, gradient)
+    engine.collect(unit, index, gradient)
 
 
 def _refuse_create_graph() -> None:

@@ -21,16 +21,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
+from signal import SIGINT
 from types import FrameType
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
+
+from cpu_adam.interrupt import Handler, call, handlers, put_back
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-Handler = Callable[[int, FrameType | None], object]
 
 _SIGINT = int(SIGINT)
-_NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
 _MAIN = threading.main_thread().ident
 
 _inside = False
@@ -80,8 +80,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         if _inside:
             return function(*args, **kwargs)
         since = time.perf_counter()
-        get: Any = _signal.getsignal
-        handlers = [(number, it) for number in _NUMBERS if callable(it := get(number))]
+        found = handlers()
         begun, before = False, len(_torn)
         _came.clear()
         _presses = 0
@@ -90,7 +89,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         try:
             try:
                 _inside = True
-                for number, _ in handlers:
+                for number, _ in found:
                     _signal.signal(number, _note)
                 begun = True
                 return function(*args, **kwargs)
@@ -100,40 +99,21 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
                     _torn.append(f"{type(error).__name__} was raised")
                 raise
             finally:
-                _end(handlers)
+                _end(found)
         finally:
             if _inside or _came:
-                _end(handlers)
+                _end(found)
             calls.append((since, time.perf_counter()))
 
     return run
 
 
-def _end(handlers: Sequence[tuple[int, Handler]]) -> None:
+def _end(found: Sequence[tuple[int, Handler]]) -> None:
     """Put the handlers back and call those whose signals came."""
     global _inside
     _inside = False
     try:
-        _put_back(handlers)
+        put_back(found, _note)
     finally:
-        try:
-            _put_back(handlers)  # Again, as one that is back may have raised meanwhile.
-        finally:
-            _call(dict(handlers))
-
-
-def _put_back(handlers: Sequence[tuple[int, Handler]]) -> None:
-    for number, handler in handlers:
-        if _signal.getsignal(number) is _note:
-            _signal.signal(number, handler)
-
-
-def _call(handlers: dict[int, Handler]) -> None:
-    """Call the handlers of what came; one that raises does not keep the others from it."""
-    if _came:
-        number = next(iter(_came))
-        frame = _came.pop(number)
-        try:
-            handlers[number](number, frame)
-        finally:
-            _call(handlers)
+        if _came:
+            call(dict(found), _came)

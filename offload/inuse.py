@@ -34,12 +34,16 @@ class InUse:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        if slot is not None and slot in (self._weight_slot[other.index] for other in self._units):
+        taken = [self._weight_slot[other.index] for other in self._units]
+        if slot is not None and slot in taken:
             self._serve_apart(bound, entry)
             return
         try:
             self._executor.lanes.begin(entry.task)
-            bound.serve(self._memory.weights(bound.index), keep_views=True)
+            if bound.kept is None:
+                bound.serve(self._memory.weights(bound.index), keep_views=True)
+            else:
+                bound.serve_again()
         except BaseException:
             if entry.task.begun:
                 self._executor.lanes.finish(entry.task)
@@ -112,8 +116,7 @@ class InUse:
             return None
         address = tensor.data_ptr()
         for bound in self._units:
-            assert bound.buffer is not None
-            offset = address - bound.buffer.data_ptr()
+            offset = address - bound.address
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return bound, offset
         return None

@@ -10,12 +10,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from offload.books import Books
 from offload.device import Device
 from offload.program import Lane, Op
 from offload.schedule import Schedule
@@ -68,9 +68,11 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._lock = threading.RLock()
+        self._books = Books(lanes, self._run_at_once, self.fail)
+        self._lock = self._books.lock
         self._changed = threading.Condition(self._lock)
-        self._wake = {lane: threading.Condition(self._lock) for lane in lanes}
+        self._blocked = 0
+        """Threads that wait for `_changed`."""
         self._schedule = Schedule(self._on_ready)
         self._pace = pace
         self._trace = trace
@@ -113,29 +115,32 @@ class Lanes:
         key: Key,
         run: Run | None = None,
         passage: Passage | None = None,
+        *,
+        at_once: bool = False,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
 
-        With `passage` it is one of the ops of a chunk, and starts after `seal`.
+        With `passage` it is one of the ops of a chunk, and starts after `seal`. What is shorter
+        than to wake its lane runs `at_once`, on the thread that makes it ready.
         """
-        with self._books():
+        with self._books:
             self._serial += 1
-            task = Task(op, run, key, self._serial, passage)
+            task = Task(op, run, key, self._serial, passage, at_once=at_once)
             self._schedule.add(task, waits)
         return task
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
-        with self._books():
+        with self._books:
             self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self._books():
+        with self._books:
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     self._schedule.cancel(task)
-            self._changed.notify_all()
+            self._tell()
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
@@ -159,18 +164,17 @@ class Lanes:
 
     def begin(self, task: Task) -> None:
         """Block until the user's compute `task` may start, and start it."""
-        self._block(task, lambda: task.state is not State.WAITING)
+        if task.state is State.WAITING or self._failure is not None:
+            self._block(task, lambda: task.state is not State.WAITING)
         for fence in task.fences:
             fence.wait()
-        task.streams = [self._device.stream()]
-        with self._lock:
-            task.go(State.RUNNING)
-            task.began_at = time.perf_counter()
+        task.streams = [] if self._device.is_host else [self._device.stream()]
+        task.go(State.RUNNING)  # Without the lock: what the user may begin no lane touches.
+        task.began_at = time.perf_counter()
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
-        stream = self._device.stream()
-        if stream not in task.streams:
+        if not self._device.is_host and (stream := self._device.stream()) not in task.streams:
             for fence in task.fences:
                 fence.wait()
             task.streams.append(stream)
@@ -179,7 +183,7 @@ class Lanes:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         self.join(task)
         fences = [self._device.fence(stream) for stream in task.streams]
-        with self._books():
+        with self._books:
             task.fences = [fence for fence in fences if fence is not None]
             self._finish(task)
             if self._trace is not None:
@@ -193,7 +197,8 @@ class Lanes:
             EngineError: a lane failed, now or before.
         """
         for task in tasks:
-            self._block(task, lambda task=task: task.over)  # type: ignore[misc]
+            if not task.over:
+                self._block(task, lambda task=task: task.over)  # type: ignore[misc]
             for fence in task.fences:
                 fence.synchronize()
         self.check()
@@ -204,8 +209,12 @@ class Lanes:
             return
         since = time.perf_counter()
         with self._changed:
-            while not over() and self._failure is None and not self._closing:
-                self._changed.wait(0.1)
+            self._blocked += 1
+            try:
+                while not over() and self._failure is None and not self._closing:
+                    self._changed.wait(0.1)
+            finally:
+                self._blocked -= 1
         self._blame(task, since)
         self.check()
         if not over():
@@ -250,23 +259,17 @@ class Lanes:
             return
         with self._lock:
             self._closing = True
-            for wake in self._wake.values():
-                wake.notify_all()
+            self._books.wake_all()
             self._changed.notify_all()
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
         then()
 
-    @contextmanager
-    def _books(self) -> Iterator[None]:
-        """The lock; what is raised under it leaves the books half written, and so ends it all."""
-        with self._lock:
-            try:
-                yield
-            except BaseException as error:
-                self.fail(error)
-                raise
+    @property
+    def together(self) -> Books:
+        """A context: what is queued inside is made known to the lanes at its end."""
+        return self._books
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
@@ -322,7 +325,7 @@ class Lanes:
                 task = None if self._failure is not None else self._schedule.take(lane)
                 if task is not None:
                     return task
-                self._wake[lane].wait()
+                self._books.sleep(lane)
             return None
 
     def _run(self, lane: Lane, task: Task) -> None:
@@ -341,7 +344,7 @@ class Lanes:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
         except BaseException as caught:
             error = caught
-        with self._lock:
+        with self._books:
             now = self.count(task.op, start)
             task.run, task.fences = _nothing, []  # What its function held can go.
             if error is not None:
@@ -350,6 +353,12 @@ class Lanes:
             self._finish(task)
             if self._trace is not None:
                 self._trace.ran.append(Ran(lane, task.op, start, now))
+
+    def _run_at_once(self, task: Task) -> None:
+        """Run a task that became ready under the lock, unless it was taken back."""
+        if task.state is State.READY and self._failure is None and not self._closing:
+            task.go(State.RUNNING)
+            self._run(task.op.lane, task)
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
@@ -370,7 +379,12 @@ class Lanes:
 
     def _finish(self, task: Task) -> None:
         self._schedule.finish(task)
-        self._changed.notify_all()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Let who is blocked look again."""
+        if self._blocked:
+            self._changed.notify_all()
 
     def _on_ready(self, task: Task, last: Task | None) -> None:
         """Let the lane, or the user's thread, know of a task that is ready."""
@@ -378,7 +392,7 @@ class Lanes:
             task.ready_at = time.perf_counter()
             if last is not None and last.run is not None:
                 task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
-        if task.of_user:
+        if task.run is not None:
+            self._books.ready(task)
+        elif self._blocked:
             self._changed.notify_all()
-        else:
-            self._wake[task.op.lane].notify()

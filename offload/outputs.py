@@ -17,6 +17,8 @@ def replaced(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     In an object of a class that torch does not know as a container (a dataclass, a cache) the
     attributes that hold changed tensors are set anew, so it stays the object that others hold.
     """
+    if type(output) is torch.Tensor:
+        return change(output)
     return _replaced(output, change, set())
 
 
@@ -41,6 +43,8 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
     Other objects, such as caches, may hold what other modules have put into them.
     """
+    if type(output) is torch.Tensor:
+        return [output]
     found: list[torch.Tensor] = []
     left, seen = tree_leaves(output), set()
     while left:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from offload.executor import Executor
+from offload.known import KnownOps
 from offload.layout import Place
 from offload.profile import profile_of
-from offload.program import Use, Value, Verb, compute, fetch, weight_in_use
+from offload.program import Verb
 from offload.task import Task
 
 
@@ -69,6 +70,7 @@ class Passes:
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self._open: _Pass | None = None
+        self.known = KnownOps(executor)
 
     @property
     def verb(self) -> Verb | None:
@@ -160,21 +162,20 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        for position in range(start, len(now.order)):
-            now.queue.append(self._entry(now, now.order[position], position))
+        with self._executor.lanes.together:
+            for position in range(start, len(now.order)):
+                now.queue.append(self._entry(now, now.order[position], position))
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
         """Queue the fetch of a unit, unless its slot will hold it, and its compute."""
         slot = self._plan.weight_slot[unit]
-        fetches = []
+        fetches: list[Task] = []
+        moves, computes = self.known.turn(now.verb, unit, position)
         if slot is not None and self._held.get(slot) != unit:
-            ops = fetch(self._plan, unit, position)
-            fetches = [self._executor.issue(op, self.number) for op in ops]
+            fetches = [self._executor.issue_known(one, self.number) for one in moves]
             self._held[slot] = unit
-        op = compute(self._plan, unit, now.verb, position)
-        weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
-        op = replace(op, reads=(weights,), writes=())
-        return Entry(unit, position, fetches, self._executor.reserve(op, self.number))
+        task = self._executor.reserve(computes, self.number)
+        return Entry(unit, position, fetches, task)
 
     def _drop(self, now: _Pass) -> None:
         """Take back what was queued and has not begun."""

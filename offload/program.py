@@ -56,6 +56,8 @@ class Lane(str, Enum):
     COMM = "comm"
     """Collectives between ranks; no op uses it on a single rank."""
 
+    __hash__ = str.__hash__  # Enum's own is a function of Python, called for every op.
+
 
 class Verb(str, Enum):
     """What an op does."""

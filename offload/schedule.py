@@ -60,8 +60,10 @@ class Schedule:
                 task.fences += other.fences
             else:
                 self._link(other, task)
-                self._hurry(other, task.key)
-        self._try(task, None)
+                if task.key < other.key:
+                    self._hurry(other, task.key)
+        if not task.missing:
+            self._try(task, None)
 
     def seal(self, passage: Passage) -> None:
         """All tasks of `passage` are there."""
@@ -136,7 +138,8 @@ class Schedule:
             follower.missing -= 1
             if follower.passage is not None and follower.passage is not task.passage:
                 self._came(follower.passage, task)
-            self._try(follower, task)
+            if not follower.missing:
+                self._try(follower, task)
         task.followers, task.waits = [], []
 
     def _try(self, task: Task, last: Task | None) -> None:
@@ -148,7 +151,7 @@ class Schedule:
             self._queue(task, last)
 
     def _queue(self, task: Task, last: Task | None) -> None:
-        if not task.of_user:
+        if task.run is not None and not task.at_once:
             heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
         self._on_ready(task, last)
 

@@ -40,14 +40,16 @@ class Scoreboard(Generic[Task]):
     def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
         """Tasks to wait for: a read waits for the last write, a write for that and all reads."""
         found: dict[Task, None] = {}
-        for cell, writing in (*((c, False) for c in reads), *((c, True) for c in writes)):
-            for task, wrote in reversed(self._accesses.get(cell, ())):
-                if self._taken_back(task):
-                    continue
-                if wrote or writing:
-                    found[task] = None
-                if wrote:
-                    break
+        get, taken_back = self._accesses.get, self._taken_back
+        for cells, writing in ((reads, False), (writes, True)):
+            for cell in cells:
+                for task, wrote in reversed(get(cell, ())):
+                    if taken_back(task):
+                        continue
+                    if wrote or writing:
+                        found[task] = None
+                    if wrote:
+                        break
         return list(found)
 
     def note(self, task: Task, reads: Iterable[object], writes: Iterable[object]) -> None:
@@ -65,9 +67,12 @@ class Scoreboard(Generic[Task]):
 
     def _unsettled(self, cell: object) -> list[tuple[Task, bool]]:
         """The accesses of a place, from the first one that is not settled."""
-        accesses = self._accesses.setdefault(cell, [])
+        accesses = self._accesses.get(cell)
+        if accesses is None:
+            accesses = self._accesses[cell] = []
         count = 0
         while count < len(accesses) and self._settled(accesses[count][0]):
             count += 1
-        del accesses[:count]
+        if count:
+            del accesses[:count]
         return accesses

@@ -32,6 +32,11 @@ class State(Enum):
     DONE = "done"
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__
+    """Enum's own is a function of Python, and tasks are asked for their state all the time."""
+
+
+_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
 
 _LEGAL = {
     (State.WAITING, State.READY),
@@ -69,13 +74,17 @@ class Task:
     """One op in one step."""
 
     __slots__ = (
+        "at_once",
         "began_at",
+        "begun",
+        "cancelled",
         "fences",
         "followers",
         "history",
         "key",
         "missing",
         "op",
+        "over",
         "passage",
         "ready_at",
         "run",
@@ -92,7 +101,11 @@ class Task:
         key: Key,
         serial: int,
         passage: Passage | None = None,
+        *,
+        at_once: bool = False,
     ):
+        self.at_once = at_once
+        """Whether it runs on the thread that makes it ready, and not on its lane."""
         self.op = op
         self.run = run
         self.key = key
@@ -104,6 +117,8 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
+        self.begun = self.cancelled = self.over = False
+        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
         self.ready_at = self.began_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
         self.fences: list[Fence] = []
@@ -117,24 +132,9 @@ class Task:
         return self.run is None
 
     @property
-    def begun(self) -> bool:
-        """Whether it is too late to cancel it."""
-        return self.state in (State.RUNNING, State.DONE)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was taken back."""
-        return self.state is State.CANCELLED
-
-    @property
-    def over(self) -> bool:
-        """Whether nobody needs to wait for it any more."""
-        return self.state in (State.DONE, State.CANCELLED)
-
-    @property
     def settled(self) -> bool:
         """Whether it is over on the device too."""
-        return self.over and not self.fenced
+        return self.over and not (self.fences and self.fenced)
 
     @property
     def fenced(self) -> bool:
@@ -144,7 +144,10 @@ class Task:
     def go(self, state: State) -> None:
         """Move to `state`."""
         assert (self.state, state) in _LEGAL, (self.state, state, self.op)
+        self.begun = state is _RUNNING or state is _DONE
+        self.cancelled = state is _CANCELLED
         self.state = state
+        self.over = state is _DONE or state is _CANCELLED
 
 
 class Passage:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from offload.binding import Handle, SavingGuard
 from offload.engine import Engine
+from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward
 from offload.resting import RestingParameter
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from offload.binding import SavingGuard
+from offload.guard import SavingGuard
 from tests.training import Net, Run, attached, plain
 
 PLACEMENT = ("cpu", "cpu", "cpu")

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import offload
-from offload import interrupt
+from offload import guard, interrupt
 from offload.interrupt import whole
 from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
@@ -465,3 +465,15 @@ def test_a_real_interrupt_and_on(tmp_path: Path) -> None:
         threading.Timer(0.3, process.send_signal, [signal.SIGINT]).start()
         assert process.communicate(timeout=60)[0] == "went on\n"
         assert process.returncode == 0
+
+
+def test_ctrl_c_at_every_line_of_the_guard_leaves_the_trap_on(tmp_path: Path) -> None:
+    """Torch's functions would pass parameters at rest by, for good."""
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        with pressing(within=guard.__file__) as counted:
+            run.loss().backward()
+        for at in range(1, counted[0] + 1, 9):
+            with suppress(KeyboardInterrupt), pressing(at, within=guard.__file__):
+                run.loss().backward()
+            assert torch._C._is_torch_function_enabled(), at
+            run.optimizer.zero_grad()

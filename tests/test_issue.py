@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import offload
+from offload.executor import Known
 from offload.layout import Plan
 from offload.program import Op, Verb, cells
 from offload.task import Task
@@ -38,9 +39,9 @@ def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     executor: Any = run.engine.executor
     submit, issued = executor._submit, list[tuple[Op, Task]]()
 
-    def recording(op: Op, *arguments: Any) -> Task:
-        task: Task = submit(op, *arguments)
-        issued.append((op, task))
+    def recording(known: Known, *arguments: Any) -> Task:
+        task: Task = submit(known, *arguments)
+        issued.append((known.op, task))
         return task
 
     executor._submit = recording

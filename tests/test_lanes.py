@@ -83,10 +83,20 @@ def test_every_transition_of_a_task(one: State, other: State) -> None:
 
 
 def test_a_task_is_over_when_done_or_cancelled() -> None:
-    task = Task(op(), None, (0, 0), 1)
-    for state in State:
-        task.state = state
+    for *before, state in (
+        (State.READY,),
+        (State.READY, State.RUNNING),
+        (State.READY, State.RUNNING, State.DONE),
+        (State.CANCELLED,),
+        (State.READY, State.CANCELLED),
+    ):
+        task = Task(op(), None, (0, 0), 1)
+        for one in (*before, state):
+            assert not task.over
+            task.go(one)
         assert task.over == (state in (State.DONE, State.CANCELLED))
+        assert task.cancelled == (state is State.CANCELLED)
+        assert task.begun == (state in (State.RUNNING, State.DONE))
 
 
 def test_the_scoreboard_keeps_reads_behind_writes_and_writes_behind_both() -> None:
@@ -243,6 +253,8 @@ class FakeFence:
 
 class Fenced(Device):
     """A device that has left to do what a fence says, and one stream."""
+
+    is_host = False
 
     def __init__(self, fence: FakeFence):
         super().__init__(torch.device("cpu"))

@@ -148,7 +148,7 @@ WAITS = (
     Wait(
         "order: past a write that was taken back",
         "scoreboard",
-        "                if self._taken_back(task):\n                    continue\n",
+        "                    if taken_back(task):\n                        continue\n",
         "",
     ),
     Wait(
@@ -160,7 +160,7 @@ WAITS = (
     Wait(
         "order: tasks over on the host only",
         "task",
-        "return self.over and not self.fenced",
+        "return self.over and not (self.fences and self.fenced)",
         "return self.over",
     ),
     Wait("home: after a write", "executor", "            self.device.drain()\n", ""),

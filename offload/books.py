@@ -1,0 +1,78 @@
+"""The lock of the lanes, and what is done when it is let go.
+
+[Note: Books]
+Tasks are queued, begun and ended under one lock. When it is let go, what is to run at once runs
+first, then lanes that have something to do are woken: each once, however much was queued for it, as
+a lane that wakes takes the GIL from who queues. What is raised under the lock leaves the books half
+written, and ends everything.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from offload.program import Lane
+from offload.task import Task
+
+
+class Books:
+    """A context: the lock is held inside."""
+
+    def __init__(
+        self,
+        lanes: Iterable[Lane],
+        run: Callable[[Task], None],
+        fail: Callable[[BaseException], None],
+    ):
+        """Of these lanes; `run` runs a task at once, and `fail` ends everything with an error."""
+        self.lock = threading.RLock()
+        self._run, self._fail = run, fail
+        self._depth = 0
+        self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
+        self._woken: set[Lane] = set()
+        """Lanes that are to be told that they have something to do."""
+        self._at_once: deque[Task] = deque()
+        """Tasks that became ready and run on this thread."""
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if error is not None:
+                self._fail(error)
+            elif self._depth == 1 and (self._at_once or self._woken):
+                self._close()
+        finally:
+            self._depth -= 1
+            self.lock.release()
+
+    def ready(self, task: Task) -> None:
+        """A task of a lane is ready."""
+        if task.at_once:
+            self._at_once.append(task)
+        else:
+            self._woken.add(task.op.lane)
+
+    def sleep(self, lane: Lane) -> None:
+        """Let the thread of a lane, which holds the lock, wait until it has something to do."""
+        self._wake[lane].wait()
+
+    def wake_all(self) -> None:
+        """Wake every lane; the lock is held."""
+        for wake in self._wake.values():
+            wake.notify_all()
+
+    def _close(self) -> None:
+        try:
+            while self._at_once:
+                self._run(self._at_once.popleft())
+        except BaseException as error:
+            self._fail(error)
+            raise
+        for lane in self._woken:
+            self._wake[lane].notify()
+        self._woken.clear()

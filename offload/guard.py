@@ -1,0 +1,168 @@
+"""The guard on tensors that autograd saves of weights in use.
+
+[Note: Saving guard]
+Autograd saves views of weights (`weight.t()`) that lie in a slot, and the slot is refilled before
+backward. So around each unit's forward a pair of saved-tensor hooks packs every tensor that lies in
+a unit's buffer as a `Handle` (unit, offset, shape, strides) and turns it back into a view when the
+unit is in use again, or into a private copy when it is not: a stale read is impossible. A handle
+also notes the parameter's version, as torch's own check does not look at packed tensors. What is
+no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
+so the guard composes with them in whatever order they are entered. Both hold on to the unit's
+`Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
+
+[Note: Guards left behind]
+Ctrl-C in a module skips its hooks, and leaves its guard on torch's stack of hooks. Each `with` of
+the user's that it unwinds then takes off the topmost pair, which is not its own: so of what is left
+of the stack as it was, one pair for every guard is too many, the topmost ones. What was put on
+later lies above and stays. Inside backward torch works on a stack of that backward, which goes
+with it: there nothing is left.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.interrupt import whole
+from offload.passes import in_backward
+
+
+class Saved:
+    """Lives as long as autograd keeps a weight of a unit, or an input of its recompute."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Handle(NamedTuple):
+    """A saved tensor that lies in a unit's weights."""
+
+    engine: Resolver
+    """Who can give the tensor back."""
+    unit: int
+    parameter: int
+    offset: int
+    """Bytes from the start of the parameter."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    version: int
+    """The parameter's version when it was saved."""
+    saved: Saved
+    """The unit's, to keep alive."""
+
+
+class Locator(Protocol):
+    """Knows the tensors that need a handle."""
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """The handle of a tensor that lies in a unit's weights, else None."""
+
+
+class Resolver(Protocol):
+    """Turns handles back into tensors; the engine."""
+
+    lock: threading.RLock
+    """Whoever calls it inside a backward has this."""
+
+    def tensor_of(self, handle: Handle) -> torch.Tensor:
+        """The tensor that a handle stands for."""
+
+
+class Savers(Protocol):
+    """A unit, as far as what is saved of it goes."""
+
+    def saving(self) -> Saved:
+        """What everything saved holds on to."""
+
+
+class SavingGuard:
+    """The pair of saved-tensor hooks around a unit's forward, see [Note: Saving guard]."""
+
+    def __init__(self, locator: Locator, units: Sequence[Savers]):
+        """Guard what is saved from here to `close`, while `units` are used."""
+        self._locator = locator
+        self._units = units
+        self._in_backward = in_backward()
+        self._outer: Any = _hooks._top_saved_tensors_default_hooks(False)
+        self._pair: _Pair = (self._pack, self._unpack)
+        _hooks._push_saved_tensors_default_hooks(*self._pair)
+        self._stack = [self._pair]
+        """Torch's stack as it was then."""
+        if self._outer is not None:
+            self._stack = _take_all()
+            _put_back(self._stack)
+
+    def close(self) -> None:
+        """Stop guarding."""
+        top = _hooks._top_saved_tensors_default_hooks(False)
+        if top is not None and top[0] is self._pair[0]:
+            _hooks._pop_saved_tensors_default_hooks()
+        else:
+            now = _take_all()
+            _put_back([pair for pair in now if pair[0] is not self._pair[0]])
+        self._let_go()
+
+    @staticmethod
+    def leave(guards: Sequence[SavingGuard]) -> None:
+        """Stop guards whose modules Ctrl-C has ended, see [Note: Guards left behind]."""
+        left = [guard for guard in guards if not guard._in_backward]
+        if left:
+            now = _take_all()
+            known = 0
+            for pair, before in zip(now, left[-1]._stack):
+                if pair[0] is not before[0] or pair[1] is not before[1]:
+                    break
+                known += 1
+            _put_back(now[: max(0, known - len(left))] + now[known:])
+        for guard in guards:
+            guard._let_go()
+
+    def _let_go(self) -> None:
+        """Break the circle through our own methods."""
+        del self._pair, self._stack
+
+    @whole
+    def _locate(self, tensor: torch.Tensor) -> Handle | None:
+        """Whole, as Ctrl-C between the block and its end would leave the trap off for good."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._locator.handle_of(tensor)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        handle = self._locate(tensor)
+        if handle is not None:
+            return handle
+        if self._outer is None:
+            return tensor
+        # Hooks around ours may recompute it, and use the weights for that.
+        return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if isinstance(packed, Handle):
+            with packed.engine.lock:
+                return packed.engine.tensor_of(packed)
+        if self._outer is None:
+            return packed  # type: ignore[no-any-return]
+        return self._outer[1](packed[0])  # type: ignore[no-any-return]
+
+
+_Pair = tuple[Any, Any]
+"""What packs and what unpacks."""
+
+_hooks: Any = torch._C._autograd
+
+
+def _take_all() -> list[_Pair]:
+    """Empty torch's stack of saved-tensor hooks; the lowest pair comes first."""
+    found: list[_Pair] = []
+    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
+        found.append(top)
+        _hooks._pop_saved_tensors_default_hooks()
+    return found[::-1]
+
+
+def _put_back(pairs: Sequence[_Pair]) -> None:
+    for pair in pairs:
+        _hooks._push_saved_tensors_default_hooks(*pair)
