@@ -20,7 +20,8 @@ from cpu_adam.checks import (
     check_sum,
     check_turn,
 )
-from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
+from cpu_adam.compact import CodedScratch
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, scratch_bytes
 from cpu_adam.hyper import Hyper
 from cpu_adam.patience import patiently
 from cpu_adam.rules import RULES, Factors, Scratch
@@ -176,7 +177,8 @@ def update(
     as its scales become those of its own elements. hyper: of the rule that the format is
     for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
     (unscale, clip). first_element: where in its parameter the span starts. workspace: memory for
-    temporaries, uint8 on the same device, of `scratch_bytes` of the largest span; else it is made.
+    temporaries, uint8 on the same device, of `scratch_bytes` of the largest span (as `coded` as the
+    format is); else it is made.
 
     With p the float32 master (`join` of weight and residue, or the weight itself), and each
     operation rounded once to float32 as in [Note: Arithmetic] of `cpu_adam.rules`:
@@ -197,24 +199,21 @@ def update(
         return
     device = weight.device
     factors = patiently(lambda: Factors(hyper.factors(step, gradient_scale), device))
-    block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
-    group = format.group_elements
-    block = -(-block // group) * group
-    scratch = patiently(lambda: Scratch(block, device, workspace))
-    if format.coded and device.type != "cpu":
-        patiently(lambda: _have_at_hand(compact.temporaries_bytes(block), device))
+    block, group = _block_elements(device), format.group_elements
+    block = min(elements, -(-block // group) * group)
+    if workspace is None:
+        workspace = patiently(lambda: _room(scratch_bytes(block, coded=format.coded), device))
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
-        if count != scratch.elements:
-            scratch = Scratch(count, device, workspace)
+        scratch = (CodedScratch if format.coded else Scratch)(count, workspace)
         w, g = weight[start : start + count], gradient[start : start + count]
         state = cut(record_views, format, start, count)
         residue = state.get("residue")
         master = w if residue is None else scratch.master
         if residue is not None:
             _join(w, residue, master, scratch.term, scratch.mask)
-        if format.coded:
+        if isinstance(scratch, CodedScratch):
             compact.adam(master, g, state, factors, scratch, first_element + start, step)
         else:
             rule(master, g, state, factors, scratch)
@@ -222,9 +221,12 @@ def update(
             _split(master, w, residue, scratch.bits, scratch.mask)
 
 
-def _have_at_hand(size: int, device: torch.device) -> None:
-    """Let torch's allocator have so much for this thread's stream: what it frees, it keeps."""
-    torch.empty(size, dtype=torch.uint8, device=device)
+def _block_elements(device: torch.device) -> int:
+    return BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+
+
+def _room(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @torch.no_grad()
@@ -256,9 +258,8 @@ def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
     elements = flat.numel()
     if elements == 0:
         return 0.0
-    most = BLOCK_ELEMENTS if flat.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
-    rows = -(-min(elements, most) // width)
+    rows = -(-min(elements, _block_elements(flat.device)) // width)
     padded = 1 << (-(-elements // width) - 1).bit_length()
     size = 8 * (rows * width + padded)
     if workspace is None:
