@@ -106,7 +106,7 @@ class CodedScratch(Scratch):
     """The temporaries of one block of coded states: `scratch_bytes(elements, coded=True)`.
 
     Those of any block, and more. Here they are rows of groups, (groups, 128), the last one filled
-    up: what lies behind the last element means nothing. Some memory serves two, one after the other.
+    up: what lies behind the last element means nothing. Some memory serves two in turns.
     """
 
     def __init__(self, elements: int, memory: Tensor) -> None:
@@ -238,7 +238,8 @@ def encode(
     x: a moment that a step came to, rows of float32, in units of its group: `unit`. Overwritten,
     unit is not.
     """
-    scale, spare, wrong, small = *s.floats[6:8], *map(_flags, s.floats[8:10])
+    scale, spare = s.floats[6], s.floats[7]
+    wrong, small = _flags(s.floats[8]), _flags(s.floats[9])
     number = spare.view(torch.int32)
     half = torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=s.halves)
     half.add_(s.dithers).bitwise_right_shift_(16)

@@ -137,9 +137,13 @@ def as_on_an_accelerator(
         run.engine.close()
 
 
-def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_path: Path) -> None:
-    expected = train(RESIDENT, tmp_path)
-    with choice.forced("python"), as_on_an_accelerator(tmp_path) as run:
+@pytest.mark.usefixtures("as_elsewhere")
+@pytest.mark.parametrize("states", ["exact", "compact"])
+def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
+    states: str, tmp_path: Path
+) -> None:
+    expected = train(RESIDENT, tmp_path, states=states)
+    with choice.forced("python"), as_on_an_accelerator(tmp_path, states=states) as run:
         (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
         memory = run.engine.executor.memory.arenas["device"].view(room)
         memory.fill_(1)
@@ -148,6 +152,10 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_pa
             plain(run, number)
         assert_same(result_of(run), expected)
         assert not memory.eq(1).all()
+        run.loss().backward()
+        with Made() as made:
+            run.optimizer.step()
+        assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
     with attached(RESIDENT, tmp_path) as run:
         assert not any(place.use == "workspace" for place in run.engine.plan.slots)
 
