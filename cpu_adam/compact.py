@@ -339,7 +339,11 @@ def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 for place in places]
     thresholds = [_threshold(2 * (place * 37 % GROUP_ELEMENTS) + 1) for place in places]
     turned = [thresholds[turns:] + thresholds[:turns] for turns in places]
-    both = torch.tensor([even, *turned], dtype=torch.int32, device=device)
+    both = torch.tensor([even, *turned], dtype=torch.int32).to(device, non_blocking=True)
+    if device.type != "cpu":  # Other streams read it, too.
+        there = torch.Event(device)
+        there.record(torch.accelerator.current_stream(device))
+        there.synchronize()
     return both[0], both[1:]
 
 

@@ -6,7 +6,7 @@ What a step computes is in `cpu_adam.rules`, with the contract on arithmetic tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -242,7 +242,11 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
 
 
 @torch.no_grad()
-def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
+def sum_of_squares(
+    gradient: Tensor,
+    workspace: Tensor | None = None,
+    wait: Callable[[], None] | None = None,
+) -> float:
     """The sum of the squares of a gradient, in float64 and in a fixed order.
 
     gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
@@ -251,7 +255,9 @@ def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
     one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
     padding would not change the sum.) The sum of no elements is 0. NaN and
     infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
-    `squares_bytes`; else it is made. Raises ValueError for other dtypes.
+    `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
+    the device; without it, reading the sum does, and may spin a core. Raises ValueError for other
+    dtypes.
     """
     check_gradient(gradient)
     flat = gradient.reshape(-1)
@@ -272,7 +278,10 @@ def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
         wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
-    return float(_halving_tree(sums).item())
+    total = _halving_tree(sums)
+    if wait is not None:
+        wait()
+    return float(total.item())
 
 
 def is_finite(gradient: Tensor) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import offload
+from cpu_adam import reference
 from offload.bounce import bounce
 from tests.paced import Paced, paced
 from tests.paced_loops import (
@@ -150,6 +151,23 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
         device.timeline.finish()
     assert not device.timeline.races, device.timeline.races[0]
     assert all(same_bits(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize("placement", [("cpu", "device", "cpu"), RESIDENT])
+def test_no_core_spins_for_a_step(
+    placement: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+    with paced() as device:
+        with attached(placement, tmp_path, build=build_least, max_grad_norm=0.1) as run:
+            device.change(**LATE)
+            loop = Loop(run, device)
+            loop.backward()
+            device.spins.clear()
+            run.step()
+            run.engine.settle()
+        device.timeline.finish()
+    assert not device.spins
 
 
 def build_least() -> Least:
