@@ -13,8 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from cpu_adam import update_parts
+from offload.executor import Executor
+from offload.program import Value
 from offload.resting import RestingParameter
 from offload.store import Store
+from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.training import (
     RESIDENT,
     Net,
@@ -350,3 +354,48 @@ def test_a_change_is_put_home_after_it_was_read_ahead(
         assert begun.is_set()
         assert not overlaps
         assert torch.equal(halving.weight, before * 0.25)
+
+
+def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
+    """After a step, the last block called within the first, whose slot is its own, too."""
+    loop = Loop(run, None)
+    loop.backward()
+    run.step()
+    use_one_block_inside_another(loop)
+    return loop.seen
+
+
+def test_beside_the_slot_a_unit_waits_for_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = ("cpu", "cpu", "cpu")
+
+    def build() -> nn.Module:
+        return Least(tied=False, checkpointed=False)
+
+    with attached(RESIDENT, tmp_path, build=build) as run:
+        expected = seen_beside_the_slot(run)
+    budgets = smallest_budgets(placement, tmp_path, build=build)
+    with attached(placement, tmp_path, build=build, **budgets) as run:
+        units = [one.name for one in run.engine.plan.profile.units]
+        last, looked = Value("weight", units.index("blocks.2")), threading.Event()
+        home = run.engine.executor.peek(last).data_ptr()
+        peek = Executor.peek
+
+        def late(weight: torch.Tensor, *rest: Any, **more: Any) -> None:
+            if weight.data_ptr() == home:
+                looked.wait(0.5)
+            update_parts(weight, *rest, **more)
+
+        def watched(executor: Executor, value: Value) -> torch.Tensor:
+            found = peek(executor, value).clone()
+            if value.unit == last.unit:
+                looked.set()
+            return found
+
+        monkeypatch.setattr("offload.updates.update_parts", late)
+        monkeypatch.setattr(Executor, "peek", watched)
+        found = seen_beside_the_slot(run)
+        monkeypatch.undo()
+    assert looked.is_set()
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))

@@ -181,6 +181,7 @@ WAITS = (
         "inuse",
         '        self._executor.quiesce("weight", bound.index, to_write=False)\n',
         "",
+        ("test_in_use",),
     ),
     Wait(
         "weights: before a private copy",
