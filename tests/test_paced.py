@@ -175,8 +175,12 @@ def build_least() -> Least:
 
 
 def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> None:
+    def build() -> Least:
+        with torch.device("meta"):
+            return build_least()
+
     with paced() as device:
-        with attached(RESIDENT, tmp_path, build=build_least) as run, device.unordered():
+        with attached(RESIDENT, tmp_path, build=build) as run, device.unordered():
             found = [parameter.detach().clone() for parameter in run.model.parameters()]
         device.timeline.finish()
     assert not device.timeline.races
