@@ -51,7 +51,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cpu_adam.formats import GROUP_ELEMENTS
+from cpu_adam.formats import GROUP_ELEMENTS, GROUP_SCRATCH_ITEMS, scratch_bytes
 from cpu_adam.rules import Factors, Scratch, decayed, scaled, square_root
 
 
@@ -74,14 +74,18 @@ class Code:
         """Whether the eighth bit is a sign, and the code 0 stands for 0."""
         return self.exponents == 16
 
-    def levels(self, codes: Tensor) -> Tensor:
-        """What codes, uint8, stand for, with their signs: float32, exact."""
-        magnitude = codes.int() & self.exponents * STEPS - 1
-        first = (ONE - (self.exponents - 1) * BINADE) << 16
-        levels = ((magnitude << CODE_BITS) + first).view(torch.float32)
+    def levels(self, codes: Tensor, out: Tensor, spare: Tensor, mask: Tensor) -> Tensor:
+        """Write what codes, uint8, stand for, with their signs, to `out`: float32, exact.
+
+        spare: int32, and mask: bool, are overwritten. All of one shape.
+        """
+        bits = out.view(torch.int32).copy_(codes).bitwise_and_(self.exponents * STEPS - 1)
+        torch.eq(bits, 0, out=mask)
+        bits.bitwise_left_shift_(CODE_BITS).add_((ONE - (self.exponents - 1) * BINADE) << 16)
         if self.signed:
-            levels = levels.where(codes < SIGN, -levels).masked_fill_(magnitude == 0, 0.0)
-        return levels
+            bits.bitwise_or_(spare.copy_(codes).bitwise_and_(SIGN).bitwise_left_shift_(24))
+            bits.masked_fill_(mask, 0)
+        return out
 
 
 CODE_BITS = 20
@@ -99,12 +103,58 @@ NEAREST = 1 << CODE_BITS - 1
 """The dither that rounds to the nearest code."""
 
 
+class CodedScratch(Scratch):
+    """The temporaries of one block of coded states: `scratch_bytes(elements, coded=True)`.
+
+    Those of any block, and more. Here they are rows of groups, (groups, 128), the last one filled
+    up: what lies behind the last element means nothing. Some memory serves two in turns.
+    """
+
+    def __init__(self, elements: int, memory: Tensor) -> None:
+        super().__init__(elements, memory)
+        groups = -(-elements // GROUP_ELEMENTS)
+        row = 4 * GROUP_ELEMENTS * groups
+
+        def grid(start: int, dtype: torch.dtype) -> Tensor:
+            size = GROUP_ELEMENTS * groups * dtype.itemsize
+            return memory[start : start + size].view(dtype).view(groups, GROUP_ELEMENTS)
+
+        self.gradients, self.dithers = grid(row, torch.float32), grid(row, torch.int32)
+        self.terms, self.thresholds = grid(2 * row, torch.float32), grid(2 * row, torch.int32)
+        self.m, self.v = grid(3 * row, torch.float32), grid(6 * row, torch.float32)
+        self.wides = grid(4 * row, torch.float64)
+        self.halves, self.masks = grid(4 * row, torch.int32), grid(5 * row, torch.bool)
+        """In the place of `wides`."""
+        small = memory[7 * row :][: 4 * GROUP_SCRATCH_ITEMS * groups]
+        self.longs = small[: 16 * groups].view(torch.int64).view(2, groups)
+        """Two numbers for each group."""
+        self.wide_of_groups = self.longs[0].view(torch.float64)
+        self.floats = small[16 * groups :].view(torch.float32).view(-1, groups)
+        """Twelve."""
+
+    @classmethod
+    def made(cls, elements: int, device: torch.device) -> CodedScratch:
+        """In memory of its own."""
+        size = scratch_bytes(elements, coded=True)
+        return cls(elements, torch.empty(size, dtype=torch.uint8, device=device))
+
+    def flat(self, rows: Tensor) -> Tensor:
+        """The elements of some rows."""
+        return rows.view(-1)[: self.elements]
+
+
 def decode(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
     return {
-        code.name: code.levels(codes := slots[code.name]).mul_(_spread(slots[code.scale], codes))
+        code.name: levels(code, codes := slots[code.name]).mul_(_spread(slots[code.scale], codes))
         for code in (MOMENTUM, VARIANCE)
     }
+
+
+def levels(code: Code, codes: Tensor) -> Tensor:
+    """What codes stand for, in memory of their own."""
+    made = (torch.empty_like(codes, dtype=x) for x in (torch.float32, torch.int32, torch.bool))
+    return code.levels(codes, *made)
 
 
 def adam(
@@ -112,7 +162,7 @@ def adam(
     g: Tensor,
     slots: Mapping[str, Tensor],
     f: Factors,
-    s: Scratch,
+    s: CodedScratch,
     first_element: int,
     step: int,
 ) -> None:
@@ -138,66 +188,81 @@ def adam(
     """
     share, root_share = f["rest1"], f["root_rest2"]
     if f.numbers["decay_l2"] == 0.0:
-        g = g.float()
+        s.gradient.copy_(g)
         share, root_share = share * f["scale"], root_share * f["scale"]
     else:
-        g = decayed(p, scaled(g, f, s), f, s)
-    m_unit, m = _past(MOMENTUM, slots, f["beta1"])
-    v_unit, v = _past(VARIANCE, slots, f["beta2"])
-    root_unit = square_root(v_unit, torch.empty_like(v_unit, dtype=torch.float64), v_unit.clone())
-    d_unit = root_unit * f["correction2"]
-    m.add_(torch.mul(g, _spread(share / m_unit, g), out=s.term))
-    h = torch.mul(g, _spread(root_share / root_unit, g), out=s.term)
-    v.add_(h.mul_(h))
-    denominator = square_root(v, s.wide, out=s.term).add_(_spread(f["eps"] / d_unit, g))
-    move = torch.div(m, denominator, out=s.term)
-    move.mul_(_spread(f["step_size"] * (m_unit / d_unit), g))
-    p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(move))
-    dithers = dither(first_element, m.numel(), step, m.device)
-    encode(MOMENTUM, m, m_unit, slots, *dithers)
-    encode(VARIANCE, v, v_unit, slots, *dithers)
+        decayed(p, scaled(g, f, s), f, s)  # It is in s.gradient.
+    m_unit, v_unit, root_unit, d_unit, factor = s.floats[:5]
+    _past(MOMENTUM, slots, f["beta1"], m_unit, s.m, s)
+    _past(VARIANCE, slots, f["beta2"], v_unit, s.v, s)
+    square_root(v_unit, s.wide_of_groups, out=root_unit)
+    torch.mul(root_unit, f["correction2"], out=d_unit)
+
+    torch.div(share, m_unit, out=factor)
+    s.m.add_(torch.mul(s.gradients, factor[:, None], out=s.terms))
+    torch.div(root_share, root_unit, out=factor)
+    h = torch.mul(s.gradients, factor[:, None], out=s.terms)
+    s.v.add_(h.mul_(h))
+
+    torch.div(f["eps"], d_unit, out=factor)
+    denominator = square_root(s.v, s.wides, out=s.terms).add_(factor[:, None])
+    torch.div(m_unit, d_unit, out=factor).mul_(f["step_size"])
+    torch.div(s.m, denominator, out=s.terms).mul_(factor[:, None])
+    p.sub_(torch.mul(p, f["decay"], out=s.gradient).add_(s.term))
+
+    dither(first_element, step, s)
+    encode(MOMENTUM, s.m, m_unit, slots, s)
+    encode(VARIANCE, s.v, v_unit, slots, s)
 
 
-def _past(code: Code, slots: Mapping[str, Tensor], decay: Tensor) -> tuple[Tensor, Tensor]:
-    """The units of groups, and the levels of their elements."""
-    unit = slots[code.scale] * decay
-    none = unit < TINY
-    levels = code.levels(slots[code.name])
-    return unit.masked_fill_(none, 1.0), levels.masked_fill_(_spread(none, levels), 0.0)
+def _past(
+    code: Code, slots: Mapping[str, Tensor], decay: Tensor, unit: Tensor, x: Tensor, s: CodedScratch
+) -> None:
+    """Write the units of groups, and to `x` the levels of their elements."""
+    torch.mul(slots[code.scale], decay, out=unit)
+    code.levels(slots[code.name], *(s.flat(rows) for rows in (x, s.halves, s.masks)))
+    none = torch.lt(unit, TINY, out=_flags(s.floats[5]))
+    unit.masked_fill_(none, 1.0)
+    x.masked_fill_(none[:, None], 0.0)
+
+
+def _flags(numbers: Tensor) -> Tensor:
+    """As many bools in the place of some numbers."""
+    return numbers.view(torch.bool)[: numbers.numel()]
 
 
 def encode(
-    code: Code,
-    x: Tensor,
-    unit: Tensor,
-    slots: Mapping[str, Tensor],
-    dither: Tensor,
-    threshold: Tensor,
+    code: Code, x: Tensor, unit: Tensor, slots: Mapping[str, Tensor], s: CodedScratch
 ) -> None:
-    """Write codes and scales of a span.
+    """Write codes and scales of a span, rounded by the dithers and thresholds in `s`.
 
-    x: a moment that a step came to, float32, in units of its group: `unit`. dither, threshold: what
-    it is rounded by, as of `dither`.
+    x: a moment that a step came to, rows of float32, in units of its group: `unit`. Overwritten,
+    unit is not.
     """
-    bits = x.view(torch.int32) & 0x7FFFFFFF
-    half = (bits + dither >> 16).masked_fill_(x.isnan(), 0xFF << 7)
-    top = _of_groups(half).amax(1) >> 7  # an exponent, 127 that of 1
-    scale = unit * (top << 23).view(torch.float32)
-    scale.masked_fill_(~(scale <= LARGE), torch.nan)
-    scale.masked_fill_((top < code.exponents) | (scale < TINY), 0.0)
-    above = half - _spread((top - (code.exponents - 1)) * BINADE, half)
+    scale, spare = s.floats[6], s.floats[7]
+    wrong, small = _flags(s.floats[8]), _flags(s.floats[9])
+    number = spare.view(torch.int32)
+    half = torch.bitwise_and(x.view(torch.int32), 0x7FFFFFFF, out=s.halves)
+    half.add_(s.dithers).bitwise_right_shift_(16)
+    half.masked_fill_(torch.ne(x, x, out=s.masks), 0xFF << 7)
+    half.view(-1)[s.elements :].zero_()
+    top = torch.amax(half, 1, out=s.floats[10].view(torch.int32))
+    top.bitwise_right_shift_(7)  # an exponent, 127 that of 1
+    torch.bitwise_left_shift(top, 23, out=number)
+    torch.mul(unit, spare, out=scale)
+    scale.masked_fill_(torch.le(scale, LARGE, out=wrong).logical_not_(), torch.nan)
+    torch.lt(top, code.exponents, out=wrong)
+    scale.masked_fill_(wrong.logical_or_(torch.lt(scale, TINY, out=small)), 0.0)
+    half.sub_(torch.sub(top, code.exponents - 1, out=number).mul_(BINADE)[:, None])
     if code.signed:
-        above = above.clamp(min=STEP).where(above >= threshold, 0)
-    codes = above.clamp_(min=0) // STEP
+        below = torch.lt(half, s.thresholds, out=s.masks)
+        half.clamp_(min=STEP).masked_fill_(below, 0)
+    half.clamp_(min=0).bitwise_right_shift_(CODE_BITS - 16)
     if code.signed:
-        codes.add_(x.signbit() * SIGN)
-    slots[code.name].copy_(codes.mul_(_spread(scale > 0, codes)))
+        half.add_(x.view(torch.int32).bitwise_right_shift_(31).bitwise_and_(SIGN))
+    half.masked_fill_(torch.gt(scale, 0, out=small).logical_not_()[:, None], 0)
+    slots[code.name].copy_(s.flat(half))
     slots[code.scale].copy_(scale)
-
-
-def temporaries_bytes(elements: int) -> int:
-    """The most that `adam` takes at once beside its scratch, and a fifth for how it is cut."""
-    return 48 * -(-elements // GROUP_ELEMENTS) * GROUP_ELEMENTS
 
 
 def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
@@ -220,8 +285,10 @@ def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
             some = (x[:, :8] / scale[:, None]).view(torch.int32)
             some = (some + 8 & (1 << CODE_BITS) - 1) <= 16  # almost levels
             rows = (left & some.all(1)).nonzero().view(-1)
+            if not len(rows):
+                continue
             found, scale = _nearest(code, x[rows], scale[rows])
-            decoded = code.levels(found) * scale[:, None]
+            decoded = levels(code, found) * scale[:, None]
             fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
             rows = rows[fits]
             codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False
@@ -233,16 +300,15 @@ def _nearest(code: Code, x: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of moments, a row for each group, by units that are near their largest."""
     slots = {code.name: torch.empty_like(x, dtype=torch.uint8).view(-1)}
     slots[code.scale] = torch.empty_like(unit)
-    even = torch.full_like(slots[code.name], NEAREST, dtype=torch.int32)
-    reach = torch.full_like(even, _threshold(GROUP_ELEMENTS))
-    encode(code, (x / unit[:, None]).view(-1), unit, slots, even, reach)
+    s = CodedScratch.made(x.numel(), x.device)
+    s.dithers.fill_(NEAREST)
+    s.thresholds.fill_(_threshold(GROUP_ELEMENTS))
+    encode(code, torch.div(x, unit[:, None], out=s.m), unit, slots, s)
     return slots[code.name].view_as(x), slots[code.scale]
 
 
-def dither(
-    first_element: int, elements: int, step: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Integers to round the codes of a span by, for each element: a dither and a threshold.
+def dither(first_element: int, step: int, s: CodedScratch) -> None:
+    """Write the integers to round the codes of a span by: `s.dithers` and `s.thresholds`.
 
     The dither's upper seven bits are over a group those of the place in it, in reverse order: 128
     points that lie evenly, also in each part of the group. In all of a group the same bits are then
@@ -251,26 +317,35 @@ def dither(
     threshold is the same for elements of a group as far apart as they are many, and turns by
     other bits of the hash.
     """
-    groups = -(-elements // GROUP_ELEMENTS)
-    x = torch.arange(groups, dtype=torch.int64, device=device)
-    x = x + _wrapped(first_element // GROUP_ELEMENTS + step * 0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _wrapped(0xBF58476D1CE4E5B9)
-    x = ((x ^ _shifted(x, 27)) * _wrapped(0x94D049BB133111EB))[:, None]
-    even, thresholds = _tables(device)
-    flips = (_shifted(x, 32) & (1 << CODE_BITS) - 1).int()
-    places = torch.arange(GROUP_ELEMENTS, device=device)
-    turned = thresholds[places + _shifted(x, 56) & GROUP_ELEMENTS - 1]
-    return (flips ^ even).view(-1)[:elements], turned.view(-1)[:elements]
+    x, spare = s.longs
+    even, turned = _tables(x.device)
+    torch.arange(len(x), out=x)
+    x.add_(_wrapped(first_element // GROUP_ELEMENTS + step * 0x9E3779B97F4A7C15))
+    x.bitwise_xor_(_shifted(x, 30, spare)).mul_(_wrapped(0xBF58476D1CE4E5B9))
+    x.bitwise_xor_(_shifted(x, 27, spare)).mul_(_wrapped(0x94D049BB133111EB))
+    flips = s.floats[5].view(torch.int32)
+    flips.copy_(_shifted(x, 32, spare).bitwise_and_((1 << CODE_BITS) - 1))
+    torch.bitwise_xor(flips[:, None], even, out=s.dithers)
+    turns = _shifted(x, 56, spare).bitwise_and_(GROUP_ELEMENTS - 1)
+    torch.index_select(turned, 0, turns, out=s.thresholds)
 
 
 @cache
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of the places in a group: what a dither is before its bits are flipped, and thresholds."""
+    """Of the places in a group: what a dither is before its bits are flipped, and thresholds.
+
+    Those in a row for each number of places that they are turned by.
+    """
     places = range(GROUP_ELEMENTS)
     even = [int(f"{place:07b}"[::-1], 2) << CODE_BITS - 7 for place in places]
     thresholds = [_threshold(2 * (place * 37 % GROUP_ELEMENTS) + 1) for place in places]
-    both = torch.tensor([even, thresholds], dtype=torch.int32, device=device)
-    return both[0], both[1]
+    turned = [thresholds[turns:] + thresholds[:turns] for turns in places]
+    both = torch.tensor([even, *turned], dtype=torch.int32).to(device, non_blocking=True)
+    if device.type != "cpu":  # Other streams read it, too.
+        there = torch.Event(device)
+        there.record(torch.accelerator.current_stream(device))
+        there.synchronize()
+    return both[0], both[1:]
 
 
 def _threshold(share: int) -> int:
@@ -300,6 +375,7 @@ def _wrapped(x: int) -> int:
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def _shifted(x: Tensor, bits: int) -> Tensor:
+def _shifted(x: Tensor, bits: int, out: Tensor) -> Tensor:
     """The unsigned shift to the right of 64-bit integers."""
-    return (x >> bits) & ((1 << 64 - bits) - 1)
+    torch.bitwise_right_shift(x, bits, out=out)
+    return out.bitwise_and_((1 << 64 - bits) - 1)

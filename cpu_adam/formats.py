@@ -121,12 +121,19 @@ FORMATS: dict[str, StateFormat] = {
 """Every state format there is, by name. To add one, add a row."""
 
 
-def scratch_bytes(elements: int) -> int:
+GROUP_SCRATCH_ITEMS = 16
+"""Of four bytes, for each group of coded states, beside what is for each element."""
+
+
+def scratch_bytes(elements: int, *, coded: bool = False) -> int:
     """Bytes of the temporaries with which torch's operations update `elements`.
 
-    Six arrays of four bytes per element, each on a boundary that suits every device.
+    Six arrays of four bytes per element, each on a boundary that suits every device; of `coded`
+    states (`StateFormat.coded`) one more, and some numbers for each group.
     """
-    return 24 * (-(-elements // 128) * 128)
+    groups = -(-elements // GROUP_ELEMENTS)
+    per_group = 7 * GROUP_ELEMENTS + GROUP_SCRATCH_ITEMS if coded else 6 * GROUP_ELEMENTS
+    return 4 * per_group * groups
 
 
 def squares_bytes(elements: int) -> int:

@@ -8,7 +8,7 @@ kernel serves go to the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -275,15 +275,19 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     _written(into)
 
 
-def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
+def sum_of_squares(
+    gradient: Tensor,
+    workspace: Tensor | None = None,
+    wait: Callable[[], None] | None = None,
+) -> float:
     """The sum of squares in float64, in a fixed order: see `reference.sum_of_squares`.
 
-    workspace: for a tensor that no kernel serves.
+    workspace, wait: for a tensor that no kernel serves.
     """
     check_gradient(gradient)
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
-        return reference.sum_of_squares(readable(gradient), workspace)
+        return reference.sum_of_squares(readable(gradient), workspace, wait)
     number = _GRADIENTS[gradient.dtype]
     found: float = chosen.native.sum_of_squares(
         chosen.index, number, gradient.data_ptr(), gradient.numel()

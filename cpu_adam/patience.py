@@ -3,9 +3,9 @@
 [Note: Patience]
 An update on a device that fails half way leaves its states half written, which ends training; the
 same lack of memory in the user's own code is an error that can be caught, and soon over. Nearly all
-that an update needs lies in its workspace. The rest (the scalars of a step, the temporaries of
-coded states) is asked for before the first element is changed, and again for a while where it is
-refused: what the user's thread holds, activations most of all, goes as its backward goes on.
+that an update needs lies in its workspace. The rest (the scalars of a step) is asked for before the
+first element is changed, and again for a while where it is refused: what the user's thread holds,
+activations most of all, goes as its backward goes on.
 """
 
 from __future__ import annotations

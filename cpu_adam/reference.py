@@ -6,7 +6,7 @@ What a step computes is in `cpu_adam.rules`, with the contract on arithmetic tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from cpu_adam.checks import (
     check_sum,
     check_turn,
 )
-from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
+from cpu_adam.compact import CodedScratch
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, scratch_bytes
 from cpu_adam.hyper import Hyper
 from cpu_adam.patience import patiently
 from cpu_adam.rules import RULES, Factors, Scratch
@@ -163,7 +164,8 @@ def update(
     as its scales become those of its own elements. hyper: of the rule that the format is
     for. step: the number of this step, from 1. gradient_scale: what the gradient is multiplied by
     (unscale, clip). first_element: where in its parameter the span starts. workspace: memory for
-    temporaries, uint8 on the same device, of `scratch_bytes` of the largest span; else it is made.
+    temporaries, uint8 on the same device, of `scratch_bytes` of the largest span (as `coded` as the
+    format is); else it is made.
 
     With p the float32 master (`join` of weight and residue, or the weight itself), and each
     operation rounded once to float32 as in [Note: Arithmetic] of `cpu_adam.rules`:
@@ -184,24 +186,21 @@ def update(
         return
     device = weight.device
     factors = patiently(lambda: Factors(hyper.factors(step, gradient_scale), device))
-    block = min(elements, BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS)
-    group = format.group_elements
-    block = -(-block // group) * group
-    scratch = patiently(lambda: Scratch(block, device, workspace))
-    if format.coded and device.type != "cpu":
-        patiently(lambda: _have_at_hand(compact.temporaries_bytes(block), device))
+    block, group = _block_elements(device), format.group_elements
+    block = min(elements, -(-block // group) * group)
+    if workspace is None:
+        workspace = patiently(lambda: _room(scratch_bytes(block, coded=format.coded), device))
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
-        if count != scratch.elements:
-            scratch = Scratch(count, device, workspace)
+        scratch = (CodedScratch if format.coded else Scratch)(count, workspace)
         w, g = weight[start : start + count], gradient[start : start + count]
         state = cut(record_views, format, start, count)
         residue = state.get("residue")
         master = w if residue is None else scratch.master
         if residue is not None:
             _join(w, residue, master, scratch.term, scratch.mask)
-        if format.coded:
+        if isinstance(scratch, CodedScratch):
             compact.adam(master, g, state, factors, scratch, first_element + start, step)
         else:
             rule(master, g, state, factors, scratch)
@@ -209,9 +208,12 @@ def update(
             _split(master, w, residue, scratch.bits, scratch.mask)
 
 
-def _have_at_hand(size: int, device: torch.device) -> None:
-    """Let torch's allocator have so much for this thread's stream: what it frees, it keeps."""
-    torch.empty(size, dtype=torch.uint8, device=device)
+def _block_elements(device: torch.device) -> int:
+    return BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
+
+
+def _room(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 @torch.no_grad()
@@ -227,7 +229,11 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
 
 
 @torch.no_grad()
-def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
+def sum_of_squares(
+    gradient: Tensor,
+    workspace: Tensor | None = None,
+    wait: Callable[[], None] | None = None,
+) -> float:
     """The sum of the squares of a gradient, in float64 and in a fixed order.
 
     gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
@@ -236,16 +242,17 @@ def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
     one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
     padding would not change the sum.) The sum of no elements is 0. NaN and
     infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
-    `squares_bytes`; else it is made. Raises ValueError for other dtypes.
+    `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
+    the device; without it, reading the sum does, and may spin a core. Raises ValueError for other
+    dtypes.
     """
     check_gradient(gradient)
     flat = gradient.reshape(-1)
     elements = flat.numel()
     if elements == 0:
         return 0.0
-    most = BLOCK_ELEMENTS if flat.device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
-    rows = -(-min(elements, most) // width)
+    rows = -(-min(elements, _block_elements(flat.device)) // width)
     padded = 1 << (-(-elements // width) - 1).bit_length()
     size = 8 * (rows * width + padded)
     if workspace is None:
@@ -258,7 +265,10 @@ def sum_of_squares(gradient: Tensor, workspace: Tensor | None = None) -> float:
         wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
-    return float(_halving_tree(sums).item())
+    total = _halving_tree(sums)
+    if wait is not None:
+        wait()
+    return float(total.item())
 
 
 def is_finite(gradient: Tensor) -> bool:

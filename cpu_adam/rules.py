@@ -50,13 +50,12 @@ class Factors:
 
 
 class Scratch:
-    """The temporaries of one block, in memory that is given or made: `scratch_bytes` of it."""
+    """The temporaries of one block, in uint8 memory: the first `scratch_bytes(elements)` of it."""
 
-    def __init__(self, elements: int, device: torch.device, memory: Tensor | None = None) -> None:
+    def __init__(self, elements: int, memory: Tensor) -> None:
         self.elements = elements
-        if memory is None:
-            memory = torch.empty(scratch_bytes(elements), dtype=torch.uint8, device=device)
-        rows = memory[: scratch_bytes(elements)].view(6, -1)
+        size = scratch_bytes(elements)
+        rows = memory[:size].view(6, size // 6)  # `compact.CodedScratch` knows them, too.
         self.master, self.gradient, self.term = rows[:3].view(torch.float32)[:, :elements].unbind()
         self.bits = rows[3].view(torch.int32)[:elements]
         wide = rows[4:].view(-1)

@@ -51,7 +51,7 @@ def bounce(device: Device, most: int) -> Iterator[Copy]:
     try:
         yield copy
     finally:
-        device.drain()  # An error may have left a copy under way.
+        device.drain()  # A copy may be under way: after an error, or of who goes on by himself.
         arena.close()
 
 

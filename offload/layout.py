@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cpu_adam.formats import scratch_bytes, squares_bytes
+from cpu_adam.formats import squares_bytes
 from offload.config import TIERS, Tier
 from offload.profile import Chunk, Profile, StateChoice, Unit
 from offload.records import (
@@ -172,9 +172,9 @@ class Sizes:
     def __init__(self, profile: Profile, states: StateChoice):
         self._in_file: dict[object, int] = {}
         self._states = states
-        chunks = [u.chunks if states.on_accelerator else () for u in profile.units]
-        self.updated = [max((scratch_bytes(c.elements) for c in u), default=0) for u in chunks]
-        self.squared = [max((squares_bytes(c.elements) for c in u), default=0) for u in chunks]
+        pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
+        self.updated = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
+        self.squared = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
         self.value: dict[Kind, list[int]] = {}
         self.chunk: dict[Kind, list[int]] = {}
         for kind in KINDS:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cpu_adam.formats import StateFormat, format_for
+from cpu_adam.formats import StateFormat, format_for, scratch_bytes
 from offload.records import BLOCK_BYTES, round_up
 
 CHUNK_ELEMENTS = 1 << 20
@@ -181,6 +181,11 @@ class StateChoice:
     def format(self, weight_dtype: str) -> StateFormat:
         """The state format of trainable weights of a dtype."""
         return format_for(weight_dtype, self.states, self.rule)
+
+    def scratch_bytes(self, unit: Unit, chunk: Chunk) -> int:
+        """Bytes of the workspace in which torch updates a chunk."""
+        coded = self.format(unit.segments[chunk.segment].dtype).coded
+        return scratch_bytes(chunk.elements, coded=coded)
 
 
 def profile_of(

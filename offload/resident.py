@@ -121,13 +121,14 @@ class Residents:
         """
         for unit in self._units.keys() & frozen.keys():
             for index in frozen[unit]:
-                _check(self._units[unit], index, self._executor.device.torch_device.type)
+                _check(self._units[unit], index, self._executor.device.torch_device)
 
     def square(self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op) -> float:
         """The sum of the squares of a chunk of the gradient."""
         total, workspace = 0.0, self._executor.memory.workspace(op)
         for span in self._due(unit, chunk, turns):
-            total += float(sum_of_squares(self._gradient(unit, span), workspace))
+            gradient = self._gradient(unit, span)
+            total += sum_of_squares(gradient, workspace, self._executor.device.drain)
         return total
 
     @torch.no_grad()
@@ -174,7 +175,7 @@ class Residents:
         """The weights or gradients of a unit as they would lie in an arena, copied together."""
         bound, flat = self._units[value.unit], self._room(value)
         for index in range(len(bound.parameters)):
-            _check_values(bound, index, self._executor.device.torch_device.type)
+            _check_values(bound, index, self._executor.device.torch_device)
         for parameter, view in self._within(value, flat):
             source = parameter if value.kind == "weight" else parameter.grad
             if source is not None:
@@ -332,9 +333,9 @@ def _idle_parameter() -> nn.Parameter:
     return made
 
 
-def _check(bound: BoundUnit, index: int, device_type: str) -> None:
+def _check(bound: BoundUnit, index: int, device: torch.device) -> None:
     """Raise where a parameter, or its gradient, is not what its states are for."""
-    _check_values(bound, index, device_type)
+    _check_values(bound, index, device)
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     assert parameter.grad is not None
     if parameter.grad.layout is not torch.strided:
@@ -350,11 +351,11 @@ def _check(bound: BoundUnit, index: int, device_type: str) -> None:
         )
 
 
-def _check_values(bound: BoundUnit, index: int, device_type: str) -> None:
+def _check_values(bound: BoundUnit, index: int, device: torch.device) -> None:
     """Raise where a parameter is not what its states are for."""
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
-    found = (tuple(parameter.shape), parameter.dtype, parameter.device.type)
-    wanted = (one.shape, getattr(torch, one.dtype), device_type)
+    found = (tuple(parameter.shape), parameter.dtype, parameter.device)
+    wanted = (one.shape, getattr(torch, one.dtype), device)
     if found != wanted or not parameter.is_contiguous():
         raise RuntimeError(
             f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "

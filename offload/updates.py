@@ -164,7 +164,7 @@ class Updates:
                 if span.parameter in turns:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
                     workspace = self._executor.memory.workspace(op)
-                    total += float(sum_of_squares(part, workspace))
+                    total += sum_of_squares(part, workspace, self._executor.device.drain)
             clip.partials[ordinal] = total
 
         return run

@@ -51,6 +51,8 @@ class Paced(Device):
         self.change(0, host_pace=1.0, host_pauses_s=0.0)
         self._local = threading.local()
         self._aside: list[Event] = []
+        self.spins: list[str] = []
+        """Operations that wait for the device as torch does, whose host spins."""
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
         """By address of what torch keeps of a storage: its memory; None where that is torch's."""
 
@@ -188,6 +190,8 @@ class Paced(Device):
         on_device = [tensor for tensor in tensors if self.holds(tensor)]
         if not on_device or kind.needs_values:
             if on_device:
+                if self.stream().items:
+                    self.spins.append(str(func))
                 self.drain()
             self.timeline.host_touches(str(func), self.accesses(tensors, written))
             found = func(*args, **kwargs)

@@ -98,6 +98,24 @@ class Least(Small):
     block = Line
 
 
+class Wide(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+class Mixed(Least):
+    """Its head stays float32: of gradients in float32, those that are torch's own business."""
+
+    def __init__(self, **options: bool):
+        super().__init__(**options)
+        self.head = Wide(WIDTH, VOCABULARY, bias=False)
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        super().to(*args, **options)
+        self.head.float()
+        return self
+
+
 def _here(**_: bool) -> AbstractContextManager[None]:
     """There are no other streams."""
     return nullcontext()

@@ -59,9 +59,25 @@ def random(elements: int, seed: int, decades: int = 0) -> torch.Tensor:
 def encode(moments: Mapping[str, torch.Tensor], slots: dict[str, torch.Tensor], step: int) -> None:
     """As after a step of groups without a past."""
     for code in CODES:
-        x = moments[code.name]
-        unit = torch.ones_like(slots[code.scale])
-        compact.encode(code, x, unit, slots, *compact.dither(0, x.numel(), step, CPU))
+        encode_one(code, moments[code.name], torch.ones_like(slots[code.scale]), slots, step)
+
+
+def encode_one(
+    code: compact.Code,
+    x: torch.Tensor,
+    unit: torch.Tensor,
+    slots: Mapping[str, torch.Tensor],
+    step: int,
+) -> None:
+    scratch = dithers_of(0, x.numel(), step)
+    scratch.flat(scratch.m).copy_(x)
+    compact.encode(code, scratch.m, unit, slots, scratch)
+
+
+def dithers_of(first_element: int, elements: int, step: int) -> compact.CodedScratch:
+    scratch = compact.CodedScratch.made(elements, CPU)
+    compact.dither(first_element, step, scratch)
+    return scratch
 
 
 # Codes.
@@ -84,9 +100,7 @@ def test_every_code_comes_back() -> None:
     codes, again = every_code(), State(256 * GROUP_ELEMENTS).slots
     for step, code in itertools.product((1, 2, 3), CODES):
         unit = random(256, step, 9).abs() + 1e-20
-        levels = code.levels(codes[code.name])
-        dithers = compact.dither(0, levels.numel(), step, CPU)
-        compact.encode(code, levels, unit, again, *dithers)
+        encode_one(code, compact.levels(code, codes[code.name]), unit, again, step)
         assert torch.equal(again[code.name], codes[code.name])
         assert torch.equal(again[code.scale], unit)
 
@@ -98,7 +112,7 @@ def test_levels_are_those_of_the_documentation() -> None:
         want = [(1 + c % 8 / 8) * 2.0 ** (least + c // 8) for c in magnitude]
         if code.signed:
             want = [x * (-1) ** (c >= 128) if c % 128 else 0.0 for c, x in enumerate(want)]
-        assert code.levels(codes).tolist() == want
+        assert compact.levels(code, codes).tolist() == want
 
 
 def test_what_was_restored_decodes_to_the_same_bits() -> None:
@@ -159,7 +173,7 @@ def test_codes_are_the_two_nearest(decades: int) -> None:
     encode({"exp_avg": m, "exp_avg_sq": v}, slots, 5)
     for code, want in ((compact.MOMENTUM, m), (compact.VARIANCE, v)):
         largest = code.exponents * 8 - 1
-        levels = code.levels(torch.arange(largest + 1, dtype=torch.uint8)).double()
+        levels = compact.levels(code, torch.arange(largest + 1, dtype=torch.uint8)).double()
         scale = slots[code.scale].repeat_interleave(GROUP_ELEMENTS)[:10_000].double()
         level, found = want.double().abs() / scale, slots[code.name].long() & largest
         low, high = levels[(found - 1).clamp(min=0)], levels[(found + 1).clamp(max=largest)]
@@ -171,8 +185,9 @@ def test_codes_are_the_two_nearest(decades: int) -> None:
 
 
 def test_dither_is_even_in_a_group_and_over_steps() -> None:
-    steps = [compact.dither(GROUP_ELEMENTS * 3, 1024, step, CPU) for step in range(1, 257)]
-    dithers, thresholds = (torch.stack(x) for x in zip(*steps))  # step, element
+    steps = [dithers_of(GROUP_ELEMENTS * 3, 1024, step) for step in range(1, 257)]
+    dithers = torch.stack([one.dithers.view(-1) for one in steps])  # step, element
+    thresholds = torch.stack([one.thresholds.view(-1) for one in steps])
     found = dithers.double() / 2**compact.CODE_BITS
     assert 0 <= float(found.min()) < float(found.max()) < 1
     assert float((found.mean(0) - 0.5).abs().max()) < 5 / math.sqrt(12 * 256)

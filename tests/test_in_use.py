@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from cpu_adam import update_parts
+from offload.executor import Executor
+from offload.program import Value
 from offload.resting import RestingParameter
+from offload.store import Store
 from tests import training
+from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.training import Run
 
 PLACEMENTS = training.first_fast(
@@ -267,3 +274,112 @@ def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
             run.loss()
         hook.remove()
         training.plain(run, 1)
+
+
+class Halving(nn.Linear):
+    """Halves its weight in its own forward, once `wait` returns."""
+
+    wait: Callable[[], object] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.wait is not None:
+            self.wait()
+            multiply_data(self.weight)
+        return super().forward(x)
+
+
+class Thrice(nn.Module):
+    """Its first block is used before and after the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Halving(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        return first(second(first(x)))  # type: ignore[no-any-return]
+
+
+def test_a_change_is_put_home_after_it_was_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read from the drive while it is written there has a wrong checksum."""
+    placement = ("nvme", "nvme", "nvme")
+    budgets = training.smallest_budgets(placement, tmp_path, build=Thrice)
+    reading, reads, begun, overlaps = set[str](), list[str](), threading.Event(), list[str]()
+    read, write = Store.read, Store.write
+
+    def slow_read(store: Store, kind: Any, unit: str, *rest: Any) -> None:
+        ahead = threading.current_thread() is not threading.main_thread()
+        if ahead:
+            reads.append(unit)
+            reading.add(unit)
+            if reads == ["blocks.0", "blocks.1", "blocks.0"]:
+                begun.set()
+                time.sleep(0.2)
+        read(store, kind, unit, *rest)
+        if ahead:
+            reading.discard(unit)
+
+    def watched_write(store: Store, kind: Any, unit: str, *rest: Any) -> None:
+        overlaps.extend(reading & {unit})
+        write(store, kind, unit, *rest)
+
+    with training.attached(placement, tmp_path, build=Thrice, **budgets) as run, torch.no_grad():
+        x = torch.ones(2, 8, dtype=torch.bfloat16)
+        run.model(x)  # The order is learned.
+        before = run.model.blocks[0].weight.clone()  # type: ignore[index,operator,union-attr]
+        monkeypatch.setattr(Store, "read", slow_read)
+        monkeypatch.setattr(Store, "write", watched_write)
+        halving: Any = run.model.blocks[0]  # type: ignore[index]
+        halving.wait = lambda: begun.wait(10)
+        run.model(x)
+        monkeypatch.undo()
+        assert begun.is_set()
+        assert not overlaps
+        assert torch.equal(halving.weight, before * 0.25)
+
+
+def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
+    """After a step, the last block called within the first, whose slot is its own, too."""
+    loop = Loop(run, None)
+    loop.backward()
+    run.step()
+    use_one_block_inside_another(loop)
+    return loop.seen
+
+
+def test_beside_the_slot_a_unit_waits_for_its_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = ("cpu", "cpu", "cpu")
+
+    def build() -> nn.Module:
+        return Least(tied=False, checkpointed=False)
+
+    with training.attached(training.RESIDENT, tmp_path, build=build) as run:
+        expected = seen_beside_the_slot(run)
+    budgets = training.smallest_budgets(placement, tmp_path, build=build)
+    with training.attached(placement, tmp_path, build=build, **budgets) as run:
+        units = [one.name for one in run.engine.plan.profile.units]
+        last, looked = Value("weight", units.index("blocks.2")), threading.Event()
+        home = run.engine.executor.peek(last).data_ptr()
+        peek = Executor.peek
+
+        def late(weight: torch.Tensor, *rest: Any, **more: Any) -> None:
+            if weight.data_ptr() == home:
+                looked.wait(0.5)
+            update_parts(weight, *rest, **more)
+
+        def watched(executor: Executor, value: Value) -> torch.Tensor:
+            found = peek(executor, value).clone()
+            if value.unit == last.unit:
+                looked.set()
+            return found
+
+        monkeypatch.setattr("offload.updates.update_parts", late)
+        monkeypatch.setattr(Executor, "peek", watched)
+        found = seen_beside_the_slot(run)
+        monkeypatch.undo()
+    assert looked.is_set()
+    assert all(training.same_bits(one, other) for one, other in zip(found, expected, strict=True))

@@ -12,12 +12,14 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import offload
+from cpu_adam import reference
 from offload.bounce import bounce
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
     Least,
     Loop,
+    Mixed,
     Script,
     Small,
     Step,
@@ -134,6 +136,68 @@ def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
         device.timeline.finish()
     assert not device.timeline.races
     assert all(same_bits(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize(("clip", "micro_batches"), [(None, None), (None, 1), (0.1, None)])
+def test_residents_and_a_lane_take_turns_at_the_workspace(
+    clip: float | None, micro_batches: int | None, tmp_path: Any
+) -> None:
+    """And a resident's update waits for the norm, in which all have a part."""
+    steps = [Step([], [], [], LATE)] * (1 if micro_batches is None else 3)
+    script = Script(steps, False, False, False, clip, micro_batches, Mixed)
+    expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
+    with paced() as device:
+        found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
+        device.timeline.finish()
+    assert not device.timeline.races, device.timeline.races[0]
+    assert all(same_bits(one, other) for one, other in zip(found, expected))
+
+
+@pytest.mark.parametrize("placement", [("cpu", "device", "cpu"), RESIDENT])
+def test_no_core_spins_for_a_step(
+    placement: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+    with paced() as device:
+        with attached(placement, tmp_path, build=build_least, max_grad_norm=0.1) as run:
+            device.change(**LATE)
+            loop = Loop(run, device)
+            loop.backward()
+            device.spins.clear()
+            run.step()
+            run.engine.settle()
+        device.timeline.finish()
+    assert not device.spins
+
+
+def build_least() -> Least:
+    return Least(tied=False, checkpointed=False)
+
+
+def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> None:
+    def build() -> Least:
+        with torch.device("meta"):
+            return build_least()
+
+    with paced() as device:
+        with attached(RESIDENT, tmp_path, build=build) as run, device.unordered():
+            found = [parameter.detach().clone() for parameter in run.model.parameters()]
+        device.timeline.finish()
+    assert not device.timeline.races
+    assert all(torch.isfinite(one).all() for one in found)
+
+
+def test_residents_are_there_for_every_stream_once_awake(tmp_path: Any) -> None:
+    with paced() as device:
+        with attached(RESIDENT, tmp_path, build=build_least) as run:
+            before = [parameter.detach().clone() for parameter in run.model.parameters()]
+            offload.sleep(run.model)
+            offload.wake(run.model)
+            with device.unordered():
+                after = [parameter.detach().clone() for parameter in run.model.parameters()]
+        device.timeline.finish()
+    assert not device.timeline.races
+    assert all(same_bits(one, other) for one, other in zip(after, before))
 
 
 def test_zeros_are_there_for_every_stream() -> None:

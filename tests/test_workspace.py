@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
 from cpu_adam import FORMATS, choice, native, patience, reference
-from cpu_adam.compact import temporaries_bytes
 from cpu_adam.formats import scratch_bytes, squares_bytes
 from offload.machine import Machine
 from tests.adam_states import State, assert_same_state, hyper_of
@@ -45,34 +43,8 @@ class Made(TorchDispatchMode):
         return found
 
 
-class Live(TorchDispatchMode):
-    """The most bytes that ops have made and that are not let go, at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = self._now = 0
-        self._known = set[int]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        inputs = [x for x in (*args, *(kwargs or {}).values()) if isinstance(x, torch.Tensor)]
-        given = {x.untyped_storage()._cdata for x in inputs}
-        for x in found if isinstance(found, (tuple, list)) else [found]:
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in given | self._known:
-                    self._known.add(storage._cdata)
-                    self._count(storage.nbytes())
-                    weakref.finalize(storage, self._gone, storage._cdata, storage.nbytes())
-        return found
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._count(-size)
-
-    def _count(self, size: int) -> None:
-        self._now += size
-        self.most = max(self.most, self._now)
+def bytes_for(name: str, elements: int) -> int:
+    return scratch_bytes(elements, coded=FORMATS[name].coded)
 
 
 @pytest.fixture
@@ -87,7 +59,7 @@ def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_workspace_changes_no_bit_whatever_lies_in_it(name: str, elements: int) -> None:
     here = State(name, elements, torch.bfloat16)
     there = here.clone()
-    workspace = torch.full((scratch_bytes(elements),), 255, dtype=torch.uint8)
+    workspace = torch.full((bytes_for(name, elements),), 255, dtype=torch.uint8)
     for step in (1, 2):
         here.update(reference, hyper_of(name), step=step, gradient_scale=0.3)
         there.update(reference, hyper_of(name), step=step, gradient_scale=0.3, workspace=workspace)
@@ -96,29 +68,16 @@ def test_a_workspace_changes_no_bit_whatever_lies_in_it(name: str, elements: int
 
 @pytest.mark.usefixtures("as_elsewhere")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", [name for name in FORMATS if name != "compact"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_nothing_else_is_taken_for_temporaries(name: str, dtype: torch.dtype) -> None:
     state = State(name, 5000, dtype)
-    workspace = torch.empty(scratch_bytes(5000), dtype=torch.uint8)
+    workspace = torch.empty(bytes_for(name, 5000), dtype=torch.uint8)
     with Made() as made:
         state.update(reference, hyper_of(name), step=2, gradient_scale=0.3, workspace=workspace)
     assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
     with Made() as made:
         state.update(reference, hyper_of(name), step=3)
-    assert [size for _, size in made.sizes if size > SMALL_BYTES] == [scratch_bytes(5000)]
-
-
-@pytest.mark.usefixtures("as_elsewhere")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_coded_states_take_beside_it_is_known(dtype: torch.dtype) -> None:
-    elements = 1 << 15
-    state = State("compact", elements, dtype)
-    workspace = torch.empty(scratch_bytes(elements), dtype=torch.uint8)
-    with Live() as live:
-        state.update(
-            reference, hyper_of("compact"), step=2, gradient_scale=0.3, workspace=workspace
-        )
-    assert temporaries_bytes(elements) / 2 < live.most <= temporaries_bytes(elements)
+    assert [size for _, size in made.sizes if size > SMALL_BYTES] == [bytes_for(name, 5000)]
 
 
 def test_memory_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,15 +85,15 @@ def test_memory_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPat
     here = State("exact", 1000, torch.bfloat16)
     there, refused = here.clone(), [3]
 
-    class Refused(reference.Scratch):
-        def __init__(self, *args: Any) -> None:
-            refused[0] -= 1
-            if refused[0] >= 0:
-                raise torch.OutOfMemoryError("full for now")
-            super().__init__(*args)
+    def full_for_now(*args: Any) -> torch.Tensor:
+        refused[0] -= 1
+        if refused[0] >= 0:
+            raise torch.OutOfMemoryError("full for now")
+        return given(*args)
 
+    given = reference._room
     here.update(reference, hyper_of("exact"), step=1)
-    monkeypatch.setattr(reference, "Scratch", Refused)
+    monkeypatch.setattr(reference, "_room", full_for_now)
     there.update(reference, hyper_of("exact"), step=1)
     assert refused == [-1]
     assert_same_state(there, here)
@@ -178,9 +137,13 @@ def as_on_an_accelerator(
         run.engine.close()
 
 
-def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_path: Path) -> None:
-    expected = train(RESIDENT, tmp_path)
-    with choice.forced("python"), as_on_an_accelerator(tmp_path) as run:
+@pytest.mark.usefixtures("as_elsewhere")
+@pytest.mark.parametrize("states", ["exact", "compact"])
+def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
+    states: str, tmp_path: Path
+) -> None:
+    expected = train(RESIDENT, tmp_path, states=states)
+    with choice.forced("python"), as_on_an_accelerator(tmp_path, states=states) as run:
         (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
         memory = run.engine.executor.memory.arenas["device"].view(room)
         memory.fill_(1)
@@ -189,6 +152,10 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(tmp_pa
             plain(run, number)
         assert_same(result_of(run), expected)
         assert not memory.eq(1).all()
+        run.loss().backward()
+        with Made() as made:
+            run.optimizer.step()
+        assert {size for _, size in made.sizes if size > SMALL_BYTES} == set(), made.sizes
     with attached(RESIDENT, tmp_path) as run:
         assert not any(place.use == "workspace" for place in run.engine.plan.slots)
 

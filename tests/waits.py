@@ -181,6 +181,7 @@ WAITS = (
         "inuse",
         '        self._executor.quiesce("weight", bound.index, to_write=False)\n',
         "",
+        ("test_in_use",),
     ),
     Wait(
         "weights: before a private copy",
@@ -226,12 +227,6 @@ WAITS = (
         "copy_(self._read(unit, parameter))\n",
     ),
     Wait(
-        "states: before residues are zeroed",
-        "exposure",
-        '        self._executor.quiesce("state", unit)\n',
-        "",
-    ),
-    Wait(
         "states: for updates before they are read",
         "optimizer",
         "        self.engine.settle()\n        self.engine.settle_edits",
@@ -252,9 +247,35 @@ WAITS = (
     Wait(
         "updates: until the norm is known",
         "updates",
-        "        self._executor.lanes.wait([self._normed])\n",
-        "",
+        "        self._executor.lanes.wait([self._normed])\n        return",
+        "        return",
         ("test_exact",),
+    ),
+    Wait(
+        "residents: until the norm is known",
+        "updates",
+        "            self._executor.lanes.wait([self._normed])\n        try",
+        "            pass\n        try",
+    ),
+    Wait(
+        "residents: for updates in a lane, in the same workspace",
+        "updates",
+        "            self.settle()  # The user's stream is about to use the workspace.\n",
+        "            pass\n",
+    ),
+    Wait(
+        "residents: before a lane uses the workspace",
+        "updates",
+        "            self._executor.device.drain()  # Before a lane uses the workspace.\n",
+        "            pass\n",
+    ),
+    Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
+    Wait(
+        "weights: before changes in use are put home",
+        "inuse",
+        '        self._executor.quiesce("weight", unit)\n        changed',
+        "        changed",
+        ("test_in_use",),
     ),
     Wait(
         "states: after they are read",
@@ -331,9 +352,10 @@ WAITS = (
         ("test_sleep",),
     ),
     Wait(
-        "sleep: after a copy that failed",
+        "sleep: after a copy that failed, or of a resident",
         "bounce",
-        "        device.drain()  # An error may have left a copy under way.\n",
+        "        device.drain()  # A copy may be under way: after an error, or of who goes on by "
+        "himself.\n",
         "",
     ),
     Wait(
