@@ -134,30 +134,30 @@ class LibAio(Queued):
 
 
 def _work(state: _State) -> None:
-    failure: Exception | None = None
+    broken: str | None = None
     try:
         while _work_once(state):
             pass
     except Exception as error:  # the kernel refuses the very calls: nobody is left waiting
-        failure = error
+        broken = f"libaio takes no more calls ({type(error).__name__}: {error})"
     with state.lock:
         state.closing = state.ended = True
+        state.broken = broken
         state.waker.close()
     try:
         state.context.close()  # returns when nothing is under way
     finally:
-        if failure is not None:
-            _give_up(state, failure)
+        if broken is not None:
+            _give_up(state, broken)
 
 
-def _give_up(state: _State, error: Exception) -> None:
+def _give_up(state: _State, found: str) -> None:
     """Everything fails, and nothing more is taken on."""
-    text = f"libaio takes no more calls ({type(error).__name__}: {error})"
     with state.lock:
         for piece in list(state.live):
-            state.end(piece, piece.failed(state.io, errno.EIO, text, BROKEN))
+            state.end(piece, piece.failed(state.io, errno.EIO, found, BROKEN))
         while (one := state.take()) is not None:
-            state.end(one, one.failed(state.io, errno.EIO, text, BROKEN))
+            state.end(one, one.failed(state.io, errno.EIO, found, BROKEN))
 
 
 def _work_once(state: _State) -> bool:

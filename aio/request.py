@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aio.counters import LATENCIES, Counters, latency_bucket
-from aio.errors import SHORTENED, os_error
+from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
@@ -224,6 +224,7 @@ class Requests:
         self.pieces = 0  # cut and not over
         self.inflight_bytes = 0
         self.closing = False
+        self.broken: str | None = None  # what was found where the system serves us no longer
         self.depth_max = 0
         self._bytes = {False: 0, True: 0}  # by whether they were written
         self._operations = self._retries = 0
@@ -235,9 +236,14 @@ class Requests:
         self.changed.notify_all()
 
     def add(self, request: Request) -> None:
-        """Queues a request. ValueError where the backend or the file is closed."""
+        """Queues a request.
+
+        Raises ValueError where the backend or the file is closed, OSError where the backend broke.
+        """
         with self.lock:
-            what, closed = request.ticket.what, None
+            what, path = request.ticket.what, request.file.path
+            if self.broken is not None:
+                raise os_error(errno.EIO, what, path, found=self.broken, why=BROKEN)
             if self.closing or request.file.closed:
                 closed = "backend" if self.closing else "file"
                 raise ValueError(f"{what}: the {closed} is closed; open a new one")
