@@ -11,6 +11,7 @@ from __future__ import annotations
 
 # What `signal` is made of: its own functions spend microseconds on turning numbers into enums.
 import _signal  # type: ignore[import-not-found]
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from signal import SIGKILL, SIGSTOP, valid_signals
@@ -77,11 +78,15 @@ def put_back(before: Sequence[tuple[int, Handler]], note: Any) -> None:
 
 
 def call(handlers: dict[int, Handler], came: dict[int, FrameType | None]) -> None:
-    """Call the handlers of what came; one that raises does not keep the others from it."""
+    """Call the handlers of what came; one that raises does not keep the others from it.
+
+    They are handed the frame that calls them. Those where signals came are over, and what was kept
+    of them, in the traceback of what a handler raises, would keep their tensors alive.
+    """
     if came:
         number = next(iter(came))
-        frame = came.pop(number)
+        del came[number]
         try:
-            handlers[number](number, frame)
+            handlers[number](number, sys._getframe())
         finally:
             call(handlers, came)

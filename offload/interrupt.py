@@ -36,7 +36,7 @@ _MAIN = threading.main_thread().ident
 _inside = False
 """Whether something whole is under way."""
 _came: dict[int, FrameType | None] = {}
-"""Signals that came in it, and where the first of each did."""
+"""Signals that came in it, in order; of where they came nothing is kept, see `call`."""
 _presses = 0
 """How often Ctrl-C was among them."""
 _torn: list[str] = []
@@ -52,7 +52,7 @@ On threads other than the main one those within a call are here, too."""
 def _note(number: int, frame: FrameType | None) -> None:
     """The handler while something whole is under way. It raises once at most."""
     global _presses
-    _came.setdefault(number, frame)
+    _came.setdefault(number, None)
     if number == _SIGINT:
         _presses += 1
         if _presses == 2 and _inside:
