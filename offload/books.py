@@ -18,7 +18,11 @@ from offload.task import Task
 
 
 class Books:
-    """A context: the lock is held inside."""
+    """A context, to be entered with the lock held: `with lock, books`.
+
+    The lock's own context is not Python's: no Ctrl-C can come between taking it and having to let
+    it go.
+    """
 
     def __init__(
         self,
@@ -37,7 +41,6 @@ class Books:
         """Tasks that became ready and run on this thread."""
 
     def __enter__(self) -> None:
-        self.lock.acquire()
         self._depth += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -48,7 +51,6 @@ class Books:
                 self._close()
         finally:
             self._depth -= 1
-            self.lock.release()
 
     def ready(self, task: Task) -> None:
         """A task of a lane is ready."""

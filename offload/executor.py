@@ -34,8 +34,12 @@ ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
 
 
-AT_ONCE_BYTES_MAX = 32 << 10
-"""Longest copy within CPU memory that its lane is not woken for: it takes less than a wake-up."""
+AT_ONCE_BYTES_MAX = -1
+"""Longest copy within CPU memory that its lane is not woken for; -1: none is so short.
+
+Up to 32 KiB a copy takes less than a wake-up, but on the user's thread it is one of the operations
+that the user's modes see: selective checkpointing then hands out what is not its own.
+"""
 
 BytesOf = Callable[[Use], torch.Tensor]
 """Gives the flat bytes of a use, wherever its chunk has its staging slot."""

@@ -125,9 +125,10 @@ class Gradients(Collected):
         now.apart.discard(parameter)
         now.shown[parameter] = window = self._seen(unit, parameter)
         now.kept.add(parameter)
-        if window.data_ptr() == gradient.data_ptr():
-            return
-        if _may_be_shown(gradient, window):
+        if _lies_in(gradient, window):
+            if not _is_same(gradient, window):  # `p.grad = p.grad.t()`
+                window.copy_(gradient.clone())
+        elif _may_be_shown(gradient, window):
             now.shown[parameter] = gradient
             now.apart.add(parameter)
         else:
@@ -168,7 +169,10 @@ class Gradients(Collected):
                         f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
                         "gradient of the parameter's shape"
                     )
-                if shown.data_ptr() != here.data_ptr():
+                if not _is_same(shown, here):
+                    if _lies_in(shown, here):  # `p.grad.t_()`
+                        with torch.no_grad():
+                            shown.data = shown.clone()
                     here.copy_(shown)
                     now.apart.add(parameter)  # By `p.grad.data = ...`, where it was not yet.
             if now.copied is not None:
@@ -270,6 +274,17 @@ class Gradients(Collected):
         shown = self.show(unit, parameter)
         if shown is not None:
             shown.zero_()
+
+
+def _is_same(gradient: torch.Tensor, window: torch.Tensor) -> bool:
+    """Whether these are the very elements of a gradient's home, in their order."""
+    return gradient.data_ptr() == window.data_ptr() and gradient.stride() == window.stride()
+
+
+def _lies_in(gradient: torch.Tensor, window: torch.Tensor) -> bool:
+    """Whether an assigned gradient is a view of its own home."""
+    start = window.data_ptr()
+    return start <= gradient.data_ptr() < start + max(1, window.nbytes)
 
 
 def _may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:

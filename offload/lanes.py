@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,7 @@ class Lanes:
         With `passage` it is one of the ops of a chunk, and starts after `seal`. What is shorter
         than to wake its lane runs `at_once`, on the thread that makes it ready.
         """
-        with self._books:
+        with self._lock, self._books:
             self._serial += 1
             task = Task(op, run, key, self._serial, passage, at_once=at_once)
             self._schedule.add(task, waits)
@@ -131,12 +132,12 @@ class Lanes:
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
-        with self._books:
+        with self._lock, self._books:
             self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self._books:
+        with self._lock, self._books:
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     self._schedule.cancel(task)
@@ -183,7 +184,7 @@ class Lanes:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         self.join(task)
         fences = [self._device.fence(stream) for stream in task.streams]
-        with self._books:
+        with self._lock, self._books:
             task.fences = [fence for fence in fences if fence is not None]
             self._finish(task)
             if self._trace is not None:
@@ -266,10 +267,11 @@ class Lanes:
                 thread.join()
         then()
 
-    @property
-    def together(self) -> Books:
+    @contextmanager
+    def together(self) -> Iterator[None]:
         """A context: what is queued inside is made known to the lanes at its end."""
-        return self._books
+        with self._lock, self._books:
+            yield
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
@@ -344,7 +346,7 @@ class Lanes:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
         except BaseException as caught:
             error = caught
-        with self._books:
+        with self._lock, self._books:
             now = self.count(task.op, start)
             task.run, task.fences = _nothing, []  # What its function held can go.
             if error is not None:

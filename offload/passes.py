@@ -162,7 +162,7 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        with self._executor.lanes.together:
+        with self._executor.lanes.together():
             for position in range(start, len(now.order)):
                 now.queue.append(self._entry(now, now.order[position], position))
 

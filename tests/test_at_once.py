@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from offload import executor
+from offload.books import Books
 from offload.device import Device
 from offload.lanes import EngineError
 from offload.program import Verb
@@ -90,3 +91,36 @@ def test_one_that_fails_ends_the_engine(tmp_path: Path, monkeypatch: pytest.Monk
             run.loss()
         assert isinstance(caught.value.__cause__, OSError)
         monkeypatch.undo()
+
+
+def test_the_lock_is_let_go_whatever_ends_the_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a second Ctrl-C does, at the entry of what ends them."""
+
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with attached(PLACEMENTS[0], tmp_path) as run:
+        lanes: Any = run.engine.executor.lanes
+        for name in ("__enter__", "__exit__"):
+            with monkeypatch.context() as patch:
+                patch.setattr(Books, name, pressed)
+                with pytest.raises(KeyboardInterrupt):
+                    lanes.cancel([])
+            assert free(lanes._lock), name
+
+
+def free(lock: Any) -> bool:
+    """Whether another thread can have a lock."""
+    found = []
+
+    def take() -> None:
+        found.append(lock.acquire(timeout=5))
+        if found[0]:
+            lock.release()
+
+    other = threading.Thread(target=take)
+    other.start()
+    other.join()
+    return bool(found[0])
