@@ -2,10 +2,9 @@
 
     PYTHONPATH=. python benchmarks/hooks.py
 
-A unit is one small linear layer, so nearly all of the time is Python. Copies of the smallest run on
-the user's thread (`offload.executor.AT_ONCE_BYTES_MAX`); those of the wide ones go through the
-lanes, as all do in real models. Given are microseconds per unit and pass, medians over rounds that
-take turns: of the user's thread, and of all threads of the process (the lanes take the GIL too).
+A unit is one small linear layer, or a wider one, so nearly all of the time is Python. Given are
+microseconds per unit and pass, medians over rounds that take turns: of the user's thread, and of
+all threads of the process (the lanes take the GIL too).
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The lock of the lanes, and what is done when it is let go.
 
 [Note: Books]
-Tasks are queued, begun and ended under one lock. When it is let go, what is to run at once runs
-first, then lanes that have something to do are woken: each once, however much was queued for it, as
-a lane that wakes takes the GIL from who queues. What is raised under the lock leaves the books half
-written, and ends everything.
+Tasks are queued, begun and ended under one lock. When it is let go, lanes that have something to
+do are woken: each once, however much was queued for it, as a lane that wakes takes the GIL from who
+queues. What is raised under the lock leaves the books half written, and ends everything.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from offload.program import Lane
@@ -24,21 +22,14 @@ class Books:
     it go.
     """
 
-    def __init__(
-        self,
-        lanes: Iterable[Lane],
-        run: Callable[[Task], None],
-        fail: Callable[[BaseException], None],
-    ):
-        """Of these lanes; `run` runs a task at once, and `fail` ends everything with an error."""
+    def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
+        """Of these lanes; `fail` ends everything with an error."""
         self.lock = threading.RLock()
-        self._run, self._fail = run, fail
+        self._fail = fail
         self._depth = 0
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
         self._woken: set[Lane] = set()
         """Lanes that are to be told that they have something to do."""
-        self._at_once: deque[Task] = deque()
-        """Tasks that became ready and run on this thread."""
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -47,17 +38,16 @@ class Books:
         try:
             if error is not None:
                 self._fail(error)
-            elif self._depth == 1 and (self._at_once or self._woken):
-                self._close()
+            elif self._depth == 1 and self._woken:
+                for lane in self._woken:
+                    self._wake[lane].notify()
+                self._woken.clear()
         finally:
             self._depth -= 1
 
     def ready(self, task: Task) -> None:
         """A task of a lane is ready."""
-        if task.at_once:
-            self._at_once.append(task)
-        else:
-            self._woken.add(task.op.lane)
+        self._woken.add(task.op.lane)
 
     def sleep(self, lane: Lane) -> None:
         """Let the thread of a lane, which holds the lock, wait until it has something to do."""
@@ -67,14 +57,3 @@ class Books:
         """Wake every lane; the lock is held."""
         for wake in self._wake.values():
             wake.notify_all()
-
-    def _close(self) -> None:
-        try:
-            while self._at_once:
-                self._run(self._at_once.popleft())
-        except BaseException as error:
-            self._fail(error)
-            raise
-        for lane in self._woken:
-            self._wake[lane].notify()
-        self._woken.clear()

@@ -138,9 +138,9 @@ class Engine:
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        ended = whole(partial(self._graph_ended, graph))
-        self._graphs[graph] = weakref.ref(ended)
-        torch.autograd.Variable._execution_engine.queue_callback(ended)  # type: ignore
+        end = whole(partial(self._graph_ended, graph))
+        self._graphs[graph] = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""

@@ -34,13 +34,6 @@ ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
 
 
-AT_ONCE_BYTES_MAX = -1
-"""Longest copy within CPU memory that its lane is not woken for; -1: none is so short.
-
-Up to 32 KiB a copy takes less than a wake-up, but on the user's thread it is one of the operations
-that the user's modes see: selective checkpointing then hands out what is not its own.
-"""
-
 BytesOf = Callable[[Use], torch.Tensor]
 """Gives the flat bytes of a use, wherever its chunk has its staging slot."""
 
@@ -55,8 +48,6 @@ class Known:
     writes: tuple[object, ...]
     run: Run | None
     """What it does, where that is always the same."""
-    at_once: bool = False
-    """Whether its lane is not woken for it."""
 
 
 class Executor:
@@ -88,7 +79,6 @@ class Executor:
         except BaseException:
             self._release()
             raise
-        self._copies_at_once = device.is_host and pace is None
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
         self._board: Scoreboard[Task] = Scoreboard(
@@ -130,14 +120,17 @@ class Executor:
             return Known(op, reads, writes, None)
         if op.bytes > copies.PIECE_BYTES_MAX:
             return Known(op, reads, writes, self._mover(op, None))
-        at_once = self._copies_at_once and op.bytes <= AT_ONCE_BYTES_MAX
-        return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes), at_once)
+        return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes))
 
     def issue_known(
         self, known: Known, pass_number: int, run: Callable[[], None] | None = None
     ) -> Task:
         """As `issue`."""
-        return self._submit(known, pass_number, known.run or run or self._mover(known.op, None))
+        work = known.run or run
+        if work is None:
+            assert known.op.verb is Verb.MOVE
+            work = self._mover(known.op, None)
+        return self._submit(known, pass_number, work)
 
     def issue_chunk(
         self,
@@ -180,7 +173,7 @@ class Executor:
         reads, writes = known.reads, known.writes
         key: Key = (pass_number, known.op.deadline)
         waits = self._board.waits(reads, writes)
-        task = self.lanes.submit(known.op, waits, key, run, passage, at_once=known.at_once)
+        task = self.lanes.submit(known.op, waits, key, run, passage)
         self._board.note(task, reads, writes)
         return task
 

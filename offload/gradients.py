@@ -121,17 +121,22 @@ class Gradients(Collected):
         if now.shown.get(parameter) is gradient:
             return  # As `p.grad *= 2` ends.
         self._executor.quiesce("gradient", unit)
-        self._give_up(unit, parameter)
-        now.apart.discard(parameter)
-        now.shown[parameter] = window = self._seen(unit, parameter)
-        now.kept.add(parameter)
-        if _lies_in(gradient, window):
-            if not _is_same(gradient, window):  # `p.grad = p.grad.t()`
-                window.copy_(gradient.clone())
-        elif _may_be_shown(gradient, window):
-            now.shown[parameter] = gradient
-            now.apart.add(parameter)
+        window = self._seen(unit, parameter)
+        same = _is_same(gradient, window)  # `p.grad = p.grad.detach()`
+        if same:
+            self._let_go(unit, parameter)
         else:
+            if _lies_in(gradient, window):  # `p.grad = p.grad.t()`
+                with torch.no_grad():
+                    gradient.data = gradient.clone()
+            self._give_up(unit, parameter)
+        now.apart.discard(parameter)
+        now.kept.add(parameter)
+        shows = _may_be_shown(gradient, window)
+        now.shown[parameter] = gradient if shows else window
+        if not same and shows:
+            now.apart.add(parameter)
+        elif not same:
             window.copy_(gradient)
 
     def begin_backward(self, others: Iterable[tuple[str, torch.Tensor]]) -> None:

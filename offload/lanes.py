@@ -69,7 +69,7 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._books = Books(lanes, self._run_at_once, self.fail)
+        self._books = Books(lanes, self.fail)
         self._lock = self._books.lock
         self._changed = threading.Condition(self._lock)
         self._blocked = 0
@@ -116,17 +116,14 @@ class Lanes:
         key: Key,
         run: Run | None = None,
         passage: Passage | None = None,
-        *,
-        at_once: bool = False,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
 
-        With `passage` it is one of the ops of a chunk, and starts after `seal`. What is shorter
-        than to wake its lane runs `at_once`, on the thread that makes it ready.
+        With `passage` it is one of the ops of a chunk, and starts after `seal`.
         """
         with self._lock, self._books:
             self._serial += 1
-            task = Task(op, run, key, self._serial, passage, at_once=at_once)
+            task = Task(op, run, key, self._serial, passage)
             self._schedule.add(task, waits)
         return task
 
@@ -355,12 +352,6 @@ class Lanes:
             self._finish(task)
             if self._trace is not None:
                 self._trace.ran.append(Ran(lane, task.op, start, now))
-
-    def _run_at_once(self, task: Task) -> None:
-        """Run a task that became ready under the lock, unless it was taken back."""
-        if task.state is State.READY and self._failure is None and not self._closing:
-            task.go(State.RUNNING)
-            self._run(task.op.lane, task)
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""

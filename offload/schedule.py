@@ -151,7 +151,7 @@ class Schedule:
             self._queue(task, last)
 
     def _queue(self, task: Task, last: Task | None) -> None:
-        if task.run is not None and not task.at_once:
+        if task.run is not None:
             heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
         self._on_ready(task, last)
 

@@ -74,7 +74,6 @@ class Task:
     """One op in one step."""
 
     __slots__ = (
-        "at_once",
         "began_at",
         "begun",
         "cancelled",
@@ -101,11 +100,7 @@ class Task:
         key: Key,
         serial: int,
         passage: Passage | None = None,
-        *,
-        at_once: bool = False,
     ):
-        self.at_once = at_once
-        """Whether it runs on the thread that makes it ready, and not on its lane."""
         self.op = op
         self.run = run
         self.key = key

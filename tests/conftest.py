@@ -9,8 +9,6 @@ import signal
 import pytest
 import torch
 
-from offload import executor
-
 # Small tensors on shared cores: threads that wait for one another cost more than they give.
 torch.set_num_threads(1)
 
@@ -20,12 +18,6 @@ os.environ["OFFLOAD_MACHINE"] = os.devnull
 # A shell lets what it runs in its background ignore Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.fixture(autouse=True)
-def _lanes_do_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The small values of tests go through the lanes as large ones do, but in `test_at_once`."""
-    monkeypatch.setattr(executor, "AT_ONCE_BYTES_MAX", -1)
 
 
 def pytest_collection_finish() -> None:

@@ -270,6 +270,13 @@ def set_gradients(loop: Loop) -> None:
         parameter.grad = torch.full(tuple(parameter.shape), 0.25, dtype=torch.bfloat16)
 
 
+def set_expanded_gradients(loop: Loop) -> None:
+    """Those are copied, as no sum can be written to them."""
+    for parameter in loop.some_parameters():
+        one = torch.full((1,) * parameter.ndim, 0.25, dtype=torch.bfloat16)
+        parameter.grad = one.expand_as(parameter)
+
+
 def zero_gradients(loop: Loop) -> None:
     loop.run.optimizer.zero_grad(set_to_none=False)
 

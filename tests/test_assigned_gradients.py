@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import offload
 from tests.small import adamw, config, small, tokens
 from tests.training import (
     RESIDENT,
+    Net,
     Run,
     assert_same,
     attached,
@@ -177,6 +179,47 @@ def test_data_of_another_shape_is_refused(tmp_path: Path) -> None:
         weight.grad.data = right
         run.step()
         plain(run, 1)
+
+
+def squares() -> Net:
+    """With a square matrix in each block: turned, a gradient of it has its shape still."""
+    net = Net(layers=3)
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = nn.Sequential(OrderedDict(inner=block, square=nn.Linear(32, 32)))
+    return net
+
+
+OTHER_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "turned": lambda gradient: gradient.t(),
+    "turned in place": lambda gradient: gradient.t_(),
+    "one row for all": lambda gradient: gradient[:1].expand_as(gradient),
+    "detached": lambda gradient: gradient.detach(),
+    "rows in another order": lambda gradient: gradient.flip(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@each_placement
+@pytest.mark.parametrize("change", OTHER_VIEWS)
+def test_a_view_of_what_it_was_is_taken_as_assigned(
+    change: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """Its memory is the gradient's own, but another number of it stands in each place."""
+
+    def reordered(run: Run, number: int) -> None:
+        weight: Any = run.model.blocks[number].square.weight  # type: ignore[union-attr,index]
+        run.loss().backward()
+        weight.grad = given = OTHER_VIEWS[change](weight.grad)
+        assert weight.grad is given
+        run.extra.append(given.tolist())
+        if change != "one row for all":  # torch refuses to add to that
+            run.loss().backward()
+            run.extra.append(given.tolist())
+        run.step()
+
+    ours = train(placement, tmp_path, reordered, build=squares, dtype=torch.float32)
+    alone = train_alone(reordered, build=squares, dtype=torch.float32)
+    assert_same(without_idle_states(ours), without_idle_states(alone))
 
 
 @each_placement

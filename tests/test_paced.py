@@ -40,6 +40,7 @@ from tests.paced_loops import (
     look_at_states,
     nap,
     save_states,
+    set_expanded_gradients,
     set_gradients,
     step_and_keep_gradients,
     step_elsewhere,
@@ -61,6 +62,7 @@ LATER = {**LATE, "host_pauses_s": 1e-1}
 AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
+    "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
     "put a copy home": (
         "cpu-nvme-cpu",
         [hold_gradients, step_and_keep_gradients, edit_held],

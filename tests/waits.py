@@ -298,8 +298,8 @@ WAITS = (
     Wait(
         "gradients: before one is replaced",
         "gradients",
-        '        self._executor.quiesce("gradient", unit)\n        if now.shown.get',
-        "        if now.shown.get",
+        '        self._executor.quiesce("gradient", unit)\n        window = self._seen',
+        "        window = self._seen",
     ),
     Wait(
         "gradients: before those shown are put home",
@@ -315,10 +315,10 @@ WAITS = (
     ),
     Wait(
         "gradients: for the place where they are collected",
-        "gradients",
+        "collected",
         "            self._executor.lanes.begin(task)\n        except",
-        "            self._executor.lanes.begin(self._executor.reserve(replace(op, writes=()), "
-        "self._passes.number))\n        except",
+        "            self._executor.lanes.begin(self._executor.reserve(type(known)("
+        "known.op, known.reads, (), None), self._passes.number))\n        except",
     ),
     Wait(
         "sleep: for a piece before it is filled again",
