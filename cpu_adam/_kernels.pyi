@@ -32,6 +32,17 @@ def run(
     checked.
     """
 
+def answers_are(
+    questions: npt.NDArray[np.int64],
+    handles: npt.NDArray[np.int64],
+    expected: npt.NDArray[np.int64],
+) -> bool:
+    """Whether functions in C, by their addresses, answer what is expected.
+
+    Each is called with the address of each handle. expected: a row for each handle, with a number
+    for each question.
+    """
+
 def sum_of_squares(kernel: int, gradient: int, address: int, elements: int) -> float:
     """The sum of squares of a gradient at an address, in the order of the reference."""
 

@@ -25,6 +25,7 @@ state without its momentum has not begun.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, is_
@@ -38,7 +39,7 @@ from torch import Tensor
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.interrupt import whole
-from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent, storage_bytes
+from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent, in_waves, storage_bytes
 from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
 from cpu_adam.spans import Span, Turns
@@ -87,7 +88,7 @@ class _Call:
 
 
 class Batch:
-    """Members that are updated together, or one after the other where they share memory."""
+    """Members that are updated together, but for those that share memory: these take turns."""
 
     def __init__(self, due: Due, members: Sequence[Member], setting: object) -> None:
         """setting: what else the layout depends on."""
@@ -106,14 +107,14 @@ class Batch:
             for member, step in zip(members, self._steps.unbind()):
                 member.kept[STEP] = step
         self._weights = [local(p).detach() for p in due.parameters]
-        slots = [local(slot) for member in members for slot in member.slots.values()]
         sizes = [w.numel() * dtype.itemsize for w, dtype in zip(self._weights, self._dtypes)]
         self._sizes = np.array(sizes, np.int64)
         self._plain = all(
             type(g) in PLAIN and g.is_contiguous() and not g.is_neg() for g in due.gradients
         )
-        self._apart = not Ranges(self._weights).overlap()
-        self._writes = Ranges([*self._weights, *slots])
+        written = [(w, *map(local, m.slots.values())) for w, m in zip(self._weights, members)]
+        self._waves = in_waves(written)
+        self._writes = Ranges(itertools.chain.from_iterable(written))
         self._scratch: Tensor | None = None
         self._turns: list[int] = []
         self._calls: list[_Call] = []
@@ -232,10 +233,8 @@ class Batch:
         return [*found, list(map(Tensor.data_ptr, slots))]
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Call]:
-        everything = range(len(self._members))
-        waves = [list(everything)] if self._apart else [[i] for i in everything]
         calls = []
-        for wave in waves:
+        for wave in self._waves:
             kinds: dict[tuple[str, torch.dtype], list[int]] = {}
             for i in wave:
                 kind = (self._members[i].format.name, self._dtypes[i])
@@ -244,7 +243,7 @@ class Batch:
         return calls
 
     def _call(self, indices: list[int], turns: Sequence[int]) -> _Call:
-        spans, staged = [], []
+        spans, staged, shared = [], [], set[str]()
         for i in indices:
             member, weight = self._members[i], self._weights[i]
             stage = weight
@@ -255,10 +254,11 @@ class Batch:
             for slot in member.format.slots:
                 if slot.name not in slots:
                     slots[slot.name] = self._unread(slot, weight.numel())
+                    shared.add(slot.name)
             spans.append(Span(stage.view(-1), None, slots, turns[i]))
         counts = torch.zeros_like(self._steps)
         counts[indices] = 1
-        table = UpdateTable(spans, self._members[indices[0]].format)
+        table = UpdateTable(spans, self._members[indices[0]].format, shared)
         return _Call(indices, np.array(indices, np.int64), table, staged, counts)
 
     def _unread(self, slot: Slot, elements: int) -> Tensor:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import STEPS, Hyper, refusal
-from cpu_adam.spans import Part
+from cpu_adam.memory import in_waves
+from cpu_adam.spans import Part, Span
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What a gradient may be, in the order in which native kernels number it."""
@@ -53,7 +55,33 @@ def check_start(first_element: int, format: StateFormat) -> None:
         )
 
 
-def check_part(part: Part, chunk_elements: int, format: StateFormat) -> None:
+def check_parts(parts: Sequence[Part], chunk_elements: int, format: StateFormat) -> None:
+    """Raise ValueError unless parts lie in their chunk, apart, and may start and end there."""
+    for part in parts:
+        _check_part(part, chunk_elements, format)
+    for one, other in pairwise(sorted(part for part in parts if part.elements)):
+        if other.start < one.start + one.elements:
+            raise ValueError(
+                f"asked for the update of parts that lie apart in their chunk; found "
+                f"{one.elements} elements from {one.start} on and {other.elements} from "
+                f"{other.start} on; likely cause: a part that is given twice; try: each "
+                f"element in one part"
+            )
+
+
+def check_apart(spans: Sequence[Span], format: StateFormat, shared: Collection[str]) -> None:
+    """Raise ValueError where two spans, contiguous, share other memory than slots of such names."""
+    names = [slot.name for slot in format.slots if slot.name not in shared]
+    waves = in_waves([(span.weight, *map(span.record_views.__getitem__, names)) for span in spans])
+    if len(waves) > 1:
+        raise ValueError(
+            f"asked for a table of spans that share no memory, as they are updated at once; found "
+            f"number {waves[1][0]} of {len(spans)} on memory of one before it; likely cause: a "
+            f"span that is given twice, or slots of another span; try: a table for each of the two"
+        )
+
+
+def _check_part(part: Part, chunk_elements: int, format: StateFormat) -> None:
     """Raise ValueError unless a part lies in its chunk and may start and end there."""
     start, elements = part.start, part.elements
     end = start + elements

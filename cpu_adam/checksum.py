@@ -1,7 +1,8 @@
 """CRC32C (Castagnoli; RFC 3720) of bytes in memory: compiled where it can be, numpy elsewhere.
 
-Imports no torch, so that whoever describes files can use it. See [Note: CRC32C] in src/crc32c.cpp
-for the arithmetic, which is the same here.
+Knows bytes only, so that whoever describes files can use it: a tensor is told by its `data_ptr`
+(that torch is imported is the package's doing, not this file's). See [Note: CRC32C] in
+src/crc32c.cpp for the arithmetic, which is the same here.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """State formats: which slots the state of a parameter has, and where they lie in a record.
 
-Pure data and arithmetic; imports no torch, so that planners can use it. A record is the optimizer
-state of one chunk of `elements` parameters: its slots one after the other, each an array of one
-item per element or per group of elements, each starting on a cache line, the whole padded to a
-cache line. (Padding to disk blocks belongs to whoever writes files.) The typed views of a record
-are `cpu_adam.views`.
+Pure data and arithmetic, in which dtypes are names, so that planners can use it. (That torch is
+imported is the package's doing, not this file's.) A record is the optimizer state of one chunk of
+`elements` parameters: its slots one after the other, each an array of one item per element or per
+group of elements, each starting on a cache line, the whole padded to a cache line. (Padding to disk
+blocks belongs to whoever writes files.) The typed views of a record are `cpu_adam.views`.
 """
 
 from __future__ import annotations

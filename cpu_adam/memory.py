@@ -5,23 +5,35 @@ Native calls take addresses. A wrapper subclass (DTensor, a fake tensor, what a 
 deliver) has none, nor has a storage that was resized to nothing; one that was made smaller ends
 before its tensor does; torch's zero tensors are numbers without memory, and a tensor with the
 negative bit holds the opposite of what lies there.
+
+[Note: Asked in C]
+A table asks all its tensors before each call where they are. An update leaves none of them in
+cache, and a method of Python's takes some fifty nanoseconds besides: thousands of tensors are a
+matter of milliseconds. So they are asked through torch's C interface (shim.h of its AOTInductor,
+whose functions stay from version to version), by a loop in C that knows no more of them than that
+they answer a number. Their handle is the address of a `Tensor` of C++, which is a pointer to what
+`_cdata` gives. What they answer is first compared with what Python's methods say; where that
+differs, or they are missing, those are asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from cpu_adam.choice import kernel
+
 Addresses = npt.NDArray[np.int64]
 """Addresses in memory, in bytes."""
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """The classes whose objects are nothing but tensors."""
-FEW = 64
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
 
@@ -80,30 +92,43 @@ def storage_bytes(tensors: Iterable[Tensor]) -> list[int]:
     return list(map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors)))
 
 
-class Storages:
-    """The storages of tensors whose addresses are kept: each one once, held on to.
+class Places:
+    """Where tensors lie and how large their storages are: see [Note: Asked in C].
 
-    An address stays right while the storage that it lies in is where it was and as large as it was.
+    An address stays right while its tensor is where it was and the storage as large as it was. The
+    tensors are held.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {storage._cdata: storage for storage in map(Tensor.untyped_storage, tensors)}
-        self._storages = list(found.values())
-        self._places = self._look()
+        self._tensors = list(tensors)
+        self._handles = np.array([x._cdata for x in self._tensors], np.int64)
+        self._seen = self._look()
+        here = _questions() is not None and all(x.is_cpu for x in self._tensors)
+        self._native = kernel().native if here else None
+        if self._native is not None and self.moved():  # Other answers than Python's: never seen.
+            self._native = None
 
     def moved(self) -> bool:
-        """Whether one of them is elsewhere or of another size than at first."""
-        return not np.array_equal(self._look(), self._places)
+        """Whether one of them is elsewhere, or has a storage of another size, than at first."""
+        if self._native is not None:
+            return not self._native.answers_are(_questions(), self._handles, self._seen)
+        return not np.array_equal(self._look(), self._seen)
 
     def _look(self) -> Addresses:
-        """Address and size of each, of a few at a time: an update leaves none in cache."""
-        kind = torch.UntypedStorage
-        found = np.empty((2, len(self._storages)), np.int64)
-        for first in range(0, len(self._storages), FEW):
-            some = self._storages[first : first + FEW]
-            for row, ask in zip(found, (kind.data_ptr, kind.nbytes)):
-                row[first : first + FEW] = np.fromiter(map(ask, some), np.int64, len(some))
-        return found
+        """A row for each: its address, and the bytes of its storage."""
+        rows = zip(map(Tensor.data_ptr, self._tensors), storage_bytes(self._tensors))
+        return np.array([*rows], np.int64).reshape(-1, 2)
+
+
+@cache
+def _questions() -> Addresses | None:
+    """Addresses of the functions in C that `Places` asks; None where torch has none such."""
+    try:
+        library = ctypes.CDLL(torch._C.__file__)  # And what that was linked with.
+        found = [library.aoti_torch_get_data_ptr, library.aoti_torch_get_storage_size]
+    except (AttributeError, OSError):
+        return None
+    return np.array([ctypes.cast(x, ctypes.c_void_p).value for x in found], np.int64)
 
 
 def readable(x: Tensor) -> Tensor:
@@ -132,10 +157,6 @@ class Ranges:
         self._starts: Addresses = ranges[:, 0]
         self._ends = np.maximum.accumulate(ranges[:, 1])
 
-    def overlap(self) -> bool:
-        """Whether any two of them may share memory."""
-        return bool((self._starts[1:] < self._ends[:-1]).any())
-
     def touched_by(self, starts: Addresses, ends: Addresses) -> list[int]:
         """Indices of other ranges, each from a first byte to before an end, that overlap these."""
         if not len(self._starts):
@@ -144,6 +165,29 @@ class Ranges:
         first = np.searchsorted(self._ends, starts, side="right")
         nearest = np.append(self._starts, np.iinfo(np.int64).max)[first]
         return [int(i) for i in np.flatnonzero((nearest < ends) & (starts < ends))]
+
+
+def in_waves(owners: Sequence[Iterable[Tensor]]) -> list[list[int]]:
+    """Numbers of owners of tensors: each in the first wave in which it may share no memory.
+
+    Owners whose tensors may share memory, going by first and last bytes, come in waves one after
+    the other, in their own order: as many as the longest chain of them has members.
+    """
+    found = [(*extent(x), i) for i, owned in enumerate(owners) for x in owned if x.numel()]
+    starts, ends, owner = np.array(sorted(found), np.int64).reshape(-1, 3).T
+    apart = starts[1:] >= np.maximum.accumulate(ends)[:-1]  # From all that begin before.
+    clusters: list[set[int]] = [set() for _ in owners]
+    for i, cluster in zip(owner.tolist(), [0, *np.cumsum(apart).tolist()]):
+        clusters[i].add(cluster)
+    waves: list[list[int]] = []
+    taken: dict[int, int] = {}  # By cluster the waves that have one of its owners.
+    for i, mine in enumerate(clusters):
+        wave = max((taken.get(cluster, 0) for cluster in mine), default=0)
+        taken.update(dict.fromkeys(mine, wave + 1))
+        if wave == len(waves):
+            waves.append([])
+        waves[wave].append(i)
+    return waves
 
 
 def _refusal(x: Tensor, found: str) -> str:

@@ -8,7 +8,7 @@ kernel serves go to the reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -20,9 +20,10 @@ from torch import Tensor
 from cpu_adam import reference
 from cpu_adam.checks import (
     GRADIENT_DTYPES,
+    check_apart,
     check_gradient,
     check_halves,
-    check_part,
+    check_parts,
     check_span,
     check_start,
     check_sum,
@@ -32,7 +33,7 @@ from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import Addresses, Storages, are_native, readable
+from cpu_adam.memory import Addresses, Places, are_native, readable
 from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Turns
 
 _GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
@@ -84,10 +85,10 @@ def update_parts(
 ) -> Checksums | None:
     """Update parts of one chunk, each by its turn, by one native call.
 
-    weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. The parts
-    must not overlap; what lies in none of them is left alone, but for what follows the end of a
-    parameter in its last group. turns: hyper-parameters and number of
-    the step. Raises ValueError where something does not fit, before anything is changed.
+    weight, gradient, record_views: of the whole chunk, as `reference.update` takes them. What lies
+    in none of the parts is left alone, but for what follows the end of a parameter in its last
+    group. turns: hyper-parameters and number of the step. Raises ValueError where something does
+    not fit or parts overlap, before anything is changed.
 
     workspace: for tensors that no kernel serves, see `reference.update`.
 
@@ -96,8 +97,7 @@ def update_parts(
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
     check_span(weight, gradient, slots, format)
     check_turns(turns, {part.turn for part in parts}, format)
-    for part in parts:
-        check_part(part, weight.numel(), format)
+    check_parts(parts, weight.numel(), format)
     chosen = _kernel_for(weight, gradient, *slots)
     if chosen is None:
         spans = []
@@ -129,24 +129,29 @@ class UpdateTable:
     their addresses, too.
     """
 
-    def __init__(self, spans: Sequence[Span], format: StateFormat) -> None:
-        """All of one format. Raises ValueError for anything else."""
+    def __init__(
+        self, spans: Sequence[Span], format: StateFormat, shared: Collection[str] = ()
+    ) -> None:
+        """All of one format. Raises ValueError for anything else, and where spans share memory.
+
+        shared: slots that they may share, as the turns of those that do leave them alone.
+        """
         self._format = format
         self._spans = spans = [span.detached() for span in spans]
         names = [slot.name for slot in format.slots]
         slots_of = [[s.record_views[n] for n in names if n in s.record_views] for s in spans]
-        rows = []  # of a table: see src/sweep.h
+        columns, rows = ADDRESS_COLUMNS + 2 + len(format.slots), []  # of a table: see src/sweep.h
         for span, slots in zip(spans, slots_of):
             check_span(span.weight, span.gradient, slots, format)
             check_start(span.first_element, format)
             at = (x.data_ptr() for x in (span.weight, *slots))
             rows.append((span.weight.numel(), span.turn, span.first_element, 0, *at))
-        columns = ADDRESS_COLUMNS + 2 + len(format.slots)
         self._rows = np.array(rows, np.int64).reshape(len(spans), columns)
         tensors = [x for s, slots in zip(spans, slots_of) for x in (s.weight, *slots)]
-        self._native = are_native(tensors)
-        self._tensors = tensors
-        self._storages = Storages(tensors)
+        self._tensors, self._native = tensors, are_native(tensors)
+        if self._native:
+            check_apart(spans, format, shared)
+        self._places = Places(tensors)
         self._written = [x for x in tensors if not x.is_inference()]
         self._turns = {span.turn for span in spans}
         self._elements = [span.weight.numel() for span in spans]
@@ -164,7 +169,7 @@ class UpdateTable:
         own = [gradient.detach() for gradient in gradients]
         self._check(own)
         self._own, self._own_addresses = own, _addresses(own) if are_native(own) else None
-        self._storages = Storages([*self._tensors, *own])
+        self._places = Places([*self._tensors, *own])
 
     def update(
         self,
@@ -191,7 +196,7 @@ class UpdateTable:
                 "asked for an update by the gradients of the table; found spans without; likely "
                 "cause: a table built for gradients that each step brings; try: update(gradients=)"
             )
-        if not looked_at and self._storages.moved():
+        if not looked_at and self._places.moved():
             raise ValueError(
                 "asked for the update of tensors where they were when the table was built; found "
                 "a storage that has moved or is of another size; likely cause: resize_ of a "

@@ -15,6 +15,7 @@ where averaged weights are swapped in and out. Who wants the edited value as the
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -142,15 +143,27 @@ class CPUOptimizer(torch.optim.Optimizer):
         if self._must_skip(due):
             self.skipped_steps += 1
             return
+        scale = self._scale()
         if batch is None:
             pairs = list(zip(due.parameters, due.groups))
             for parameter, number in pairs:
                 self._check_member(parameter, number)
             members = [self._member(parameter, number) for parameter, number in pairs]
             batch = self._batch = Batch(due, members, setting)
-        grad_scale = getattr(self, "grad_scale", None)
-        scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
         batch.run(hypers, due.gradients, scale, self.state)
+
+    def _scale(self) -> float:
+        """What gradients are multiplied by: GradScaler says what they were multiplied by before."""
+        grad_scale = getattr(self, "grad_scale", None)
+        divisor = 1.0 if grad_scale is None else float(grad_scale)
+        if not 0.0 < divisor < math.inf:
+            raise ValueError(
+                f"asked for a step by gradients that are divided by grad_scale, a positive number; "
+                f"found {divisor}; likely cause: a GradScaler whose scale was halved to "
+                f"nothing, as no gradient was finite; try: look for the first NaN of the forward "
+                f"pass"
+            )
+        return 1.0 / divisor
 
     def _due(self) -> Due:
         due = Due([], [], [])

@@ -202,7 +202,7 @@ def test_table_takes_other_gradients_and_serves_the_reference() -> None:
 def test_table_refuses_what_does_not_fit() -> None:
     state = State("fp32", 10, torch.float32)
     span = state.copy_in_place(slice(None))
-    half = Span(span.weight, span.gradient.half(), span.record_views)
+    half = Span(*(x.clone() for x in (span.weight, span.gradient.half())), state.clone().slots)
     with pytest.raises(ValueError, match="one dtype"):
         UpdateTable([span, half], state.format)
     with pytest.raises(ValueError, match="fp32 update"):

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
 import cpu_adam
-from cpu_adam import CPUSGD, CPUAdam, choice
+from cpu_adam import CPUSGD, CPUAdam, UpdateTable, choice
 from tests.optimizers import (
     FOUR_PARTS,
     OURS,
@@ -294,6 +294,35 @@ def test_gradients_that_lie_in_weights_are_copied_first(kind: str) -> None:
             p.grad = gradient if alias else gradient.clone()
         optimizer.step()
         results.append(base)
+    assert_same(results[:1], results[1:])
+
+
+@every_optimizer
+def test_parameters_that_share_memory_take_turns(kind: str, monkeypatch: Any) -> None:
+    """As torch takes them one by one, in their order; all that share none go in the first call."""
+    calls: list[int] = []
+    original = UpdateTable.update
+
+    def counted(self: UpdateTable, *arguments: Any, **options: Any) -> Any:
+        calls.append(len(options["gradients"]))
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(UpdateTable, "update", counted)
+    results = []
+    for together in (True, False):
+        base = torch.randn(40, 10, generator=torch.Generator().manual_seed(0))
+        views = [base[:5], base[3:8], base[7:9], *(row for row in base[10:39]), base[39, ::2]]
+        params = [nn.Parameter(view) for view in [*views, base[39, 1::2], base[8:10, :4]]]
+        optimizers = [OURS[kind]([p], lr=0.1) for p in params]
+        if together:
+            optimizers = [OURS[kind](params, lr=0.1)]
+        for step in range(3):
+            set_gradients(params, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append(base)
+        if together:
+            assert calls == 3 * [len(params) - 4, 2, 1, 1]
     assert_same(results[:1], results[1:])
 
 

@@ -49,6 +49,25 @@ def test_a_gradient_scale_that_overflows_warns_of_nothing() -> None:
     assert torch.isinf(p).all()
 
 
+@pytest.mark.parametrize("wrong", [0.0, float("nan"), -1.0, float("inf")])
+def test_a_gradient_scale_that_is_none_is_refused(wrong: float) -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = cpu_adam.CPUAdam([p])
+    for _ in range(2):
+        p.grad = torch.ones(3)
+        optimizer.grad_scale = torch.tensor(wrong)
+        with pytest.raises(ValueError, match=FOUR_PARTS):
+            optimizer.step()
+        assert (p == 1).all()
+        assert not optimizer.state
+        optimizer.found_inf = torch.tensor(1.0)  # Such a step is skipped, whatever its scale.
+        optimizer.step()
+        del optimizer.found_inf
+    optimizer.grad_scale = torch.tensor(2.0)
+    optimizer.step()
+    assert (p < 1).all()
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), 1.7, -1.0, float("inf")])
 def test_steps_that_were_overwritten_are_refused(wrong: float) -> None:
     optimizer = cpu_adam.CPUAdam([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))])

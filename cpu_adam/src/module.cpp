@@ -26,6 +26,7 @@ using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::c
 using Factors =
     nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
 
+using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Checksums = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -74,6 +75,22 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
     else sweep(chosen, table);
 }
 
+// See [Note: Asked in C] in memory.py. A question takes a handle, gives a number and returns 0.
+static bool answers_are(const Numbers& questions, const Numbers& handles, const Rows& expected) {
+    using Question = int32_t (*)(const void* handle, int64_t* answer);
+    if (expected.shape(0) != handles.size() || expected.shape(1) != questions.size())
+        throw nb::value_error("an answer is expected to each question about each handle");
+    const int64_t* wanted = expected.data();
+    for (size_t i = 0; i < handles.size(); i++) {
+        for (size_t k = 0; k < questions.size(); k++) {
+            int64_t answer = 0;
+            const auto question = reinterpret_cast<Question>(questions.data()[k]);
+            if (question(handles.data() + i, &answer) != 0 || answer != *wanted++) return false;
+        }
+    }
+    return true;
+}
+
 static double squares(int kernel, int gradient, uintptr_t address, int64_t elements) {
     const Kernel& chosen = kernel_at(kernel);
     if (gradient < 0 || gradient >= GRADIENTS || elements < 0)
@@ -112,6 +129,8 @@ NB_MODULE(_kernels, m) {
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
           nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none());
+    m.def("answers_are", &answers_are, nb::arg("questions"), nb::arg("handles"),
+          nb::arg("expected"));
     m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
           nb::arg("elements"));
     m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"),
