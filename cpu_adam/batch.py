@@ -39,7 +39,16 @@ from torch import Tensor
 from cpu_adam.formats import Slot, StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.interrupt import whole
-from cpu_adam.memory import PLAIN, Addresses, Ranges, are_native, extent, in_waves, storage_bytes
+from cpu_adam.memory import (
+    PLAIN,
+    Addresses,
+    Places,
+    Ranges,
+    are_native,
+    extent,
+    in_waves,
+    storage_bytes,
+)
 from cpu_adam.native import UpdateTable
 from cpu_adam.parameter_state import STEP, local, whole_step
 from cpu_adam.spans import Span, Turns
@@ -120,8 +129,7 @@ class Batch:
         self._calls: list[_Call] = []
         self._kept = [(m.state, list(m.kept)) for m in members]
         self._slots = [slot for m in members for slot in m.kept.values()]
-        held = [*self._weights, *map(local, self._slots)]
-        self._storages = [x.untyped_storage() for x in held]
+        self._places = Places([*self._weights, *map(local, self._slots)])
         self._states: list[dict[str, Any]] = []
         self._seen: list[list[Any]] | None = None  # until a step was taken
 
@@ -136,6 +144,7 @@ class Batch:
             and None not in (self._faces, self._seen)
             and self._faces == faces(due.gradients)
             and self._seen == self._look()
+            and not self._places.moved()
         )
 
     def run(
@@ -217,7 +226,7 @@ class Batch:
         return ready, starts if plain else None
 
     def _look(self) -> list[list[Any]] | None:
-        """Where all tensors are that updates read or write; None where a slot is another one."""
+        """Where weights and shards are, and how laid out; None where a slot is another one."""
         weights: Sequence[Tensor] = self._parameters
         found: list[list[Any]] = [list(map(type, weights))]
         try:
@@ -229,8 +238,9 @@ class Batch:
         if self._sharded:
             weights, slots = [local(x) for x in weights], [local(x) for x in slots]
         found += [list(map(one, weights)) for one in _LAYOUT]
-        found.append(list(map(torch.UntypedStorage.nbytes, self._storages)))
-        return [*found, list(map(Tensor.data_ptr, slots))]
+        if self._sharded:  # Else they are those that `Places` looks at.
+            found.append(list(map(Tensor.data_ptr, slots)))
+        return found
 
     def _laid_out(self, turns: Sequence[int]) -> list[_Call]:
         calls = []

@@ -124,9 +124,9 @@ class UpdateTable:
 
     The memory of weights, slots and gradients of its own is taken when they are handed over, and
     held: a tensor that is given other memory later (`set_`, `data =`) is not followed, one whose
-    storage is resized is refused. Per span and on top of the memory's time a call costs about a
-    microsecond with such gradients, two where each step brings its own, half of one where it brings
-    their addresses, too.
+    storage is resized is refused. Per span and on top of the memory's time a call costs one to two
+    microseconds with such gradients (half of it to count versions up), more where each step brings
+    its own, less where it brings their addresses, too.
     """
 
     def __init__(
