@@ -258,3 +258,28 @@ def test_timeouts_that_are_no_numbers():
         found = kind()
         found.set()
         assert found.wait(float("inf"))
+
+
+@pytest.mark.skipif(not ENGINE, reason="no native core here")
+def test_buffers_are_free_though_another_thread_lets_one_go(tmp_path):
+    """Which takes long, and lets others run."""
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(bytearray):
+        def __del__(self):
+            begun.set()
+            go.wait(20)
+
+    with opened("threads") as backend, scratch(backend, 2 * BLOCK, "/dev/shm") as file:
+        memory = bytearray(BLOCK)
+        tickets = [file.write_from(memory, 0), file.write_from(Slow(BLOCK), BLOCK)]
+        while backend.counters().operations < 2:
+            time.sleep(0.001)
+        time.sleep(0.05)  # Else both may not be on the list yet, and there is nothing to see.
+        other = threading.Thread(target=tickets[1].wait)
+        other.start()
+        assert begun.wait(20)
+        tickets[0].wait()
+        memory.append(1)  # BufferError where it is still lent
+        go.set()
+        other.join()
