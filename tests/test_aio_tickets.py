@@ -261,7 +261,7 @@ def test_timeouts_that_are_no_numbers():
 
 
 @pytest.mark.skipif(not ENGINE, reason="no native core here")
-def test_buffers_are_free_though_another_thread_lets_one_go(tmp_path):
+def test_buffers_are_free_though_another_thread_lets_one_go():
     """Which takes long, and lets others run."""
     begun, go = threading.Event(), threading.Event()
 
@@ -270,7 +270,7 @@ def test_buffers_are_free_though_another_thread_lets_one_go(tmp_path):
             begun.set()
             go.wait(20)
 
-    with opened("threads") as backend, scratch(backend, 2 * BLOCK, "/dev/shm") as file:
+    with opened("threads", depth=1) as backend, scratch(backend, 2 * BLOCK, "/dev/shm") as file:
         memory = bytearray(BLOCK)
         tickets = [file.write_from(memory, 0), file.write_from(Slow(BLOCK), BLOCK)]
         while backend.counters().operations < 2:
