@@ -14,7 +14,7 @@ import pytest
 import aio
 from aio import joint
 from aio.ticket import LockSignal
-from tests.backends import ENGINE, USABLE, opened
+from tests.backends import ENGINE, USABLE, engine, opened
 from tests.faults import GateIO, aligned, nothing_leaks, scratch, volume_of
 
 BLOCK = aio.ALIGN_BYTES
@@ -22,6 +22,7 @@ KINDS = [LockSignal]
 
 if ENGINE:
     from aio._native import Signal
+    from aio.native import Faults
 
     KINDS.append(Signal)
 
@@ -270,10 +271,14 @@ def test_buffers_are_free_though_another_thread_lets_one_go():
             begun.set()
             go.wait(20)
 
-    with opened("threads", depth=1) as backend, scratch(backend, 2 * BLOCK, "/dev/shm") as file:
+    late = Faults(errors=dict.fromkeys(range(1, 20), errno.EAGAIN))  # so that both are asked for
+    with (
+        engine("threads", late, depth=1) as backend,
+        scratch(backend, 2 * BLOCK, "/dev/shm") as file,
+    ):
         memory = bytearray(BLOCK)
         tickets = [file.write_from(memory, 0), file.write_from(Slow(BLOCK), BLOCK)]
-        while backend.counters().operations < 2:
+        while backend.counters().bytes_written < 2 * BLOCK:
             time.sleep(0.001)
         time.sleep(0.05)  # Else both may not be on the list yet, and there is nothing to see.
         other = threading.Thread(target=tickets[1].wait)
