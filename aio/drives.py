@@ -77,7 +77,7 @@ class Drive:
 
 
 class DriveIO(SimulatedIO):
-    """An IO that takes as long as a drive of a given shape would; faults may be put in too.
+    """An IO that takes as long as a drive of a given shape would, and fails as `inner` does.
 
     Args:
         drive: the shape.

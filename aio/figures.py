@@ -56,6 +56,8 @@ class Figure:
     mode: Mode
     setting: Setting
     turns: int
+    seconds: float
+    """Of all turns together."""
     bytes_per_s: float
     """In both directions together; the median of the turns."""
     bytes_per_s_min: float
@@ -76,6 +78,7 @@ class Figure:
             mode=mode,
             setting=setting,
             turns=len(samples),
+            seconds=sum(sample.seconds for sample in samples),
             bytes_per_s=statistics.median(rates),
             bytes_per_s_min=min(rates),
             bytes_per_s_max=max(rates),

@@ -20,11 +20,8 @@ import numpy as np
 
 from aio.errors import BROKEN
 from aio.file import is_lost
-from aio.request import RETRY_DELAY_S, Piece, Queued, Requests
+from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Queued, Requests
 from aio.system import IO, SystemIO
-
-SLEEP_S_MAX = 1.0
-"""A wake gets lost where something else closed the pipe."""
 
 
 class _Wake:
@@ -97,6 +94,11 @@ class _State(Requests):
         """See Requests.end."""
         self.live.discard(piece)
         super().end(piece, failure)
+
+    def release(self) -> None:
+        """See Requests.release."""
+        self.waker.close()
+        self.context.close()
 
     def wake(self) -> None:
         """See Requests.wake."""

@@ -17,7 +17,6 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +26,10 @@ from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, described, verb
-from aio.region import Memory
+from aio.region import Memory, view_of
 from aio.request import check_limits
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
 
 DEPTH_MAX = 4096
 """Pieces that may be under way at once in one backend."""
@@ -84,7 +80,8 @@ class NativeTicket(Ticket):
         code, cause, offset, count, tries, last_code, free = found
         text, why = None, None
         if cause == _END_OF_FILE:
-            text, why = f"the file ends at {offset}", SHORTENED
+            where = "within the block at" if tries else "at"
+            text, why = f"the file ends {where} {offset}", SHORTENED
         elif cause == _NO_PROGRESS:
             reason = os.strerror(last_code) if last_code else "nothing was transferred"
             text = f"{reason}, {tries} times in a row"
@@ -179,7 +176,8 @@ class Native:
         not to be had, the answer says why, and everything works as before.
 
         Raises:
-            ValueError: the memory is read-only, or none.
+            ValueError: the memory is read-only, not contiguous, or none.
+            TypeError: it is none that transfers could move.
         """
         self.check_process()
         return Registration(self._engine, self._pid, buffer)
@@ -222,11 +220,12 @@ class Registration:
     """
 
     def __init__(self, engine: _native.Engine, pid: int, buffer: Memory) -> None:
-        view = memoryview(cast("Buffer", buffer))
-        if view.readonly or not view.nbytes:
+        view = view_of(buffer)
+        if view.readonly or not view.nbytes or not view.c_contiguous:
+            found = "read-only" if view.readonly else "not contiguous" if view.nbytes else "none"
             raise ValueError(
                 f"asked to register {view.nbytes} bytes with the kernel; found that they are "
-                f"{'read-only' if view.nbytes else 'none'}; likely it is not the memory that was "
+                f"{found}; likely it is not the memory that was "
                 "meant; give what transfers will read into"
             )
         array = np.frombuffer(view, dtype=np.uint8)

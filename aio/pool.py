@@ -9,7 +9,7 @@ import errno
 import threading
 import time
 
-from aio.request import RETRY_DELAY_S, Piece, Queued, Requests
+from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Queued, Requests
 from aio.system import IO, SystemIO
 
 
@@ -64,7 +64,7 @@ def _work_once(requests: Requests) -> bool:
         while (piece := requests.take()) is None:
             if requests.closing and not requests.queue:
                 return False
-            requests.changed.wait()
+            requests.changed.wait(SLEEP_S_MAX)
         requests.depth_max = max(requests.depth_max, requests.pieces)
     began = time.monotonic()
     moved, calls, failure = _transfer(requests.io, piece)

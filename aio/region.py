@@ -24,13 +24,13 @@ Vector: TypeAlias = Union["list[Any]", "tuple[Any, ...]"]
 """Several pieces of memory that are one transfer, or the offsets of each."""
 
 
-def _view_of(buffer: Memory) -> memoryview:
+def view_of(buffer: Memory) -> memoryview:
     """The memory itself, never a copy. TypeError where it has none that can be moved."""
     try:
         view = memoryview(cast("Buffer", buffer))
     except TypeError as error:
         try:
-            view = np.from_dlpack(cast("npt.NDArray[Any]", buffer)).data
+            view = _by_dlpack(cast("npt.NDArray[Any]", buffer)).data
         except (AttributeError, TypeError, ValueError, BufferError, RuntimeError):
             raise TypeError(
                 f"asked for a transfer of memory; found {type(buffer).__name__}; likely it is on "
@@ -42,6 +42,15 @@ def _view_of(buffer: Memory) -> memoryview:
             "asked for a transfer of memory; found objects of Python; try an array of numbers"
         )
     return view
+
+
+def _by_dlpack(tensor: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A tensor as an array of the same memory."""
+    array = np.from_dlpack(tensor)
+    if array.flags.writeable:
+        return array
+    other = np.asarray(tensor)  # NumPy before 2.2 takes all for read-only; this may be a copy
+    return other if other.ctypes.data == array.ctypes.data else array
 
 
 class Region(ABC):
@@ -77,7 +86,8 @@ class Region(ABC):
         Raises:
             ValueError: a buffer cannot be used, is not aligned, or reaches past the end, or
                 the region is closed. Nothing was started then.
-            OSError: the descriptor was closed by others (EBADF). Nothing was started then either.
+            OSError: the descriptor was closed by others (EBADF). Nothing was started then either,
+                but on other drives of a volume, for which it waits.
             RuntimeError: called in a forked child.
 
         After any other exception, that is one of a signal handler, the transfer may be under way
@@ -130,7 +140,7 @@ class Region(ABC):
     ) -> tuple[Part, ...]:
         """What is to be moved, checked; what is empty is left out."""
         buffers = buffer if isinstance(buffer, (list, tuple)) else [buffer]
-        views = [_view_of(one) for one in buffers]
+        views = [view_of(one) for one in buffers]
         if isinstance(offset, (list, tuple)):
             offsets = [operator.index(at) for at in offset]
         else:

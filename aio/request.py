@@ -14,7 +14,8 @@ is not; all counting is for the threads that serve it.
 [Note: Lifetimes]
 Worker threads hold the `Requests`, never the backend, so that a dropped backend is collected; its
 finaliser only tells the threads to end, because a collection may run in any thread, also in one
-of these. Waiting for the threads is for `close` and for the exit of the interpreter. A queued
+of these, and with the lock held: so it does not wait for that, and threads look once in a while.
+Waiting for the threads is for `close` and for the exit of the interpreter. A queued
 request holds its file and its buffers; nothing holds them once the ticket is done.
 """
 
@@ -35,7 +36,7 @@ from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import LockSignal, Signal, Ticket
+from aio.ticket import QueuedTicket, Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,6 +48,9 @@ RETRIES_MAX = 64
 """Calls in a row without progress (EINTR, EAGAIN, nothing transferred) before giving up."""
 
 RETRY_DELAY_S = 0.001
+
+SLEEP_S_MAX = 1.0
+"""A wake gets lost where a finaliser cannot have the lock, or something else closed a pipe."""
 
 _NOTHING = memoryview(b"")
 
@@ -63,58 +67,6 @@ def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
             f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
             "bytes, so that nothing could ever start; raise it"
         )
-
-
-class QueuedTicket(Ticket):
-    """The ticket of a `Request`."""
-
-    __slots__ = ("_done", "_failure", "_lock", "_watchers")
-
-    def __init__(self, what: str) -> None:
-        super().__init__(what)
-        self._lock = threading.Lock()
-        self._done = False
-        self._watchers: list[Signal] = []
-        self._failure: OSError | None = None
-
-    def done(self) -> bool:
-        """Whether the transfer is over, well or not."""
-        return self._done
-
-    def finish(self, failure: OSError | None = None) -> None:
-        """Once: the transfer is over and its buffers free."""
-        with self._lock:
-            assert not self._done, f"{self.what}: finished twice"
-            self._failure = failure
-            self._done = True
-            for signal in self._watchers:
-                signal.set()
-            self._watchers.clear()
-
-    def watch(self, signal: Signal) -> None:
-        """See Ticket.watch."""
-        with self._lock:
-            if self._done:
-                signal.set()
-            else:
-                self._watchers.append(signal)
-
-    def unwatch(self, signal: Signal) -> None:
-        """See Ticket.unwatch."""
-        with self._lock:
-            if signal in self._watchers:
-                self._watchers.remove(signal)
-
-    def _wait(self, timeout: float | None) -> bool:
-        signal = LockSignal()
-        try:
-            self.watch(signal)
-            return signal.wait(timeout)
-        finally:
-            self.unwatch(signal)
-
-    def _failed(self) -> OSError | None:
-        return self._failure
 
 
 class Request:
@@ -235,6 +187,9 @@ class Requests:
         """Called with the lock held, when there is something for the threads to look at."""
         self.changed.notify_all()
 
+    def release(self) -> None:
+        """Gives back what the threads would have, where they cannot be started."""
+
     def add(self, request: Request) -> None:
         """Queues a request.
 
@@ -318,15 +273,23 @@ class Queued:
         requests: what it shares with `threads`.
         threads: daemonic, not yet started; they end when `requests.closing` is set and nothing is
             left to do.
+
+    Raises:
+        OSError: a thread cannot be started (ENOMEM).
     """
 
     def __init__(self, requests: Requests, threads: Sequence[threading.Thread]) -> None:
         self.io: IO = requests.io
         self._requests = requests
         self._threads = tuple(threads)
-        weakref.finalize(self, _tell_to_end, requests).atexit = False
-        for thread in self._threads:
-            thread.start()
+        weakref.finalize(self, _drop, requests).atexit = False
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError as error:
+            _tell_to_end(requests)
+            requests.release()
+            raise OSError(errno.ENOMEM, f"no thread for file I/O: {error}") from error
         _BACKENDS.add(self)
 
     def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
@@ -388,6 +351,18 @@ _BACKENDS: weakref.WeakSet[Queued] = weakref.WeakSet()
 def _close_all() -> None:
     for backend in list(_BACKENDS):
         backend.close()
+
+
+def _drop(requests: Requests) -> None:
+    """For finalisers: tells the threads to end; see [Note: Lifetimes]."""
+    if os.getpid() != requests.pid:
+        return
+    requests.closing = True
+    if requests.lock.acquire(blocking=False):
+        try:
+            requests.wake()
+        finally:
+            requests.lock.release()
 
 
 def _tell_to_end(requests: Requests) -> None:

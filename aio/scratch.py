@@ -114,10 +114,10 @@ def _reserve(io: IO, fd: int, size: int) -> bool:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
-            break
+            _fill(io, fd, size)
+            return True
         return False
-    _fill(io, fd, size)
-    return True
+    raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
 
 
 def _fill(io: IO, fd: int, size: int) -> None:

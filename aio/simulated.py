@@ -33,7 +33,7 @@ class MemoryIO:
         self.files: dict[int, bytearray] = {}
         self.direct: set[int] = set()
         self._next = 1_000_000  # never a real descriptor
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def open(self, path: str, flags: int, mode: int) -> int:
         """See IO.open."""
@@ -174,7 +174,7 @@ class SimulatedIO:
         self.delay_s_max = delay_s_max
         self.calls: list[str] = []
         self._seen: Counter[tuple[str, int]] = Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def open(self, path: str, flags: int, mode: int) -> int:
         """See IO.open."""

@@ -204,3 +204,12 @@ class SystemIO:
     def fsync(self, fd: int) -> None:
         """See IO.fsync."""
         os.fsync(fd)
+
+
+def is_memory(directory: str) -> bool:
+    """Whether files of a directory are in memory and on no drive."""
+    fd = os.open(directory, os.O_RDONLY)
+    try:
+        return SystemIO().file_system(fd) in MEMORY_FILE_SYSTEMS
+    finally:
+        os.close(fd)

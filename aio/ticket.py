@@ -68,7 +68,8 @@ class Ticket(ABC):
             timeout: seconds to wait at most; None waits without limit.
 
         Raises:
-            OSError: a piece failed; with errno, path, offset, length, the first by offset. Never a
+            OSError: a piece failed; with errno, path, offset, length, the first by offset (of a
+                volume: on the first drive of those that failed, as its file counts). Never a
                 TimeoutError: a drive that timed out is EIO.
             TimeoutError: not over within `timeout`; the transfer goes on.
             RuntimeError: called in a forked child, where the transfer cannot end.
@@ -114,3 +115,55 @@ class Ticket(ABC):
     @abstractmethod
     def _failed(self) -> OSError | None:
         """How it failed. Only asked once it is done."""
+
+
+class QueuedTicket(Ticket):
+    """The ticket of a transfer by threads of Python."""
+
+    __slots__ = ("_done", "_failure", "_lock", "_watchers")
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self._lock = threading.Lock()
+        self._done = False
+        self._watchers: list[Signal] = []
+        self._failure: OSError | None = None
+
+    def done(self) -> bool:
+        """Whether the transfer is over, well or not."""
+        return self._done
+
+    def finish(self, failure: OSError | None = None) -> None:
+        """Once: the transfer is over and its buffers free."""
+        with self._lock:
+            assert not self._done, f"{self.what}: finished twice"
+            self._failure = failure
+            self._done = True
+            for signal in self._watchers:
+                signal.set()
+            self._watchers.clear()
+
+    def watch(self, signal: Signal) -> None:
+        """See Ticket.watch."""
+        with self._lock:
+            if self._done:
+                signal.set()
+            else:
+                self._watchers.append(signal)
+
+    def unwatch(self, signal: Signal) -> None:
+        """See Ticket.unwatch."""
+        with self._lock:
+            if signal in self._watchers:
+                self._watchers.remove(signal)
+
+    def _wait(self, timeout: float | None) -> bool:
+        signal = LockSignal()
+        try:
+            self.watch(signal)
+            return signal.wait(timeout)
+        finally:
+            self.unwatch(signal)
+
+    def _failed(self) -> OSError | None:
+        return self._failure

@@ -18,7 +18,7 @@ _EXIT_STOPPED = 128 + signal.SIGINT
 def _leave(_number: int, _frame: FrameType | None) -> None:
     # Not print: the signal may have come in the middle of one.
     try:
-        os.write(2, b"\noffload: stopped by Ctrl-C\n")
+        os.write(2, b"\noffload: stopped by Ctrl-C before a run began\n")
     finally:
         os._exit(_EXIT_STOPPED)
 

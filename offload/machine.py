@@ -13,6 +13,7 @@ import operator
 import os
 import re
 import reprlib
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -110,7 +111,11 @@ def host_free_bytes() -> int:
     return available if limited is None else min(available, limited)
 
 
-def nvme_free_bytes(paths: tuple[str, ...], shares: tuple[float, ...] = ()) -> int:
+def nvme_free_bytes(
+    paths: tuple[str, ...],
+    shares: tuple[float, ...] = (),
+    asked: str = "nvme_path (--nvme-path)",
+) -> int:
     """Free bytes for an ordinary user, striped over `paths` in such shares; 0 without a path.
 
     What is full first limits all of them. Paths on one file system share what is free on it.
@@ -118,11 +123,15 @@ def nvme_free_bytes(paths: tuple[str, ...], shares: tuple[float, ...] = ()) -> i
 
     Args:
         shares: by path, of a sum of 1; none: the same for each.
+        asked: what the paths were given as, for messages.
+
+    Raises:
+        OSError: a path is no directory on a disk where this user can write.
     """
     free: dict[int, int] = {}
     taken: dict[int, Fraction] = {}
     for path, share in zip(paths, _exactly(shares, len(paths))):
-        free_bytes, system = _usable(path)
+        free_bytes, system = _usable(path, asked)
         free[system] = free_bytes
         taken[system] = taken.get(system, Fraction(0)) + share
     return min((math.floor(free[system] / taken[system]) for system in free), default=0)
@@ -133,7 +142,7 @@ def _exactly(shares: tuple[float, ...], count: int) -> list[Fraction]:
     return [share / sum(found) for share in found]
 
 
-def _usable(path: str) -> tuple[int, int]:
+def _usable(path: str, asked: str) -> tuple[int, int]:
     """Free bytes and file system of a directory for files, or an OSError that says why not."""
     try:
         stat = os.statvfs(path)
@@ -149,8 +158,7 @@ def _usable(path: str) -> tuple[int, int]:
         advice = _advice(error, path)
         raise OSError(
             error.errno or errno.EIO,
-            f"nvme_path (--nvme-path) cannot be used: {error.strerror or error}; "
-            f"likely {advice[0]}; {advice[1]}",
+            f"{asked} cannot be used: {error.strerror or error}; likely {advice[0]}; {advice[1]}",
             path,
         ) from None
     return stat.f_bavail * stat.f_frsize, drive
@@ -160,8 +168,7 @@ def _advice(error: OSError, path: str) -> tuple[str, str]:
     """The likely cause of an error with a directory, and one thing to try."""
     parts = path.replace(",", ":").split(":")
     if error.errno == errno.ENOENT and len(parts) > 1 and any(map(os.path.isdir, parts)):
-        each = " ".join(parts)
-        return "several are joined in one text", f"give each by itself, --nvme-path {each}"
+        return "several are joined in one text", f"give each by itself: {' '.join(parts)}"
     return _ADVICE.get(error.errno or 0, ("the drive failed", "give another directory"))
 
 
@@ -266,15 +273,38 @@ def profile_path() -> Path:
 
 
 def saved_speeds() -> dict[str, DriveSpeed]:
-    """By mount point, what has been measured; nothing where the file is missing or damaged.
+    """By mount point, what has been measured; nothing where there is no file yet.
 
-    A damaged file is one to be measured anew: it moves predictions and nothing else.
+    Nothing, and a RuntimeWarning, where the file holds something else: what was measured only says
+    how drives are asked and shared, so what can be done with it can be done without.
     """
+    speeds, wrong = _kept()
+    if wrong:
+        warnings.warn(wrong, RuntimeWarning, stacklevel=2)
+    return speeds
+
+
+def unreadable_speeds() -> str | None:
+    """What is wrong with the file of measured speeds; None where nothing is, or there is none."""
+    return _kept()[1]
+
+
+def _kept() -> tuple[dict[str, DriveSpeed], str | None]:
+    """By mount point what was measured, and what is wrong with the file."""
+    kept = profile_path()
     try:
-        drives = json.loads(profile_path().read_text("utf-8"))["drives"]
-        return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return {}
+        text = kept.read_text("utf-8")
+        drives = json.loads(text)["drives"] if text.strip() else {}
+        return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}, None
+    except (FileNotFoundError, NotADirectoryError):
+        return {}, None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return {}, (
+            f"asked {kept} for the measured speeds of drives; found none that can be read "
+            f"({type(error).__name__}: {error}), so it is as if no drive had been measured; likely "
+            "cause: it was cut off or edited, or is another program's; try: remove it, or set "
+            f"{MACHINE_VARIABLE} to another, and measure with `offload bench nvme`"
+        )
 
 
 def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
@@ -316,9 +346,12 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
     Returns the file, which is replaced as a whole.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or holds something else, which is left as it is.
     """
-    drives = saved_speeds() | {mount_point(path): speed}
+    drives, wrong = _kept()
+    if wrong:
+        raise FileExistsError(errno.EEXIST, "it holds something else", str(profile_path()))
+    drives |= {mount_point(path): speed}
     content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
     kept = profile_path()
     write_whole(kept, json.dumps(content, indent=2) + "\n")

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 import aio
 from tests.faults import GateIO, aligned, failure_of, in_child, nothing_leaks, scratch
@@ -223,3 +224,28 @@ def test_memory_io_is_strict():
         with pytest.raises(OSError) as caught:
             call()
         assert caught.value.errno == errno.EBADF
+
+
+def test_tensors_that_an_older_numpy_takes_for_read_only(monkeypatch):
+    tensor, inner = torch.zeros(2 * BLOCK, dtype=torch.uint8), np.from_dlpack
+
+    def read_only(of):
+        array = inner(of)
+        array.flags.writeable = False
+        return array
+
+    monkeypatch.setattr(np, "from_dlpack", read_only)
+    with aio.Pool(1, aio.MemoryIO()) as pool, scratch(pool, BLOCK) as file:
+        file.write_from(aligned(BLOCK, b"x" * BLOCK), 0).wait()
+        at = -tensor.data_ptr() % BLOCK
+        file.read_into(tensor[at : at + BLOCK], 0).wait()
+        assert tensor.sum() == BLOCK * ord("x")
+
+        class Copied:  # What asarray answers is another memory than the one that was meant.
+            __dlpack__, __dlpack_device__ = tensor.__dlpack__, tensor.__dlpack_device__
+
+            def __array__(self, dtype=None, copy=None):
+                return np.ones(2 * BLOCK, np.uint8)
+
+        with pytest.raises(ValueError, match="the buffer is read-only"):
+            file.read_into(Copied(), 0)

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 import aio
 from aio import backends
@@ -204,6 +205,11 @@ def test_registered_memory(tmp_path):
             for none in (bytes(BLOCK), bytearray()):
                 with pytest.raises(ValueError, match=r"found that they are (read-only|none)"):
                     backend.register(none)
+            with pytest.raises(ValueError, match="found that they are not contiguous"):
+                backend.register(memory[::2])
+            with pytest.raises(TypeError, match="found object"):
+                backend.register(object())
+            backend.register(torch.from_numpy(memory)).close()
             slab = backend.register(memory)
             if name == "io_uring":  # since Linux 5.19, where the limit of memory allows it
                 new = tuple(map(int, platform.release().split(".")[:2])) >= (5, 19)
@@ -243,3 +249,16 @@ def test_memory_that_may_not_be_locked(tmp_path):
         "        file.write_from(memory, 0).wait()\n"
     )
     assert "more than `ulimit -l`" in interpreter(code, tmp_path)
+
+
+@native
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_file_that_ends_in_a_block_is_told_as_such(name, tmp_path):
+    """And not as a drive that moves nothing."""
+    from aio.native import Native
+
+    with Native(name) as backend, scratch(backend, 2 * BLOCK, tmp_path) as file:
+        os.ftruncate(file.fd, 1000)
+        at = r"within the block at \d+" if file.direct else "at 1000"
+        with pytest.raises(OSError, match=f"the file ends {at}; likely .* shortened"):
+            file.read_into(aligned(BLOCK), 0).wait()

@@ -176,3 +176,31 @@ def test_open_and_close_leak_nothing(name):
 def test_ten_thousand_opens_leak_nothing(name):
     # To give a context of Linux AIO back takes the kernel 40 ms.
     check_no_leak(name, "/dev/shm", 2_000 if "aio" in name else 10_000)
+
+
+@pytest.mark.parametrize("name", [name for name in USABLE if name not in ENGINE])
+def test_a_collection_in_the_midst_of_a_backend_waits_for_no_lock(name):
+    """It may run in any thread at any time, and find a backend that nobody has any more."""
+    backend = aio.open_backend(name)
+    requests, threads = backend._requests, backend._threads
+    backend = [backend]
+
+    def collect():
+        with requests.lock:
+            backend.clear()
+
+    collector = threading.Thread(target=collect, daemon=True)
+    collector.start()
+    for thread in (collector, *threads):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("name", [name for name in USABLE if name not in ENGINE])
+def test_without_threads_there_is_no_backend(name, monkeypatch):
+    def start(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(ValueError, match="no thread for file I/O: can't start"):
+        aio.open_backend(name)

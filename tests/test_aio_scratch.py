@@ -146,3 +146,17 @@ def test_killed_process_leaves_nothing(tmp_path):
         process.kill()
         assert process.wait(20) == -signal.SIGKILL
     assert os.listdir(tmp_path) == []
+
+
+def test_space_that_is_interrupted_for_ever_is_no_lack_of_reserving():
+    class Interrupted(aio.MemoryIO):
+        def fallocate(self, fd, offset, count):
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+
+        def pwritev(self, fd, views, offset):
+            raise AssertionError("zeros are written")
+
+    io = Interrupted()
+    with aio.Pool(1, io) as pool, pytest.raises(InterruptedError, match="scratch file of"):
+        scratch(pool, BLOCK)
+    assert not io.files

@@ -2,16 +2,19 @@
 
 import contextlib
 import errno
+import functools
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
 import aio
+from aio import joint
 from aio.ticket import LockSignal
-from tests.backends import ENGINE, USABLE, opened
+from tests.backends import ENGINE, USABLE, engine, opened
 from tests.faults import GateIO, aligned, nothing_leaks, scratch, volume_of
 
 BLOCK = aio.ALIGN_BYTES
@@ -19,6 +22,7 @@ KINDS = [LockSignal]
 
 if ENGINE:
     from aio._native import Signal
+    from aio.native import Faults
 
     KINDS.append(Signal)
 
@@ -52,19 +56,46 @@ def later(*calls):
         timer.join()
 
 
-CTRL_C = (os.kill, (os.getpid(), signal.SIGINT))
+@contextlib.contextmanager
+def in_each_wait(*calls):
+    """By a thread of its own: the first call as soon as this one waits for a ticket, the next when
+    it waits anew, and so on."""
+    main, ended = threading.get_ident(), threading.Event()
+
+    def run():
+        seen = None  # Held, so that no other frame is taken for it.
+        for call in calls:
+            while (frame := sys._current_frames()[main]) is seen or frame.f_code is not WAIT:
+                if ended.wait(0.001):
+                    return
+            seen = frame
+            call()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
-def test_the_first_ctrl_c_waits_for_the_buffers_and_a_second_does_not():
-    for calls in ([(0.05, *CTRL_C)], [(0.05, *CTRL_C), (0.3, *CTRL_C)]):
-        io = GateIO()
-        with aio.Pool(1, io) as pool, scratch(pool, 2 * BLOCK) as file:
-            io.gate.clear()
-            tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(2)]
-            free = [(0.2, io.gate.set)] if len(calls) == 1 else []
-            with later(*calls, *free), pytest.raises(KeyboardInterrupt):
+WAIT = (joint._one_ends if joint.CommonSignal is not LockSignal else LockSignal.wait).__code__
+"""In which Python code a thread is that waits."""
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_the_first_ctrl_c_waits_for_the_buffers_and_a_second_does_not(presses):
+    io = GateIO()
+    with aio.Pool(1, io) as pool, scratch(pool, 2 * BLOCK) as file:
+        io.gate.clear()
+        tickets = [file.write_from(aligned(BLOCK), n * BLOCK) for n in range(2)]
+        press = functools.partial(signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+        try:
+            with in_each_wait(*[press] * presses, io.gate.set), pytest.raises(KeyboardInterrupt):
                 aio.wait_all(tickets)
-            assert [ticket.done() for ticket in tickets] == [len(calls) == 1] * 2
+            assert [ticket.done() for ticket in tickets] == [presses == 1] * 2
+        finally:
             io.gate.set()
 
 
@@ -228,3 +259,32 @@ def test_timeouts_that_are_no_numbers():
         found = kind()
         found.set()
         assert found.wait(float("inf"))
+
+
+@pytest.mark.skipif(not ENGINE, reason="no native core here")
+def test_buffers_are_free_though_another_thread_lets_one_go():
+    """Which takes long, and lets others run."""
+    begun, go = threading.Event(), threading.Event()
+
+    class Slow(bytearray):
+        def __del__(self):
+            begun.set()
+            go.wait(20)
+
+    late = Faults(errors=dict.fromkeys(range(1, 20), errno.EAGAIN))  # so that both are asked for
+    with (
+        engine("threads", late, depth=1) as backend,
+        scratch(backend, 2 * BLOCK, "/dev/shm") as file,
+    ):
+        memory = bytearray(BLOCK)
+        tickets = [file.write_from(memory, 0), file.write_from(Slow(BLOCK), BLOCK)]
+        while backend.counters().bytes_written < 2 * BLOCK:
+            time.sleep(0.001)
+        time.sleep(0.05)  # Else both may not be on the list yet, and there is nothing to see.
+        other = threading.Thread(target=tickets[1].wait)
+        other.start()
+        assert begun.wait(20)
+        tickets[0].wait()
+        memory.append(1)  # BufferError where it is still lent
+        go.set()
+        other.join()

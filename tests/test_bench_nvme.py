@@ -22,9 +22,10 @@ from aio.figures import MODES, Cell, Figure, Found, Sample, quantile
 from aio.load import Load
 from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
+from aio.system import is_memory
 from cpu_adam import FORMATS
 from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, measuring
-from offload.cli.bench_nvme_verdict import Verdict
+from offload.cli.bench_nvme_verdict import EachWay, Verdict
 from tests.command import run
 from tests.faults import nothing_leaks
 
@@ -41,7 +42,9 @@ needs_fio = pytest.mark.skipif(fio.installed() is None, reason="no fio here")
 def surroundings(monkeypatch, tmp_path, request):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
-    monkeypatch.setattr(bench_nvme, "SAVED_SECONDS_MIN", 0.1)
+    monkeypatch.setattr(bench_nvme, "SECONDS_MIN", 0.1)
+    monkeypatch.setattr(bench_nvme_report, "FIGURE_SECONDS_MIN", 0.0)
+    monkeypatch.setattr(bench_nvme, "is_memory", lambda path: path == "/dev/shm")  # /tmp may be
     monkeypatch.setattr(measuring.psutil, "cpu_percent", lambda interval: 0.0)
     monkeypatch.chdir(tmp_path)
     # Fonts that were drawn with stay open.
@@ -88,9 +91,10 @@ def test_json_has_every_figure_and_nothing_else(capsys, tmp_path):
     assert 3 <= len(tried) <= 12
     assert found["file_bytes"] < found["bytes_written"] <= 256 << 20
     assert [row["name"] for row in result["formats"]] == [*FORMATS]
-    assert "7B model" in result["verdict"]
-    assert f"nvme_path=({str(tmp_path)!r},)" in result["config"]
-    assert "at most 256MiB to each; the file is gone however this ends" in shown.err
+    assert f"nvme_path={str(tmp_path)!r})" in result["config"]
+    assert "at most 256MiB in all; the file is gone however this ends" in shown.err
+    way = "at once" if result["each_way"]["at_once"] else "in turns"
+    assert f"each second, reading and writing {way}, that of a 7B model" in result["verdict"]
     assert json.loads((tmp_path / "machine.json").read_text())["drives"] or not found["direct"]
     assert set(os.listdir(tmp_path)) <= {"machine.json"}
 
@@ -108,37 +112,81 @@ def test_the_table_is_plain_and_fits_eighty_columns(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_paths_are_measured_together_at_the_end(capsys, tmp_path):
+def test_several_drives_are_measured_together_at_the_end(monkeypatch, capsys, tmp_path):
     paths = [tmp_path / name for name in ("a", "[red]b")]
     for path in paths:
         path.mkdir()
+    monkeypatch.setattr(bench_nvme, "same_drive", lambda paths: tuple(range(len(paths))))
     assert command(*paths, *TINY, "--json") == 0
     shown = capsys.readouterr()
     assert "[red]b" in "".join(shown.err.split())
-    assert "are on one drive" in shown.err
-    assert "through this drive each second" in shown.out + json.loads(shown.out)["verdict"]
+    assert "at most 256MiB to each" in shown.err
     result = json.loads(shown.out)
+    assert "through these 2 drives each second" in result["verdict"]
     assert [found["path"] for found in result["found"]] == [*map(str, paths)]
     assert [one["mode"] for one in result["together"]] == [*MODES]
-    both = result["together"][-1]["bytes_per_s"]
-    assert result["each_way_bytes_per_s"] == pytest.approx(both / 2)
+    assert result["each_way"]["bytes_per_s"] >= result["together"][-1]["bytes_per_s"] / 2
+
+
+def test_paths_on_one_drive_are_measured_once(monkeypatch, capsys, tmp_path):
+    paths = [tmp_path / name for name in ("a", "[red]b")]
+    for path in paths:
+        path.mkdir()
+    wanted = []
+    monkeypatch.setattr(bench, "measure", lambda asked, _: wanted.append(asked) or [FOUND])
+    assert command(*paths, paths[0], "--json") == 0
+    shown = capsys.readouterr()
+    assert [asked.paths for asked in wanted] == [(str(paths[0]),)]
+    assert f"note: {paths[1]} is on the drive of {paths[0]} (" in shown.err
+    assert shown.err.count("measured once, there") == 1
+    result = json.loads(shown.out)
+    assert "through this drive each second" in result["verdict"]
+    assert f"--nvme-path {paths[0]}\n" in result["config"]
+    assert f"nvme_path={str(paths[0])!r})" in result["config"]
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm here")
+def test_memory_is_no_drive(monkeypatch, capsys):
+    assert is_memory("/dev/shm")
+    monkeypatch.setattr(bench, "measure", lambda *_: [FOUND])
+    assert command("/dev/shm", "--json") == 0
+    shown = capsys.readouterr()
+    result = json.loads(shown.out)
+    assert "note: /dev/shm is memory and no drive" in shown.err
+    assert "/dev/shm is memory and no drive" in result["verdict"]
+    assert (result["formats"], result["config"]) == ([], "")
+
+
+@pytest.mark.parametrize("typed", ["here/bin/offload", "on_path/offload", "pytest", "__main__.py"])
+def test_what_is_to_be_pasted_can_be_run(typed, monkeypatch, tmp_path):
+    script = tmp_path / "on_path" / "offload"
+    script.parent.mkdir()
+    script.touch(0o700)
+    monkeypatch.setenv("PATH", str(script.parent))
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / typed)])
+    line = bench_nvme_report.config(["/a b"], bench_nvme_report.Report([FOUND]), ["python"])
+    expected = {"here/bin/offload": str(tmp_path / typed)}
+    expected["__main__.py"] = f"{sys.executable} -m offload"
+    start = f"{expected.get(typed, 'offload')} train --optimizer nvme --nvme-path '/a b'\n"
+    assert line.startswith(start)
 
 
 REFUSED = {
     "": "found no path",
-    "/nonexistent/drive": "nvme_path (--nvme-path) cannot be used",
+    "/nonexistent/drive": "/nonexistent/drive: PATH cannot be used: No such file",
     ". --size many": "--size many: expected bytes, such as 4GiB",
-    ". --size 8GiB --writes-max 4GiB": "--writes-max 4GiB: expected at least the file's size, 8GiB",
+    ". --size 8MiB --writes-max 4MiB": "found that 4MiB may be written (--writes-max), and to make",
     ". --blocks 1000": "--blocks 1000: expected multiples of 4 KiB",
     ". --depths 0": "--depths 0: expected numbers from 1 to 256",
-    ". --seconds nan": "--seconds nan: expected 0 to 3600",
+    ". --seconds nan": "--seconds nan: expected 0.1 to 3600\n",
+    ". --seconds 0": "--seconds 0.0: expected 0.1 to 3600, as less measures nothing\n",
     ". --size 1MiB --blocks 1MiB": "found no setting whose bytes under way fit",
     ". --gpu h1000": "--gpu h1000: expected TFLOP/s, or one of b200",
     ". --model big": "--model big: expected a number of parameters",
     ". --backends uring": "--backends uring: cannot be used here: there is none of that name",
     ". --compare dd": "--compare dd: it cannot be that; it takes fio\n",
     ". --siz 4GiB": "there is no option --siz (did you mean --size?)",
-    ". --size 900TiB --writes-max 900TiB": "free; likely cause: the drive is nearly full; try: ",
+    ". --size 900TiB": "free; likely cause: the drive is too full, or too small; try: ",
 }
 
 
@@ -217,8 +265,15 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(monkeypatch, capsys, tmp_path):
     assert command(tmp_path, *TINY) == 130
     told = capsys.readouterr().err.splitlines()
     assert told[-1].startswith("offload: stopped by Ctrl-C while measuring write in ")
-    assert told[-1].endswith("; nothing is left on disk")
+    assert told[-1].endswith("; 0 of 1 drives measured; the file is gone, nothing is left on disk")
     assert os.listdir(tmp_path) == []
+
+
+def test_ctrl_c_before_the_first_note_says_that_nothing_was_done(monkeypatch, capsys):
+    monkeypatch.setattr(bench_nvme.FLAGS.__class__, "parse", lambda *_: signal.raise_signal(2))
+    assert command(".") == 130
+    told = "offload: stopped by Ctrl-C before anything was measured; nothing was written\n"
+    assert capsys.readouterr().err == told
 
 
 def test_heat_maps_are_drawn(tmp_path, capsys):
@@ -256,10 +311,23 @@ def test_without_matplotlib_a_map_is_refused_with_the_remedy(monkeypatch, capsys
 
 
 def test_what_was_measured_too_briefly_is_not_saved(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench_nvme, "SAVED_SECONDS_MIN", 10.0)
-    assert command(tmp_path, *TINY) == 0
-    assert "not saved: 0.3 s are too few to plan by; try --seconds 10" in capsys.readouterr().err
+    monkeypatch.setattr(bench_nvme_report, "FIGURE_SECONDS_MIN", 10.0)
+    assert command(tmp_path, *TINY, "--json") == 0
+    shown, told = capsys.readouterr(), r"(read|write|both) in .* was measured for \d.* s only, too "
+    assert re.search(f"not saved: {told}", shown.err)
+    assert re.search(f"But {told}.*; try: more --seconds", json.loads(shown.out)["verdict"])
     assert not (tmp_path / "machine.json").exists()
+
+
+def test_what_was_kept_and_is_no_speed_is_left_and_told(monkeypatch, capsys, tmp_path):
+    kept = tmp_path / "machine.json"
+    kept.write_text("my notes")
+    monkeypatch.setattr(bench, "measure", lambda *_: [FOUND])
+    assert command(tmp_path) == 0
+    told = capsys.readouterr().err
+    assert f"note: asked {kept} for the measured speeds of drives; found none that can be" in told
+    assert f"could not be saved to {kept}: it holds something else" in told
+    assert kept.read_text() == "my notes"
 
 
 def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):
@@ -308,7 +376,7 @@ def test_a_limit_of_writes_holds_and_is_told():
     assert found.bytes_written == 2 << 20
     assert [mode for mode, _ in found.left_out] == ["write", "both"]
     assert [figure.mode for figure in found.figures] == ["read"]
-    assert bench_nvme_report.each_way(found) > 0
+    assert bench_nvme_report.Report([found]).each_way().bytes_per_s > 0
     with load(io=io, written_bytes_max=1 << 20) as made, pytest.raises(Spent):
         made.run("write", Setting("python", 128 << 10, 16), 0.1)
 
@@ -385,7 +453,7 @@ def test_ratios_have_an_interval():
 def test_the_verdict_is_arithmetic():
     verdict = Verdict(
         parameters=1e9, model="1B", gpu="G", gpu_flops=1e15, endurance_bytes=1e14,
-        each_way_bytes_per_s=1e9,
+        each_way=EachWay(1e9, True),
     )  # fmt: skip
     exact = verdict.formats[0]
     assert (exact.name, exact.bytes_per_parameter) == ("exact", 10)
@@ -404,19 +472,20 @@ def found(**rates):
     )  # fmt: skip
 
 
-def test_paths_on_one_drive_count_once():
-    def of(drives):
-        report = bench_nvme_report.Report(drives=drives)
-        for rate in (2e9, 4e9, 1e9):
-            report.add(found(read=rate, write=rate))
-        return report
-
-    assert (of(()).count, of((0, 1, 0)).count, of((0, 0, 0)).count) == (3, 2, 1)
-    assert of(()).each_way_bytes_per_s() == pytest.approx(3.5e9)
-    assert of((0, 1, 0)).each_way_bytes_per_s() == pytest.approx(3e9)
-    assert of((0, 0, 0)).each_way_bytes_per_s() == pytest.approx(2e9)
+FOUND = found(read=1e9, write=1e9, both=1e9)
 
 
 def test_each_way_is_at_once_or_in_turns():
-    assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=3e9)) == pytest.approx(2e9)
-    assert bench_nvme_report.each_way(found(read=4e9, write=4e9, both=6e9)) == pytest.approx(3e9)
+    def of(*finds, **together):
+        report = bench_nvme_report.Report([*finds])
+        for mode, rate in together.items():
+            report.add(bench.Together(mode=mode, bytes_per_s=rate, of_sum=1.0))
+        return report.each_way()
+
+    slow, fast = found(read=4e9, write=4e9, both=3e9), found(read=4e9, write=4e9, both=6e9)
+    assert of(slow) == EachWay(pytest.approx(2e9), False)
+    assert of(fast) == EachWay(pytest.approx(3e9), True)
+    assert of(found(read=1e9)) == EachWay(pytest.approx(5e8), False)  # by its first write
+    assert of(slow, fast) == EachWay(pytest.approx(4.5e9), True)
+    assert of(slow, found(read=4e9)) == EachWay(pytest.approx(1 / (1 / 8e9 + 1 / 5e9)), False)
+    assert of(fast, fast, read=5e9, write=5e9, both=4e9) == EachWay(pytest.approx(2.5e9), False)

@@ -291,6 +291,8 @@ def test_where_speeds_are_kept(tmp_path):
     (tmp_path / "file").touch()
     assert not findings.may_write(tmp_path / "file" / "machine.json")
     check(findings.kept_speeds(kept, False), "note", "cannot be written", "OFFLOAD_MACHINE=")
+    wrong = "asked; found nothing; likely cause: cut off; try: remove it"
+    check(findings.kept_speeds(kept, True, wrong), "note", "found nothing", "remove it")
 
 
 def test_a_line_each_where_there_is_no_terminal():
@@ -324,7 +326,7 @@ def test_the_command(tmp_path, capsys):
 def test_a_path_that_cannot_be_used_stops(tmp_path, capsys):
     assert run("doctor", str(tmp_path / "gone")) == 1
     shown = capsys.readouterr()
-    assert f"stop nvme {tmp_path}/gone: nvme_path (--nvme-path) cannot" in shown.out
+    assert f"stop nvme {tmp_path}/gone: PATH cannot" in shown.out
     assert shown.out.endswith("training cannot start: see stop above\n")
     assert not shown.err
     assert run("doctor", "--jsn") == 2

@@ -22,6 +22,7 @@ from offload.machine import (
     ranks_on_host,
     save_speed,
     saved_speeds,
+    unreadable_speeds,
 )
 
 GIB = 1 << 30
@@ -165,7 +166,7 @@ def test_free_space_of_several_drives(monkeypatch: pytest.MonkeyPatch) -> None:
         ((700, 100, 700), (1, 2, 1), (0.5, 0.1, 0.4), 777),
     ):
         found = dict(zip("abc", zip(free, drives)))
-        monkeypatch.setattr("offload.machine._usable", found.__getitem__)
+        monkeypatch.setattr("offload.machine._usable", lambda path, _, found=found: found[path])
         assert nvme_free_bytes(("a", "b", "c"), shares) == expected
 
 
@@ -225,16 +226,23 @@ def test_ways_to_ask_a_drive_that_are_none(wrong: dict[str, Any]) -> None:
         replace(SPEED, **wrong)
 
 
-DAMAGED = ("", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')
+DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')
 
 
 @pytest.mark.parametrize("text", DAMAGED)
-def test_damaged_speeds_are_as_none(
+def test_damaged_speeds_are_as_none_and_said_to_be(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "machine.json").write_text(text)
-    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
-    assert saved_speeds() == {}
+    kept = tmp_path / "machine.json"
+    kept.write_text(text)
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
+    with pytest.warns(RuntimeWarning, match=f"asked {kept} for the measured speeds"):
+        assert saved_speeds() == {}
+    assert unreadable_speeds()
+    with pytest.raises(FileExistsError, match="holds something else"):
+        save_speed(str(tmp_path), SPEED)  # It may be another program's.
+    assert kept.read_text() == text
+    kept.write_text("")
     save_speed(str(tmp_path), SPEED)
     assert list(saved_speeds().values()) == [SPEED]
 
@@ -250,7 +258,9 @@ def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -
         "offload.machine.same_drive",
         lambda paths: tuple([p[:2] for p in paths].index(path[:2]) for path in paths),
     )
-    monkeypatch.setattr("offload.machine._usable", lambda path: (10**12, places.index(path[:2])))
+    monkeypatch.setattr(
+        "offload.machine._usable", lambda path, asked: (10**12, places.index(path[:2]))
+    )
 
 
 def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,5 +305,7 @@ def test_where_speeds_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_directories_joined_in_one_text_are_seen(tmp_path: Path, joint: str) -> None:
     (tmp_path / "a").mkdir()
     joined = f"{tmp_path / 'a'}{joint}{tmp_path / 'b'}"
-    with pytest.raises(FileNotFoundError, match=f"--nvme-path {tmp_path / 'a'} {tmp_path / 'b'}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"each by itself: {tmp_path / 'a'} {tmp_path / 'b'}"
+    ):
         nvme_free_bytes((joined,), ())

@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <time.h>
 #include <unistd.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
+#include <new>
 #include <system_error>
 
 namespace aio {
@@ -39,9 +41,12 @@ int64_t free_bytes_of(int fd) {
     return int64_t((geteuid() == 0 ? found.f_bfree : found.f_bavail) * found.f_frsize);
 }
 
-}  // namespace
-
-namespace {
+// Whether a read reaches past the end of its file: O_DIRECT answers it with less than a block.
+bool is_past_end(const Piece& piece) {
+    struct stat found;
+    return !piece.writing && fstat(piece.fd, &found) == 0 && S_ISREG(found.st_mode) &&
+           found.st_size < piece.offset + piece.bytes;
+}
 
 std::unique_ptr<Queue> opened_queue(Kind kind, int depth) {
     switch (kind) {
@@ -120,6 +125,8 @@ void Core::run(Signal& opened, std::exception_ptr& failure) {
         }
     } catch (const std::system_error& error) {
         give_up(error.code().value());
+    } catch (const std::bad_alloc&) {
+        give_up(ENOMEM);
     }
     close_queue();
     std::lock_guard lock(mutex_);
@@ -300,9 +307,11 @@ void Core::complete(Flight& flight, int64_t result) {
 }
 
 void Core::again(Flight& flight, int last_code) {
-    if (++flight.tries > RETRIES_MAX)
-        return end(flight, {.code = EIO, .cause = Cause::no_progress, .tries = flight.tries,
+    if (++flight.tries > RETRIES_MAX) {
+        const Cause cause = is_past_end(flight) ? Cause::end_of_file : Cause::no_progress;
+        return end(flight, {.code = EIO, .cause = cause, .tries = flight.tries,
                             .last_code = last_code});
+    }
     retries_.add(1);
     flight.due = now_ns() + RETRY_DELAY_NS;
     resting_.push_back(&flight);

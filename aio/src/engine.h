@@ -3,7 +3,7 @@
 //     aio::Engine engine({.kind = aio::Kind::io_uring});
 //     auto request = engine.submit({.fd = fd, .writing = true, .align = 4096,
 //                                   .parts = {{data, bytes, offset}}});
-//     request->done().wait(aio::FOREVER);
+//     while (!request->done().wait(aio::FOREVER)) {}
 //     if (request->failure().code != 0) ...
 #pragma once
 

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,6 +25,7 @@ using namespace uring;
 
 constexpr uint32_t FILES_MAX = 64;     // registered descriptors; others go by their number
 constexpr uint32_t BUFFERS_MAX = 256;  // registered slabs
+constexpr int REFUSALS_MAX = 64;       // in a row, a millisecond between them
 constexpr uint64_t WAKE = 0;           // user data of the read of the eventfd: no piece is there
 
 uint64_t discarded;  // what is read of eventfds; outlives every ring
@@ -129,6 +131,7 @@ public:
         // These leave everything as it is for the next call.
         const bool passes = code == EINTR || code == ETIME || code == EAGAIN || code == EBUSY;
         if (code != 0 && !passes && out.empty()) fail("io_uring_enter", code);
+        refused((code == EAGAIN || code == EBUSY) && out.empty() && unsent_ > 0, code);
         if (code == ETIME && !wake_.is_ours()) fail("the eventfd", EBADF);
         return woken;
     }
@@ -179,6 +182,14 @@ private:
         if ((params_.features & needed) != needed) fail("io_uring of Linux 5.11", EOPNOTSUPP);
         return std::max(params_.sq.array + params_.sq_entries * sizeof(uint32_t),
                         params_.cq.cqes + params_.cq_entries * sizeof(Cqe));
+    }
+
+    // The kernel took nothing and gave nothing back: soon again, but not for ever.
+    void refused(bool again, int code) {
+        refusals_ = again ? refusals_ + 1 : 0;
+        if (refusals_ > REFUSALS_MAX) fail("io_uring_enter", code);
+        const timespec pause{0, 1'000'000};
+        if (again) nanosleep(&pause, nullptr);
     }
 
     Sqe& next_sqe() {
@@ -269,6 +280,7 @@ private:
     uint32_t tail_ = 0;    // of the submission ring
     uint32_t unsent_ = 0;  // entries in it that the kernel has not taken yet
     size_t under_way_ = 0;
+    int refusals_ = 0;  // of all that is unsent, in a row
     bool armed_ = false;  // the eventfd is being read
     bool files_known_ = false;
     std::array<int, FILES_MAX> files_;

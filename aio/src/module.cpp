@@ -31,7 +31,9 @@ constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
 // [Note: Buffers under way]
 // What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
 // with the GIL: the engine's thread, which has none, only puts it on a list. So a buffer is free
-// before `done` is answered with True. The list takes no lock: a forked child may inherit it.
+// before `done` is answered with True: whoever asks takes one by one from the list, so that none
+// waits behind another whose release lets the GIL go (the last reference to an mmap does). The list
+// takes no lock: a forked child may inherit it; only who has the GIL takes from it.
 struct Held {
     nb::object file;
     std::vector<Py_buffer> buffers;
@@ -46,15 +48,21 @@ static void add(nb::handle file, const char* name, int64_t value) {
     file.attr(name) = nb::cast<int64_t>(file.attr(name)) + value;
 }
 
+static Held* take_from_list() {
+    Held* first = over.load();
+    while (first != nullptr && !over.compare_exchange_weak(first, first->next)) {}
+    return first;
+}
+
 static void settle() {
     if (must_not_ask()) return;  // the system takes it all back
     const Passing to_free_memory;
-    for (Held* held = over.exchange(nullptr); held != nullptr;) {
+    while (Held* const held = take_from_list()) {
         for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
         add(held->file, "operations", held->operations);
         add(held->file, "pending", -1);
-        delete std::exchange(held, held->next);
+        delete held;
     }
 }
 

@@ -12,27 +12,31 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from aio import backends, bench, fio
 from aio.figures import Found
+from aio.system import is_memory
 from offload.cli import Signals, bad_input, bench_nvme_report, measuring, nearest
-from offload.cli.bench_nvme_verdict import GPUS, Verdict
+from offload.cli.bench_nvme_verdict import GPUS, FormatVerdict, Verdict
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
 from offload.disks import disks_below, same_drive
-from offload.machine import DriveSpeed, host_free_bytes, nvme_free_bytes, save_speed
+from offload.machine import (
+    DriveSpeed,
+    host_free_bytes,
+    nvme_free_bytes,
+    save_speed,
+    unreadable_speeds,
+)
 
 BLOCK_BYTES_MAX = 256 << 20
 DEPTH_MAX = 256
 FILE_BYTES_MIN = 1 << 20
-SECONDS_MAX = 3600
-SAVED_SECONDS_MIN = 10.0
-"""For each path: what was measured for less is shown and not kept."""
+SECONDS_MIN, SECONDS_MAX = 1.0, 3600.0
 COMPARE_SECONDS = 2 * 2 * bench.COMPARE_ROUNDS * bench.COMPARE_SECONDS
 """What a comparison with fio takes for each path, about."""
 
@@ -97,7 +101,9 @@ class Nvme:
     """One JSON object on standard output, nothing else there."""
 
     def __post_init__(self) -> None:
-        self._check("seconds", 0 <= self.seconds <= SECONDS_MAX, f"0 to {SECONDS_MAX}")
+        right = SECONDS_MIN <= self.seconds <= SECONDS_MAX
+        few = ", as less measures nothing" if self.seconds < SECONDS_MIN else ""
+        self._check("seconds", right, f"{SECONDS_MIN:g} to {SECONDS_MAX:g}{few}")
         self._check("plot", self.plot != "", "the path of a file")
         right = all(1 <= depth <= DEPTH_MAX for depth in self.depths)
         self._check("depths", right, f"numbers from 1 to {DEPTH_MAX}")
@@ -107,8 +113,6 @@ class Nvme:
         for name in ("size", "writes_max"):
             right = _bytes(getattr(self, name)) >= FILE_BYTES_MIN
             self._check(name, right, "bytes, such as 4GiB, at least 1MiB")
-        right = _bytes(self.writes_max) >= _bytes(self.size)
-        self._check("writes_max", right, f"at least the file's size, {self.size}")
         self._check("model", _amount(self.model) >= 1, "a number of parameters, such as 7B")
         self._check("endurance", _amount(self.endurance) >= 1, "bytes, such as 600TB")
         right = self.gpu.lower() in GPUS or _amount(self.gpu) >= 1
@@ -154,24 +158,27 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, or a path cannot be used or has no room.
         Stopped: by Ctrl-C or SIGTERM; nothing is left on disk.
     """
-    asked = FLAGS.parse(arguments)
-    # Results go to standard output, progress and remarks to standard error.
-    console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:
-        signals.where, busy = "before the first figure", measuring.busy()
+        signals.where = "before anything was measured; nothing was written"
+        asked = FLAGS.parse(arguments)
+        # Results go to standard output, progress and remarks to standard error.
+        console, remarks = Output(stderr=asked.json), Output(stderr=True)
+        busy = measuring.busy()
         with bad_input():
             draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_nvme_plot")
             wanted, notices = _wanted(asked)
             _check_room(asked, wanted)
-            notices += _shared(wanted.paths)
-        notices += [busy] if busy else []
+        notices += [one for one in (busy, asked.save and unreadable_speeds()) if one]
         for notice in [*notices, _announced(asked, wanted)]:
             _note(remarks, f"note: {notice}")
-        report = bench_nvme_report.Report(drives=same_drive(wanted.paths))
+        report = bench_nvme_report.Report()
         with measuring.bar(remarks) as progress:
 
             def told(share: float, what: str) -> None:
-                signals.where = f"while measuring {what}; nothing is left on disk"
+                signals.where = (
+                    f"while measuring {what}; {len(report.found)} of {len(wanted.paths)} drives "
+                    "measured; the file is gone, nothing is left on disk"
+                )
                 progress(share, what)
 
             with bad_input():
@@ -179,15 +186,9 @@ def command(arguments: Sequence[str]) -> None:
                     report.add(one)
                     console.print(*bench_nvme_report.shown(one), sep="\n", highlight=False)
                     _remark(one, remarks)
-        signals.where = "after the last figure"
-        verdict = _verdict(asked, report)
-        told_verdict = bench_nvme_report.verdict(verdict, report)
-        told_verdict += f" But {busy}." if busy else ""
-        console.print(bench_nvme_report.formats(verdict), told_verdict, "", sep="\n")
-        config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
-        console.print(config, highlight=False, soft_wrap=True, markup=False)
-        saved = _saved(asked, report)
-        _note(remarks, saved or "not saved")
+        signals.where = "after the last figure; nothing is left on disk"
+        told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
+        _note(remarks, _saved(asked, report))
         if draw:
             draw(report.found)
             _note(remarks, f"drawn to {asked.plot}")
@@ -201,7 +202,7 @@ def command(arguments: Sequence[str]) -> None:
             },
             "notices": notices,
             **report.as_dict(),
-            "formats": [asdict(one) for one in verdict.formats],
+            "formats": [asdict(one) for one in formats],
             "verdict": told_verdict,
             "config": config,
         }
@@ -222,7 +223,8 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             raise ValueError(
                 f"--backends {name}: cannot be used here: {reason}; there are {', '.join(usable)}"
             )
-    notices = [f"without {name}: {reason}" for name, reason in left_out.items()]
+    paths, notices = _one_on_each_drive([os.path.abspath(path) for path in asked.paths])
+    notices += [f"without {name}: {reason}" for name, reason in left_out.items()]
     fio_wanted = asked.compare == "fio"
     if fio_wanted and fio.installed() is None:
         raise ValueError(
@@ -230,7 +232,7 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             "try: apt install fio (or dnf, pacman)"
         )
     wanted = bench.Wanted(
-        paths=measuring.once([os.path.abspath(path) for path in asked.paths]),
+        paths=paths,
         file_bytes=_bytes(asked.size) // 4096 * 4096,
         written_bytes_max=_bytes(asked.writes_max),
         seconds=asked.seconds,
@@ -249,23 +251,47 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
     return wanted, notices
 
 
-def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
-    """Refuses what would fill a drive or the memory.
+def _one_on_each_drive(paths: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The first path on each drive, and what to say of the others and of what is no drive.
 
     Raises:
         OSError: a path cannot be used.
+    """
+    for path in paths:
+        nvme_free_bytes((path,), asked="PATH")  # refuses what is no directory on a disk
+    kept, told = [], []
+    for path, first in zip(paths, same_drive(paths)):
+        if path == paths[first]:
+            kept.append(path)
+        else:
+            names = ", ".join(sorted(disks_below(path)))
+            told.append(f"{path} is on the drive of {paths[first]} ({names}): measured once, there")
+    in_memory = [path for path in kept if is_memory(path)]
+    told += [bench_nvme_report.memory(in_memory)] if in_memory else []
+    return measuring.once(kept), list(measuring.once(told))
+
+
+def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
+    """Refuses what would fill a drive or the memory, or may not be written.
+
+    Raises:
         ValueError: there is too little room.
     """
-    for number, path in enumerate(wanted.paths):
-        # In equal shares: where several are on one file system, it has room for all or none.
-        free = nvme_free_bytes(wanted.paths[: number + 1]) // (number + 1)
+    for path in wanted.paths:
+        free = nvme_free_bytes((path,))
         if free < wanted.file_bytes:
-            fits = free // 2 >> 20
+            fits = min(free // 2, wanted.written_bytes_max // 4) >> 20
             remedy = f"--size {fits}MiB" if fits else "free some space, or another drive"
             raise ValueError(
-                f"asked for a file of {asked.size} in {path}; found "
-                f"{format_bytes(free)} free; likely cause: the drive is nearly full; try: {remedy}"
+                f"asked for a file of {asked.size} in {path} (--size); found {format_bytes(free)} "
+                f"free; likely cause: the drive is too full, or too small; try: {remedy}"
             )
+    if wanted.file_bytes > wanted.written_bytes_max:
+        raise ValueError(
+            f"asked for a file of {asked.size} (--size); found that {asked.writes_max} may be "
+            "written (--writes-max), and to make the file takes more; likely cause: a limit for "
+            f"smaller files; try: --writes-max {wanted.file_bytes >> 18}MiB"
+        )
     needed, memory = wanted.memory_bytes, host_free_bytes() // 2
     if needed > memory:
         raise ValueError(
@@ -275,28 +301,14 @@ def _check_room(asked: Nvme, wanted: bench.Wanted) -> None:
         )
 
 
-def _shared(paths: Sequence[str]) -> list[str]:
-    """What to say of directories on one drive."""
-    drives = same_drive(paths)
-    told = []
-    for first in sorted(set(drives)):
-        same = [path for path, drive in zip(paths, drives) if drive == first]
-        if len(same) > 1:
-            names = ", ".join(sorted(disks_below(same[0])))
-            told.append(
-                f"{' and '.join(same)} are on one drive ({names}), which counts once; one of them "
-                "is enough"
-            )
-    return told
-
-
 def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
     """What will be done to the drives, before it is."""
     more = f", then about {COMPARE_SECONDS:.0f} s beside fio for each path" if wanted.fio else ""
+    each = " to each" if len(wanted.paths) > 1 else " in all"
     return (
         f"measuring for about {asked.seconds:.0f} s{more}; writes a file of {asked.size} without a "
         f"name to {' and '.join(wanted.paths)}, and again and again over it, at most "
-        f"{asked.writes_max} to each; the file is gone however this ends"
+        f"{asked.writes_max}{each}; the file is gone however this ends"
     )
 
 
@@ -313,6 +325,27 @@ def _note(remarks: Output, text: str) -> None:
     remarks.print(text, highlight=False, soft_wrap=True, markup=False)
 
 
+def _concluded(
+    asked: Nvme,
+    wanted: bench.Wanted,
+    report: bench_nvme_report.Report,
+    console: Output,
+    busy: str | None,
+) -> tuple[str, str, Sequence[FormatVerdict]]:
+    """Prints what follows: the verdict, what to paste, and a row for each state format."""
+    if in_memory := [path for path in wanted.paths if is_memory(path)]:
+        told = bench_nvme_report.memory(in_memory)
+        _note(console, told)
+        return told, "", ()
+    verdict = _verdict(asked, report)
+    told = bench_nvme_report.verdict(verdict, report)
+    told += f" But {busy}." if busy else ""
+    console.print(bench_nvme_report.formats(verdict), told, "", sep="\n")
+    config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
+    _note(console, config)
+    return told, config, verdict.formats
+
+
 def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
     name = asked.gpu.lower()
     return Verdict(
@@ -320,29 +353,28 @@ def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
         model=asked.model,
         gpu=name.upper() if name in GPUS else f"a GPU of {asked.gpu} TFLOP/s",
         gpu_flops=GPUS[name] if name in GPUS else _amount(asked.gpu) * 1e12,
-        endurance_bytes=_amount(asked.endurance) * report.count,
-        each_way_bytes_per_s=report.each_way_bytes_per_s(),
+        endurance_bytes=_amount(asked.endurance) * len(report.found),
+        each_way=report.each_way(),
     )
 
 
-def _saved(asked: Nvme, report: bench_nvme_report.Report) -> str | None:
-    """Where the speeds are kept; None where they are not."""
-    kept: Path | None = None
-    if asked.save and asked.seconds < SAVED_SECONDS_MIN * len(report.found):
-        return (
-            f"not saved: {asked.seconds:g} s are too few to plan by; try --seconds "
-            f"{SAVED_SECONDS_MIN * len(report.found):g} or more"
-        )
-    if asked.save:
-        for path, speed in _speeds(report):
-            try:
-                kept = save_speed(path, speed)
-            except OSError as error:
-                return (
-                    f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
-                    "likely that folder is not yours; try: OFFLOAD_MACHINE=FILE, or --no-save"
-                )
-    return None if kept is None else f"saved to {kept}, where offload finds it when it plans"
+def _saved(asked: Nvme, report: bench_nvme_report.Report) -> str:
+    """Where the speeds are kept, or why they are not."""
+    if not asked.save:
+        return "not saved"
+    if report.too_brief:
+        return f"not saved: {report.too_brief}"
+    told = "not saved: no drive has all three figures by O_DIRECT"
+    for path, speed in _speeds(report):
+        try:
+            kept = save_speed(path, speed)
+        except OSError as error:
+            return (
+                f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
+                "likely that file or folder is not yours; try: OFFLOAD_MACHINE=FILE, or --no-save"
+            )
+        told = f"saved to {kept}, where offload finds it when it plans"
+    return told
 
 
 def _speeds(report: bench_nvme_report.Report) -> Iterator[tuple[str, DriveSpeed]]:

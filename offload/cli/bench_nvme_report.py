@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,24 +16,26 @@ from rich.table import Table
 from rich.text import Text
 
 from aio.bench import Together
-from aio.figures import Figure, Found
+from aio.figures import MODES, Figure, Found
 from aio.fio import ENGINES, Compared
 from aio.ratio import Ratio
-from offload.cli.bench_nvme_verdict import GPU_SHARE, Verdict
+from offload.cli.bench_nvme_verdict import GPU_SHARE, EachWay, Verdict
 from offload.config import format_bytes
 
 Result = Found | list[Compared] | Together
 
 
+FIGURE_SECONDS_MIN = 0.3
+"""What was measured for less says little: it is told, and not saved."""
+
+
 @dataclass(slots=True)
 class Report:
-    """All that has been found so far."""
+    """All that has been found so far, one path on each drive."""
 
     found: list[Found] = field(default_factory=list)
     compared: list[list[Compared]] = field(default_factory=list)
     together: list[Together] = field(default_factory=list)
-    drives: tuple[int, ...] = ()
-    """By path the number of the first that is on the same drive; none: each is on its own."""
 
     def add(self, one: Result) -> None:
         """Sorts a result in."""
@@ -41,21 +46,27 @@ class Report:
         else:
             self.compared.append(one)
 
-    def each_way_bytes_per_s(self) -> float:
-        """Read and as much written, by all drives together: at once, or in turns if faster."""
-        at_once = {one.mode: one.bytes_per_s for one in self.together}
-        if len(self.found) > 1 and "both" in at_once:
-            return at_once["both"] / 2
-        rates: dict[int, float] = {}
-        for number, found in enumerate(self.found):
-            drive = self.drives[number] if self.drives else number
-            rates[drive] = max(rates.get(drive, 0.0), each_way(found))
-        return sum(rates.values())
+    def each_way(self) -> EachWay:
+        """All drives together: as fast as they were at once, else the sum of each alone."""
+        alone = [_rates(found) for found in self.found]
+        rates: dict[str, float] = {one.mode: one.bytes_per_s for one in self.together}
+        for mode in MODES:
+            if mode not in rates and all(mode in rate for rate in alone):
+                rates[mode] = sum(rate[mode] for rate in alone)
+        return EachWay.of(rates)
 
     @property
-    def count(self) -> int:
-        """Drives, however many of the paths are on each."""
-        return len(set(self.drives)) if self.drives else len(self.found)
+    def too_brief(self) -> str | None:
+        """What there is to say of figures that were measured for next to no time."""
+        figures = [(figure, found) for found in self.found for figure in found.figures]
+        figure, found = min(figures, key=lambda one: one[0].seconds)
+        if figure.seconds >= FIGURE_SECONDS_MIN:
+            return None
+        return (
+            f"{figure.mode} in {found.path} was measured for {figure.seconds:.2g} s only, too "
+            "little to plan by; try: more --seconds, or a smaller --size, whose writing takes less "
+            "of them"
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -64,20 +75,17 @@ class Report:
             "found": [asdict(found) for found in self.found],
             "compared": compared,
             "together": [asdict(one) for one in self.together],
-            "each_way_bytes_per_s": self.each_way_bytes_per_s(),
+            "each_way": asdict(self.each_way()),
         }
 
 
-def each_way(found: Found) -> float:
-    """Bytes per second read, and as many written, by one drive.
+def _rates(found: Found) -> dict[str, float]:
+    """Bytes per second by mode, of one drive.
 
     Where no more than the file could be written, its first write stands for writing.
     """
-    rates = {figure.mode: figure.bytes_per_s for figure in found.figures}
-    at_once = rates.get("both", 0.0) / 2
-    write = rates.get("write", found.fill_bytes_per_s)
-    in_turns = 1 / (1 / rates["read"] + 1 / write)
-    return max(at_once, in_turns)
+    rates: dict[str, float] = {figure.mode: figure.bytes_per_s for figure in found.figures}
+    return {"write": found.fill_bytes_per_s} | rates
 
 
 def shown(one: Result) -> list[RenderableType]:
@@ -184,11 +192,11 @@ _FORMAT_COLUMNS = (
 def formats(verdict: Verdict) -> Table:
     """A row for each state format."""
     table = _table(
-        f"Optimizer state on these drives, {verdict.model} parameters, {verdict.gpu}",
+        f"Optimizer state on nvme, {verdict.model} parameters, {verdict.gpu}",
         _FORMAT_COLUMNS,
         "bytes: of state for each parameter; M/s: million parameters whose state is read and "
-        "written back; GB/step: written; tokens/step: from which the GPU, at "
-        f"{GPU_SHARE:.0%} of its peak, takes longer than the drives.",
+        f"written back, {verdict.each_way.how}; GB/step: written; tokens/step: from which the GPU, "
+        f"at {GPU_SHARE:.0%} of its peak, takes longer than the drives.",
     )
     for one in verdict.formats:
         table.add_row(
@@ -205,32 +213,54 @@ def formats(verdict: Verdict) -> Table:
 
 def verdict(found: Verdict, report: Report) -> str:
     """What it means for somebody who trains, in a few sentences."""
-    exact = found.formats[0]
-    drives = "this drive" if report.count == 1 else f"these {report.count} drives"
+    exact, count = found.formats[0], len(report.found)
+    drives = "this drive" if count == 1 else f"these {count} drives"
+    they = "it endures" if count == 1 else "they endure"
     text = (
         f"The optimizer state ({exact.name}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
-        f"streams through {drives} each second, that of a {found.model} model in "
-        f"{exact.step_seconds:.3g} s; from {exact.tokens_per_step:,.0f} tokens per step on, "
-        f"{found.gpu} is what bounds it and no longer the drive. Each step writes "
+        f"streams through {drives} each second, {found.each_way.how}, that of a {found.model} "
+        f"model in {exact.step_seconds:.3g} s; from {exact.tokens_per_step:,.0f} tokens per step "
+        f"on, {found.gpu} is what bounds it and no longer the drive. Each step writes "
         f"{exact.written_bytes_per_step / 1e9:.4g} GB: {exact.steps_endured:,.0f} steps use up "
-        f"the {found.endurance_bytes / 1e12:.4g} TB that the drives endure."
+        f"the {found.endurance_bytes / 1e12:.4g} TB that {they}."
     )
     if not all(one.direct for one in report.found):
         text += " Without O_DIRECT this is the page cache's speed too: the drive may be far slower."
+    if report.too_brief:
+        text += f" But {report.too_brief}."
     return text
+
+
+def memory(paths: Sequence[str]) -> str:
+    """What it means that files in these directories are in memory."""
+    which = f"{' and '.join(paths)} {'is' if len(paths) == 1 else 'are'}"
+    return (
+        f"{which} memory and no drive: what is measured says nothing of training from a drive, so "
+        "there is no verdict; to measure a drive, give a directory on it"
+    )
 
 
 def config(paths: Sequence[str], report: Report, backends: Sequence[str]) -> str:
     """Lines to paste: flags, and the same in Python."""
-    listed = "".join(f"{path!r}, " for path in paths).rstrip()
+    given = repr(paths[0] if len(paths) == 1 else tuple(paths))
     lines = [
-        f"offload train --optimizer nvme --nvme-path {' '.join(map(shlex.quote, paths))}",
-        f"offload.Config(optimizer='nvme', nvme_path=({listed}))",
+        f"{_typed()} train --optimizer nvme --nvme-path {' '.join(map(shlex.quote, paths))}",
+        f"offload.Config(optimizer='nvme', nvme_path={given})",
     ]
     chosen = list(dict.fromkeys(_backends(report)))
     if len(chosen) == 1 and chosen[0] != backends[0]:
         lines.insert(0, f"export AIO_BACKEND={chosen[0]}")
     return "\n".join(lines)
+
+
+def _typed() -> str:
+    """What stands for `offload` where this process was started."""
+    typed = sys.argv[0]
+    if os.path.basename(typed) == "__main__.py":
+        return f"{shlex.quote(sys.executable)} -m offload"
+    found = shutil.which("offload")
+    reached = found is not None and os.path.realpath(found) == os.path.realpath(typed)
+    return "offload" if reached or os.path.basename(typed) != "offload" else shlex.quote(typed)
 
 
 def _backends(report: Report) -> Iterator[str]:

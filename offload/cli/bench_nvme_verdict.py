@@ -7,7 +7,7 @@ take 6 FLOP for each parameter and token (Kaplan et al., "Scaling Laws for Neura
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cpu_adam.formats import FORMATS, StateFormat
@@ -33,6 +33,28 @@ FLOP_PER_PARAMETER = 6.0
 """For each token, forward and backward."""
 
 _MANY = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EachWay:
+    """How fast drives read, and write as much."""
+
+    bytes_per_s: float
+    """Read, and as many written."""
+    at_once: bool
+    """Both at the same time; else in turns, because that is faster."""
+
+    @classmethod
+    def of(cls, rates: Mapping[str, float]) -> EachWay:
+        """The faster way, of bytes per second of `read`, `write` and, if measured, `both`."""
+        at_once = rates.get("both", 0.0) / 2
+        in_turns = 1 / (1 / rates["read"] + 1 / rates["write"])
+        return cls(max(at_once, in_turns), at_once >= in_turns)
+
+    @property
+    def how(self) -> str:
+        """For people."""
+        return "reading and writing at once" if self.at_once else "reading and writing in turns"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,22 +87,22 @@ class Verdict:
     gpu_flops: float
     endurance_bytes: float
     """Of all drives together."""
-    each_way_bytes_per_s: float
-    """Read, and as much written, at once."""
+    each_way: EachWay
     formats: tuple[FormatVerdict, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "formats", tuple(self._formats()))
 
     def _formats(self) -> Iterator[FormatVerdict]:
+        rate = self.each_way.bytes_per_s
         for row in FORMATS.values():
             size = state_bytes(row)
-            seconds = self.parameters * size / self.each_way_bytes_per_s
+            seconds = self.parameters * size / rate
             flop = FLOP_PER_PARAMETER * self.parameters
             yield FormatVerdict(
                 name=row.name,
                 bytes_per_parameter=size,
-                parameters_per_s=self.each_way_bytes_per_s / size,
+                parameters_per_s=rate / size,
                 step_seconds=seconds,
                 tokens_per_step=seconds * self.gpu_flops * GPU_SHARE / flop,
                 written_bytes_per_step=self.parameters * size,

@@ -25,7 +25,7 @@ from offload.cli.console import Output
 from offload.cli.findings import Finding
 from offload.cli.flags import Flags
 from offload.config import format_bytes
-from offload.machine import nvme_free_bytes, profile_path, ranks_on_host
+from offload.machine import nvme_free_bytes, profile_path, ranks_on_host, unreadable_speeds
 
 _ROOT = Path("/")
 _Paths = tyro.conf.arg(
@@ -127,7 +127,7 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     yield findings_host.governor(_ROOT)
     yield from findings_host.threads(os.environ, len(allowed), ranks)
     kept = profile_path()
-    yield findings.kept_speeds(kept, findings.may_write(kept))
+    yield findings.kept_speeds(kept, findings.may_write(kept), unreadable_speeds())
     usable = []
     for tried in _tried(paths):
         told = findings_drives.directory(tried, findings_drives.mounts(_ROOT), _ROOT)
@@ -200,7 +200,7 @@ def _tried(paths: Sequence[str]) -> Iterator[findings_drives.Tried]:
         for path in paths or found:
             shown, asked = os.path.abspath(path), bool(paths)
             try:
-                free = nvme_free_bytes((path,))
+                free = nvme_free_bytes((path,), asked="PATH")
                 with aio.create_scratch(path, aio.ALIGN_BYTES, backend) as file:
                     direct, notice = file.direct, file.notice
             except OSError as error:

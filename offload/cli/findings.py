@@ -183,8 +183,11 @@ _BACKEND_FIXES = {
 }
 
 
-def kept_speeds(path: Path, writable: bool) -> Finding:
-    """Where measured speeds of drives are kept."""
+def kept_speeds(path: Path, writable: bool, wrong: str | None = None) -> Finding:
+    """Where measured speeds of drives are kept; `wrong`: what is the matter with what is there."""
+    if wrong:
+        told, _, fix = wrong.partition("; try: ")
+        return Finding("speeds", "note", told, fix)
     if writable:
         there = "holds what was measured" if path.is_file() else "nothing measured yet"
         return Finding("speeds", "ok", f"{path}: {there}")
