@@ -37,6 +37,9 @@ STAGES = 2
 CHUNK_STAGES = 4
 """Slots of each staging ring for chunks: so many are between their first read and last write."""
 
+SUM_BYTES = 8
+"""Of the sum of the squares of a span of a gradient, a float64."""
+
 
 class Place(NamedTuple):
     """Where a value can lie: its home in a tier (`use` is `home`), or a slot."""
@@ -347,6 +350,8 @@ def lay_out_memory(
         "gradient", units, away["gradient"], sizes.value["gradient"], STAGES
     )
     rings = _Rings(placements, sizes, tuple(reserve))
+    spans = sum(len(chunk.spans) for u in own for chunk in units[u].chunks)
+    memory.ring("device", "sums", SUM_BYTES * spans if clips else 0, 1)
     updated = (n for n, p in zip(sizes.updated, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squared, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)

@@ -145,7 +145,8 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
     clip: float | None, micro_batches: int | None, tmp_path: Any
 ) -> None:
     """And a resident's update waits for the norm, in which all have a part."""
-    steps = [Step([], [], [], LATE)] * (1 if micro_batches is None else 3)
+    delays = LATE if micro_batches is None else LATER  # Else a lane may be through by itself.
+    steps = [Step([], [], [], delays)] * (1 if micro_batches is None else 3)
     script = Script(steps, False, False, False, clip, micro_batches, Mixed)
     expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
     with paced() as device:
@@ -170,6 +171,33 @@ def test_no_core_spins_for_a_step(
             run.engine.settle()
         device.timeline.finish()
     assert not device.spins
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_step_of_residents_waits_for_their_norm_alone(
+    clip: float | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once for all of it; the next look at what it has done waits for the update."""
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+    options: Any = {"build": build_least, "max_grad_norm": clip}
+    with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
+        device.change(**LATE)
+        Loop(run, device).backward()
+        waits, drain = [], device.drain
+
+        def counted() -> None:
+            if len(device.stream().items) > 1:  # Of more than the copy that is then read.
+                waits.append(list(device.stream().items))
+            drain()
+
+        device.drain = counted  # type: ignore[method-assign]
+        run.optimizer.step()
+        assert len(run.engine.plan.residents) > 1
+        assert len(waits) == (clip is not None)
+        assert device.stream().items
+        run.engine.settle()
+        assert not device.stream().items
+    assert not device.timeline.races
 
 
 def build_least() -> Least:
