@@ -269,12 +269,7 @@ WAITS = (
         "            device.drain()  # Before a lane uses the workspace.\n",
         "            pass\n",
     ),
-    Wait(
-        "residents: until their updates are through",
-        "updates",
-        "            self._queued.synchronize()\n",
-        "",
-    ),
+    Wait("residents: until through", "updates", "            self._queued.synchronize()\n", ""),
     Wait(
         "residents: asleep, until their squares are summed",
         "resident",
