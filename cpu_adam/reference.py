@@ -247,10 +247,37 @@ def sum_of_squares(
     dtypes.
     """
     check_gradient(gradient)
+    if gradient.numel() == 0:
+        return 0.0
+    total = _total(gradient, workspace)
+    if wait is not None:
+        wait()
+    return float(total.item())
+
+
+@torch.no_grad()
+def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
+    """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
+
+    into: 0-d. What is put there by several calls can be read at once. Raises ValueError for other
+    dtypes.
+    """
+    check_gradient(gradient)
+    if into.dtype != torch.float64 or into.dim() != 0:
+        raise ValueError(
+            f"asked to put a sum of squares into a 0-d float64 tensor; found {into.dtype} of shape "
+            f"{tuple(into.shape)}; likely cause: a slice, sums[i:i + 1]; try: sums[i]"
+        )
+    if gradient.numel() == 0:
+        into.zero_()
+    else:
+        into.copy_(_total(gradient, workspace))
+
+
+def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """The sum, 0-d, in the workspace."""
     flat = gradient.reshape(-1)
     elements = flat.numel()
-    if elements == 0:
-        return 0.0
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
     rows = -(-min(elements, _block_elements(flat.device)) // width)
     padded = 1 << (-(-elements // width) - 1).bit_length()
@@ -265,10 +292,7 @@ def sum_of_squares(
         wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
-    total = _halving_tree(sums)
-    if wait is not None:
-        wait()
-    return float(total.item())
+    return _halving_tree(sums)
 
 
 def is_finite(gradient: Tensor) -> bool:

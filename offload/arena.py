@@ -30,6 +30,7 @@ TOLD_BYTES_LEAST = 1 << 30
 _PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _WORKSPACE = Place("device", "workspace")
+_SUMS = Place("device", "sums")
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
@@ -253,6 +254,10 @@ class Memory:
     def workspace(self, op: Op) -> torch.Tensor | None:
         """For the temporaries of an update on the device; None where it needs none."""
         return self._slots.get(_WORKSPACE) if op.lane is Lane.COMPUTE else None
+
+    def sums(self) -> torch.Tensor:
+        """For the sums of squares of residents: float64, one for each span of a gradient."""
+        return self._slots[_SUMS].view(torch.float64)
 
     def extent(self, value: Value) -> tuple[int, int]:
         """Offset and size in bytes of a value, or of one of its chunks, in its unit's buffer."""

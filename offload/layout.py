@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from cpu_adam.formats import squares_bytes
+from offload.blocks import apart_bytes, sums_bytes
 from offload.config import TIERS, Tier
 from offload.profile import Chunk, Profile, StateChoice, Unit
 from offload.records import (
@@ -95,9 +96,8 @@ class Plan:
 
     def record_bytes(self, unit: int, chunk: int) -> int:
         """Size of the record of a chunk, padded to blocks."""
-        return _record_bytes(
-            self.profile.units[unit], self.profile.units[unit].chunks[chunk], self.states
-        )
+        one = self.profile.units[unit]
+        return _record_bytes(one, one.chunks[chunk], self.states)
 
     def record_offset(self, unit: int, chunk: int) -> int:
         """Offset of a chunk's record in the home of the unit's state."""
@@ -114,13 +114,12 @@ class Plan:
     def rows(self) -> tuple[Row, ...]:
         """What lives where, in bytes: a row per kind and tier that holds any of it."""
         rows = []
-        for kind in KINDS:
-            for tier in TIERS:
-                placed = enumerate(self.placements)
-                units = [u for u, p in placed if p.of(kind) == tier and self.bytes_of(kind, u)]
-                if units:
-                    total = sum(self.bytes_of(kind, u) for u in units)
-                    rows.append(Row(kind, tier, len(units), total))
+        for kind, tier in itertools.product(KINDS, TIERS):
+            placed = enumerate(self.placements)
+            units = [u for u, p in placed if p.of(kind) == tier and self.bytes_of(kind, u)]
+            if units:
+                total = sum(self.bytes_of(kind, u) for u in units)
+                rows.append(Row(kind, tier, len(units), total))
         return tuple(rows)
 
     def arena_bytes(self, tier: Tier, *, cut: bool = False) -> int:
@@ -170,27 +169,29 @@ class Sizes:
     """Bytes of every value of a profile: in memory, of its largest chunk, and in the file."""
 
     def __init__(self, profile: Profile, states: StateChoice):
-        self._in_file: dict[object, int] = {}
-        self._states = states
+        self._in_file, self._states = dict[object, int](), states
         pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
         self.updated = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
         self.squared = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
-        self.value: dict[Kind, list[int]] = {}
-        self.chunk: dict[Kind, list[int]] = {}
-        for kind in KINDS:
-            self.value[kind] = [_value_bytes(unit, kind, states) for unit in profile.units]
-            self.chunk[kind] = [
+        self.summed = [sums_bytes(unit) for unit in profile.units]
+        self.value = {k: [_value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
+        self.apart = self.value  # Of those that torch gives memory of their own.
+        if states.on_accelerator:
+            self.apart = {k: [apart_bytes(unit, k) for unit in profile.units] for k in KINDS}
+        self.chunk = {
+            kind: [
                 max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
                 for unit in profile.units
             ]
+            for kind in KINDS
+        }
 
     def in_file(self, profile: Profile, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
-        total = 0
-        for kind in KINDS:
-            for u, (unit, placement) in enumerate(zip(profile.units, placements)):
-                if placement.of(kind) == "nvme" and self.value[kind][u]:
-                    total += self._one_in_file(unit, kind)
+        total, pairs = 0, list(enumerate(zip(profile.units, placements)))
+        for kind, (u, (unit, placement)) in itertools.product(KINDS, pairs):
+            if placement.of(kind) == "nvme" and self.value[kind][u]:
+                total += self._one_in_file(unit, kind)
         return total and total + BLOCK_BYTES
 
     def _one_in_file(self, unit: Unit, kind: Kind) -> int:
@@ -272,15 +273,14 @@ class _Memory:
                 own = u + 1 if unit.lasting else 0
                 classes.setdefault((own, (sizes[u] - 1).bit_length()), []).append(u)
         places: list[Place | None] = [None] * len(units)
-        index = 0
+        numbers = itertools.count()
         for members in classes.values():
             for slot in range(min(most, len(members))):
-                place = Place("device", use, index)
+                place = Place("device", use, next(numbers))
                 mine = members[slot::most]
                 self.slots[place] = self.take("device", max(sizes[u] for u in mine))
                 for u in mine:
                     places[u] = place
-                index += 1
         return tuple(places)
 
 
@@ -329,16 +329,15 @@ def lay_out_memory(
     pairs = enumerate(zip(units, placements))
     own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state)]
     memory.residents = frozenset(own)
-    last = dict.fromkeys((kind, u) for kind in KINDS for u in own if kind != "state")
 
-    def settle(kind: Kind, u: int) -> None:
-        size, tier = sizes.value[kind][u], placements[u].of(kind)
+    def settle(kind: Kind, u: int, size: int) -> None:
+        tier = placements[u].of(kind)
         if size and tier != "nvme":
             memory.homes[kind, u] = memory.take(tier, size)
 
     for kind, u in itertools.product(KINDS, range(len(units))):
-        if (kind, u) not in last:
-            settle(kind, u)
+        if kind == "state" or u not in memory.residents:
+            settle(kind, u, sizes.value[kind][u])
     away = {kind: [p.of(kind) != "device" for p in placements] for kind in KINDS}
     memory.weight_slot = memory.shared_slots(
         "weight", units, away["weight"], sizes.value["weight"], weight_slots
@@ -347,17 +346,18 @@ def lay_out_memory(
         "gradient", units, away["gradient"], sizes.value["gradient"], STAGES
     )
     rings = _Rings(placements, sizes, tuple(reserve))
+    memory.ring("device", "sums", sum(sizes.summed[u] for u in own if clips), 1)
     updated = (n for n, p in zip(sizes.updated, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squared, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
     memory.ring("cpu", "weight", rings.whole("weight", ("nvme",)), STAGES)
     memory.ring("cpu", "gradient", rings.whole("gradient", ("cpu", "nvme")), STAGES)
     memory.ring("cpu", "deposit", rings.whole("gradient", ("nvme",)), STAGES)
-    for kind in KINDS:
-        for tier in ("cpu", "device"):
-            memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
-    for kind, u in last:  # Behind all that is cut from the arena.
-        settle(kind, u)
+    for kind, tier in itertools.product(KINDS, TIERS[:2]):
+        memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
+    for kind, u in itertools.product(KINDS, own):  # Behind all that is cut from the arena.
+        if kind != "state":
+            settle(kind, u, sizes.apart[kind][u])
     return memory
 
 

@@ -5,8 +5,10 @@ Of a unit whose weights, gradients and states live on the device (or whose weigh
 not trained) nothing ever arrives or leaves. Its parameters are plain ones in memory of their own:
 no hook announces their use, no trap answers for them, no pass knows them. Autograd accumulates into
 `p.grad` by its own rule, which is the engine's: the first gradient is taken, each later one added
-by one rounding. `step()` reads `p.grad` and updates on the user's thread and stream, as any
-optimizer does; when it returns, nothing is due. The arena holds the states; weights and gradients
+by one rounding. `step()` reads `p.grad` and queues the update on the user's stream, as any
+optimizer does: nothing on that stream comes before it, and `Engine.settle` waits for it, as does
+the next step. Only where a lane uses the same workspace, and for the norm, must `step()` itself
+wait for the device, and for the norm once. The arena holds the states; weights and gradients
 are counted in the budget, and lie where torch puts them. Gradients in another dtype than their
 weights' are summed by the engine, so such a unit is none of these.
 
@@ -22,7 +24,8 @@ back by that. It stays as it is, so that the view shows the parameter afterwards
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from torch import nn
 
 from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.checks import GRADIENT_DTYPES
-from cpu_adam.reference import cut
+from cpu_adam.reference import cut, put_sum_of_squares
 from offload.arena import typed, zeros_on
 from offload.binding import BoundUnit
 from offload.device import Device
@@ -39,7 +42,7 @@ from offload.exposure import use_count
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
-from offload.updates import Frozen, Turn
+from offload.updates import Frozen
 
 
 class Residents:
@@ -123,25 +126,33 @@ class Residents:
             for index in frozen[unit]:
                 _check(self._units[unit], index, self._executor.device.torch_device)
 
-    def square(self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op) -> float:
-        """The sum of the squares of a chunk of the gradient."""
-        total, workspace = 0.0, self._executor.memory.workspace(op)
-        for span in self._due(unit, chunk, turns):
-            gradient = self._gradient(unit, span)
-            total += sum_of_squares(gradient, workspace, self._executor.device.drain)
-        return total
+    def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
+        """The sum of the squares of the chunk of each op; the device is waited for once."""
+        device, memory = self._executor.device, self._executor.memory
+        sums, filled, stops = memory.sums(), 0, []
+        for op in ops:
+            for span in self._due(op, frozen):
+                gradient, into = self._gradient(op.value.unit, span), sums[filled]
+                if device.is_host:
+                    into.fill_(sum_of_squares(gradient))
+                else:
+                    put_sum_of_squares(gradient, into, memory.workspace(op))
+                filled += 1
+            stops.append(filled)
+        device.drain()  # Whose host sleeps; a copy's would spin.
+        found = torch.empty(filled, dtype=sums.dtype, device="cpu").copy_(sums[:filled]).tolist()
+        return [_in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
 
     @torch.no_grad()
-    def update(
-        self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op, scale: float
-    ) -> None:
-        """Take the step of one chunk."""
-        spec, memory = self._units[unit].spec, self._executor.memory
+    def update(self, op: Op, frozen: Frozen, scale: float) -> None:
+        """Take the step of the chunk of an op."""
+        _, unit, chunk = op.value
+        spec, memory, turns = self._units[unit].spec, self._executor.memory, frozen[unit]
         piece = spec.chunks[chunk]
         fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
         home = self._plan.home("state", unit)
         record = views(memory.at(Use(home, Value("state", unit, chunk))), fmt, piece.elements)
-        for span in self._due(unit, chunk, turns):
+        for span in self._due(op, frozen):
             parameter, turn = self._units[unit].parameters[span.parameter], turns[span.parameter]
             here = slice(span.parameter_start, span.parameter_start + span.elements)
             ends = here.stop == spec.parameters[span.parameter].elements
@@ -156,9 +167,10 @@ class Residents:
                 workspace=memory.workspace(op),
             )
 
-    def _due(self, unit: int, chunk: int, turns: Mapping[int, Turn]) -> Iterator[Span]:
+    def _due(self, op: Op, frozen: Frozen) -> Iterator[Span]:
+        _, unit, chunk = op.value
         spec: Chunk = self._units[unit].spec.chunks[chunk]
-        return (span for span in spec.spans if span.parameter in turns)
+        return (span for span in spec.spans if span.parameter in frozen[unit])
 
     def _gradient(self, unit: int, span: Span) -> torch.Tensor:
         gradient = self._units[unit].parameters[span.parameter].grad
@@ -311,6 +323,14 @@ class _Asleep:
             self.weight = None
         if not self._held[1]:
             self.gradient = None
+
+
+def _in_order(numbers: Sequence[float]) -> float:
+    """Their sum, one rounded addition after the other (`sum` makes up for what is rounded off)."""
+    total = 0.0
+    for number in numbers:
+        total += number
+    return total
 
 
 def _holders(parameter: nn.Parameter) -> tuple[int, int, int, int]:

@@ -20,9 +20,10 @@ import torch
 from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.hyper import Hyper
 from offload.executor import BytesOf, Executor
+from offload.layout import Plan
 from offload.program import Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
-from offload.task import Task
+from offload.task import Fence, Task
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
@@ -45,17 +46,15 @@ _Due = tuple[int, int, int, int]
 
 
 class AtOnce(Protocol):
-    """Units that are updated on the user's thread, before `step()` returns."""
+    """Units whose updates the user's thread queues on its own stream, before `step()` returns."""
 
     def __contains__(self, unit: object) -> bool: ...
 
-    def square(self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op) -> float:
-        """The sum of the squares of a chunk of the gradient."""
+    def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
+        """The sum of the squares of the chunk of the gradient that each op is for."""
 
-    def update(
-        self, unit: int, chunk: int, turns: Mapping[int, Turn], op: Op, scale: float
-    ) -> None:
-        """Take the step of one chunk."""
+    def update(self, op: Op, frozen: Frozen, scale: float) -> None:
+        """Take the step of the chunk of an op, in the order of the user's stream."""
 
 
 @dataclass(slots=True)
@@ -89,7 +88,10 @@ class Updates:
         self._chunks: dict[int, list[tuple[int, int, int]]] = {}
         for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
             self._chunks.setdefault(unit, []).append((ordinal, chunk, deadline))
+        self._lane_shares = _lane_shares(self._plan)
         self._pending: list[Task] = []
+        self._queued: Fence | None = None
+        """The last updates at once, which the user's stream may still have to do."""
         self._clip: _Clip | None = None
         self._normed: Task | None = None
 
@@ -97,6 +99,9 @@ class Updates:
         """Block until every update issued is done."""
         self._executor.lanes.wait(self._pending)
         self._pending = []
+        if self._queued is not None:
+            self._queued.synchronize()
+            self._queued = None
 
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the last step, before clipping; None without clipping."""
@@ -115,16 +120,14 @@ class Updates:
                     due.append((ordinal, unit, chunk, deadline))
         here = [one for one in due if one[1] in self._residents]
         due = [one for one in due if one[1] not in self._residents]
-        if here:
+        if here and self._lane_shares:
             self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
             self._clip = clip = _Clip(self._max_grad_norm)
             partials = []
-            for ordinal, unit, chunk, _ in here:
-                op, since = square(self._plan, unit, chunk, ordinal)[-1], time.perf_counter()
-                clip.partials[ordinal] = self._residents.square(unit, chunk, frozen[unit], op)
-                self._executor.lanes.count(op, since)
+            if here:
+                clip.partials |= self._squares_at_once(here, frozen)
             for ordinal, unit, chunk, _ in due:
                 ops = square(self._plan, unit, chunk, ordinal)
                 run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
@@ -138,6 +141,14 @@ class Updates:
             run = self._updater(op, frozen[unit], clip)
             self._pending += self._executor.issue_chunk(ops, pass_number, run)
 
+    def _squares_at_once(self, here: Sequence[_Due], frozen: Frozen) -> dict[int, float]:
+        """The sums of the squares of residents, by ordinal."""
+        since, found = time.perf_counter(), {}
+        ops = [square(self._plan, unit, chunk, at)[-1] for at, unit, chunk, _ in here]
+        for op, (ordinal, *_), total in zip(ops, here, self._residents.squares(ops, frozen)):
+            found[ordinal], since = total, self._executor.lanes.count(op, since)
+        return found
+
     def _update_at_once(self, here: Sequence[_Due], frozen: Frozen, clip: _Clip | None) -> None:
         if here and clip is not None and self._normed is not None:
             self._executor.lanes.wait([self._normed])
@@ -145,13 +156,16 @@ class Updates:
             for _, unit, chunk, deadline in here:
                 op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
                 scale = 1.0 if clip is None else clip.factor
-                self._residents.update(unit, chunk, frozen[unit], op, scale)
+                self._residents.update(op, frozen, scale)
                 self._executor.lanes.count(op, since)
         except BaseException as error:
             self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
             raise
-        if here:
-            self._executor.device.drain()  # Before a lane uses the workspace.
+        device = self._executor.device
+        if here and self._lane_shares:
+            device.drain()  # Before a lane uses the workspace.
+        elif here:
+            self._queued = device.fence(device.stream())
 
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
@@ -206,3 +220,9 @@ class Updates:
         name = segment.dtype if kind == "weight" else segment.gradient_dtype
         dtype: torch.dtype = getattr(torch, name)
         return bytes_of(use).view(dtype)
+
+
+def _lane_shares(plan: Plan) -> bool:
+    """Whether a lane, too, works in the workspace, on units that are no residents."""
+    others = (p for unit, p in enumerate(plan.placements) if unit not in plan.residents)
+    return any(p.state == "device" or (plan.clips and p.gradient == "device") for p in others)

@@ -208,8 +208,12 @@ class Paced(Device):
         if random is not None:
             _outputs(func, there)  # The generator is where it will be.
         run = functools.partial(_compute, func, *there, made, random)
+        lets_go = _argument((2, "non_blocking"), args, kwargs)
+        blocks = is_copy and len(on_device) == 1 and not lets_go
+        if blocks and self.stream().items:
+            self.spins.append(str(func))
         self.timeline.queue(str(func), self.accesses([*tensors, *made], [*written, *made]), run)
-        if is_copy and len(on_device) == 1 and not (args[2:3] or (kwargs.get("non_blocking"),))[0]:
+        if blocks:
             self.drain()
         return _given(kind, args, kwargs) if kind.returns else results
 

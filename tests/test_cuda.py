@@ -17,9 +17,11 @@ from torch import nn
 import offload
 from cpu_adam import FORMATS, native
 from cpu_adam.formats import squares_bytes
+from cpu_adam.reference import put_sum_of_squares
 from cpu_adam.rules import square_root
 from offload import driver
 from offload.arena import host_tensor
+from offload.blocks import block_bytes
 from offload.copies import in_pieces
 from offload.device import Accelerator, compute_device
 from offload.driver import PinError
@@ -127,6 +129,9 @@ def test_sums_on_the_device_are_those_on_the_cpu() -> None:
         workspace = torch.full((squares_bytes(x.numel()),), 255, dtype=torch.uint8, device=on)
         for given in (None, workspace):
             assert native.sum_of_squares(x.to(on), given) == native.sum_of_squares(x)
+            sums = torch.zeros(2, dtype=torch.float64, device=on)
+            put_sum_of_squares(x.to(on), sums[1], given)
+            assert sums.tolist() == [0.0, native.sum_of_squares(x)]
         into = y.to(on)
         native.accumulate(into, x.to(on))
         native.accumulate(y, x)
@@ -182,6 +187,21 @@ def test_waiting_for_the_device_spins_no_core() -> None:
     took = time.perf_counter() - since
     assert took > 0.2
     assert time.thread_time() - spent < 0.3 * took
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_step_of_residents_waits_for_their_norm_alone(clip: float | None, tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path, max_grad_norm=clip) as run:
+        plain(run, 0)  # The first of all loads what later ones have.
+        loss_of(run.model, batch(run.generator)).backward()
+        torch.cuda.synchronize()
+        if clip is None:
+            torch.cuda._sleep(2_000_000_000)
+        run.optimizer.step()
+        if clip is None:
+            assert not torch.cuda.current_stream().query()
+        run.engine.settle()
+        assert torch.cuda.current_stream().query()
 
 
 def test_hooks_run_on_autograds_thread_and_the_streams_of_the_forward(
@@ -343,6 +363,29 @@ def test_device_memory_is_a_hard_cap(states: Any, tmp_path: Path) -> None:
         attached_optimizer.engine.close()
 
 
+def test_torch_takes_no_more_for_residents_than_is_counted(tmp_path: Path) -> None:
+    """Weights and gradients of 9 bytes to 12.5 MiB, most of them just above a boundary."""
+    widths = (3, 17, 512, 725, 1025, 1100, 2240, 2561)
+    model = nn.ModuleList(nn.Linear(width, width) for width in widths for _ in range(3)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters())
+    asked: dict[str, Any] = dict.fromkeys(("params", "gradients", "optimizer"), "device")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    _, stepped = offload.attach(model, optimizer, offload.Config(**asked, device_memory="4GiB"))
+    try:
+        plan = stepped.engine.plan
+        assert len(plan.residents) == len(stepped.engine.units)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        stepped.step()
+        stepped.engine.settle()
+        # The arena is one block, too, and there are stand-ins and factors of a step.
+        taken = torch.cuda.memory_allocated() - before
+        assert taken <= block_bytes(plan.arena_bytes("device")) + (64 << 10)
+    finally:
+        stepped.engine.close()
+
+
 def test_many_pieces_arrive_in_both_directions() -> None:
     on, size = device(), (192 << 20) + 4096
     source, back = host_tensor(size), host_tensor(size)
@@ -363,7 +406,9 @@ def test_a_sleeping_model_leaves_the_device_and_comes_back(tmp_path: Path) -> No
         plain(run, number)
         held = torch.cuda.memory_allocated()
         offload.sleep(run.model)
-        assert torch.cuda.memory_allocated() <= held - run.engine.plan.arena_bytes("device")
+        gone = run.engine.plan.arena_bytes("device", cut=True)
+        gone += sum(p.numel() * p.itemsize for p in run.model.parameters())
+        assert torch.cuda.memory_allocated() <= held - gone
         offload.wake(run.model)
 
     assert_same(train(RESIDENT, tmp_path, napping), train(RESIDENT, tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from random import Random
+from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 import offload
 from cpu_adam import reference
 from offload.bounce import bounce
+from offload.resident import Residents
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
@@ -140,19 +142,48 @@ def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
     assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
-@pytest.mark.parametrize(("clip", "micro_batches"), [(None, None), (None, 1), (0.1, None)])
+@pytest.mark.parametrize("clip", [None, 0.1])
 def test_residents_and_a_lane_take_turns_at_the_workspace(
-    clip: float | None, micro_batches: int | None, tmp_path: Any
+    clip: float | None, tmp_path: Any
 ) -> None:
     """And a resident's update waits for the norm, in which all have a part."""
-    steps = [Step([], [], [], LATE)] * (1 if micro_batches is None else 3)
-    script = Script(steps, False, False, False, clip, micro_batches, Mixed)
+    script = Script([Step([], [], [], LATE)], False, False, False, clip, None, Mixed)
     expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
     with paced() as device:
         found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
         device.timeline.finish()
     assert not device.timeline.races, device.timeline.races[0]
     assert all(same_bits(one, other) for one, other in zip(found, expected))
+
+
+def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that began inside backward, and is held back until they begin, or for half a second."""
+    queued, begun, pause, update = Event(), Event(), Paced.pause, Residents.update
+
+    def hold(device: Paced) -> None:
+        if current_thread().name == "offload-compute" and not queued.is_set():
+            queued.set()
+            begun.wait(0.5)
+        pause(device)
+
+    def begin(*args: Any) -> None:
+        assert queued.wait(10.0)
+        begun.set()
+        update(*args)
+
+    options: Any = {"build": build_mixed, "gradient_dtype": "fp32", "micro_batches": 1}
+    with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
+        device.change(**LATE)
+        loop = Loop(run, device)
+        for number in range(3):
+            if number == 2:  # The first whose updates begin inside backward.
+                monkeypatch.setattr(Paced, "pause", hold)
+                monkeypatch.setattr(Residents, "update", begin)
+            loop.backward()
+            run.step()
+    assert not device.timeline.races, device.timeline.races[0]
 
 
 @pytest.mark.parametrize("placement", [("cpu", "device", "cpu"), RESIDENT])
@@ -172,8 +203,39 @@ def test_no_core_spins_for_a_step(
     assert not device.spins
 
 
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_step_of_residents_waits_for_their_norm_alone(
+    clip: float | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And once for all of it; the next look at what it has done waits for the update."""
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+    options: Any = {"build": build_least, "max_grad_norm": clip}
+    with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
+        device.change(**LATE)
+        Loop(run, device).backward()
+        waits, drain = [], device.drain
+
+        def counted() -> None:
+            if len(device.stream().items) > 1:  # Of more than the copy that is then read.
+                waits.append(list(device.stream().items))
+            drain()
+
+        device.drain = counted  # type: ignore[method-assign]
+        run.optimizer.step()
+        assert len(run.engine.plan.residents) > 1
+        assert len(waits) == (clip is not None)
+        assert device.stream().items
+        run.engine.settle()
+        assert not device.stream().items
+    assert not device.timeline.races
+
+
 def build_least() -> Least:
     return Least(tied=False, checkpointed=False)
+
+
+def build_mixed() -> Mixed:
+    return Mixed(tied=False, checkpointed=False)
 
 
 def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> None:

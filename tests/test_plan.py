@@ -21,7 +21,7 @@ from offload.machine import Machine
 from offload.plan import BudgetError, _Search, budgets_of, plan
 from offload.profile import Profile, StateChoice, profile_of
 from offload.program import compile_program
-from offload.records import BLOCK_BYTES, KINDS
+from offload.records import BLOCK_BYTES, KINDS, round_up
 from offload.verify import verify
 from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
 
@@ -221,6 +221,26 @@ def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
             assert plan(profile, replace(config, device_memory=size), HUGE) is not None
             with pytest.raises(BudgetError):
                 plan(profile, replace(config, device_memory=size - 1), HUGE)
+
+
+def test_what_torch_holds_of_residents_is_counted_in_its_blocks() -> None:
+    """Of 512 bytes, and where they are large a MiB more; where the device is the CPU as it lies."""
+    sizes = [3, 512, 1 << 18, 524_289, 3 << 20]
+    blocks = [512, 1024, 1 << 19, (2 << 20) + 512, 7 << 20]  # bfloat16.
+    profile = profile_of([unit(f"u{size}", size) for size in sizes])
+    on_device: Any = dict.fromkeys(("params", "gradients", "optimizer"), "device")
+    for on_cpu in (False, True):
+        machine = replace(HUGE, device_is_cpu=on_cpu)
+        found = plan(profile, Config(**on_device), machine)
+        assert len(found.residents) == len(sizes)
+        taken = found.arena_bytes("device") - found.arena_bytes("device", cut=True)
+        held = sum(found.bytes_of(kind, u) for kind in KINDS[:2] for u in range(len(sizes)))
+        assert taken == (held if on_cpu else 2 * sum(round_up(size, 4096) for size in blocks))
+        size = found.arena_bytes("device")
+        asked = Config(**on_device, device_memory=size)
+        assert plan(profile, asked, machine) is not None
+        with pytest.raises(BudgetError):
+            plan(profile, replace(asked, device_memory=size - 1), machine)
 
 
 def test_records_lie_one_after_the_other() -> None:

@@ -22,7 +22,7 @@ TEST_FILE_LINES_MAX = 500
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
 PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
-PURE += ("disks", "kept", "rows")
+PURE += ("disks", "kept", "rows", "blocks")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("breakdown",),
     ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
     ("machine",),
-    ("rows",),
+    ("rows", "blocks"),
     ("layout",),
     ("plan",),
     ("shared",),

@@ -266,8 +266,15 @@ WAITS = (
     Wait(
         "residents: before a lane uses the workspace",
         "updates",
-        "            self._executor.device.drain()  # Before a lane uses the workspace.\n",
+        "            device.drain()  # Before a lane uses the workspace.\n",
         "            pass\n",
+    ),
+    Wait("residents: until through", "updates", "            self._queued.synchronize()\n", ""),
+    Wait(
+        "residents: asleep, until their squares are summed",
+        "resident",
+        "        device.drain()  # Whose host sleeps; a copy's would spin.\n",
+        "",
     ),
     Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
     Wait(

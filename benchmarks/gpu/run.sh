@@ -14,8 +14,10 @@
 #     table     benchmarks/results/gpu.md from all that was kept
 #
 # A stage has ten minutes less ten seconds; one that fails does not stop the next. --dry runs each
-# with a few bytes on whatever there is, however long that takes there, and keeps nothing. Results go to benchmarks/results (or
-# $GPU_RESULTS) as JSON. $PYTHON is the interpreter (default: python3), $NVME_PATH a directory on a
+# with a few bytes on whatever there is, however long that takes there, and keeps nothing. Results go
+# to benchmarks/results (or $GPU_RESULTS) as JSON, all that a stage said as gpu-STAGE.log beside
+# them. Where a call ends after ten minutes: `check build tests copies update` in the first, then one
+# size in each. $PYTHON is the interpreter (default: python3), $NVME_PATH a directory on a
 # local drive (default: the system's place for temporary files), $WHEELS a directory of wheels
 # for what `check` finds missing.
 set -u
@@ -143,11 +145,14 @@ fi
 if [ $# -eq 0 ]; then
     set -- check build tests copies update train-1b train-3b train-7b table
 fi
+RESULTS=${GPU_RESULTS:-benchmarks/results}
+mkdir -p "$RESULTS"
 failed=()
 for stage in "$@"; do
     echo "== $stage"
-    GPU_STAGE=$stage GPU_DRY=$DRY timeout --kill-after 5 $SECONDS_MAX bash "$0"
-    status=$?
+    GPU_STAGE=$stage GPU_DRY=$DRY timeout --kill-after 5 $SECONDS_MAX bash "$0" 2>&1 |
+        tee "$RESULTS/gpu-${stage//[^a-z0-9-]/_}.log"
+    status=${PIPESTATUS[0]}
     [ $status -eq 124 ] && echo "$stage took more than $SECONDS_MAX s"
     [ $status -ne 0 ] && failed+=("$stage ($status)")
 done
