@@ -114,12 +114,17 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
         )
 
     found = timeline(machine)
-    what_if = {"compute": timeline(machine, 1 - gained).step_seconds}
+    what_if = {}
     for lane, fields in _SPEEDS.items():
         faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in fields}
-        if any(ran.lane is lane and ran.op.verb not in _USER for ran in inside):
-            what_if[lane.value] = timeline(replace(machine, **faster)).step_seconds
-    busy = {lane.value: found.busy(lane) / len(found.steps) for lane in _SPEEDS}
+        # A faster device computes the user's own faster, and what the engine computes there.
+        left = 1 - gained if lane is Lane.COMPUTE else 1.0
+        if lane is Lane.COMPUTE or any(span.lane is lane for span in found.spans):
+            what_if[lane.value] = timeline(replace(machine, **faster), left).step_seconds
+    busy = dict.fromkeys((lane.value for lane in _SPEEDS), 0.0)
+    for span in found.spans:
+        if span.op.verb not in _USER:
+            busy[span.lane.value] += (span.stop - span.start) / len(found.steps)
     return Prediction(found.step_seconds, found.exposed, busy, what_if)
 
 

@@ -75,6 +75,7 @@ def test_a_run_stopped_in_a_step_ends_with_what_it_has_reached(monkeypatch, caps
     assert shown.err.endswith("offload: stopped by Ctrl-C after step 2 of 3\n")
     assert "Peak memory" in shown.err + shown.out
     assert "held-out loss" not in shown.err + shown.out
+    assert options or re.search(r"^loss \d\.\d{4} nats per byte in step 2$", shown.out, re.M)
     if options:
         *steps, summary = [json.loads(line) for line in shown.out.splitlines()]
         assert [record["step"] for record in steps] == [1, 2]

@@ -100,7 +100,8 @@ def test_what_bounds_the_step_is_what_would_help():
     assert "--nvme-path A B" in told
     compute = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 5.0, "disk": 9.0}))
     assert bound(compute, found) == "model"
-    assert "22% of it. Twice as fast it would save 47%" in " ".join(verdict(compute, found))
+    assert "without offloading: 22% of it." in verdict(compute, found)[0]
+    assert "Twice as fast it would save 47%" in verdict(compute, found)[1]
     calling = replace(found, parts={**found.parts, "engine": 8.0})
     assert bound(MADE, calling) == "engine"
     assert "engine's own Python bounds the step: 80%" in " ".join(verdict(MADE, calling))
@@ -111,7 +112,23 @@ def test_what_bounds_the_step_is_what_would_help():
     nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
     assert bound(nothing, found) == "other"
     assert "No lane alone" in verdict(nothing, found)[-1]
-    assert "Too few steps" in verdict(replace(MADE, prediction=None), found)[-1]
+    assert "too few whole steps" in verdict(replace(MADE, prediction=None), found)[-1]
+    idle = replace(found, parts={"model": 9.9, "engine": 0.1}, busy={})
+    assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
+
+
+@given(*(st.floats(0.01, 10.0),) * 5, st.booleans())
+def test_what_bounds_the_step_takes_most_of_it_or_would_help(model, disk, engine, other, faster, b):
+    """The engine and Python are never named where something else takes more."""
+    parts = {"model": model, "disk": disk, "engine": engine, "other": other}
+    found = replace(breakdown(MADE), parts=parts, step_s=sum(parts.values()))
+    what_if = {"compute" if b else "disk": found.step_s / (1 + faster)}
+    prediction = Prediction(found.step_s, disk, {}, what_if)
+    name = bound(replace(MADE, prediction=prediction), found)
+    if name in ("engine", "other"):
+        assert parts[name] == max(parts.values())
+    told = " ".join(verdict(replace(MADE, prediction=prediction), found))
+    assert ("as it would without offloading" in told) == (name == "model")
 
 
 def test_a_file_holds_all_of_a_run(tmp_path):
@@ -194,11 +211,11 @@ def test_the_page_is_whole_and_asks_for_nothing():
     assert found["rows"][0][1][1][3] == "a<script>"
 
 
-def attached(**options):
+def attached(layers=3, **options):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
-    config = offload.Config(params="cpu", gradients="cpu", optimizer="cpu", **options)
+    config = offload.Config(**{"params": "cpu", "gradients": "cpu", "optimizer": "cpu"} | options)
     return offload.attach(model, optimizer, config)
 
 
@@ -207,6 +224,29 @@ def stepped(model, optimizer, steps):
         model(torch.ones(4, 32)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("optimizer", ["device", "cpu"])
+def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
+    """At the speeds that were seen, the lanes of the simulator work as long as the engine's did.
+
+    States on the device are updated there: on the same lane as the user's own compute.
+    """
+    model, optimizer = attached(layers=12, optimizer=optimizer)
+    with optimizer.engine as engine:
+        for _ in range(5):
+            for _ in range(2):
+                model(torch.ones(512, 32)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.settle()
+        made = recorded.run_of(engine)
+    found = breakdown(made)
+    predicted = {lane: seconds for lane, seconds in made.prediction.busy.items() if seconds}
+    assert ("compute" in predicted) == (engine.plan.home("state", 0).tier == "device")
+    assert predicted == pytest.approx(found.busy, rel=0.3)
+    # Twice as fast a device does not only update faster.
+    assert made.prediction.what_if["compute"] < 0.95 * made.prediction.step_s
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])

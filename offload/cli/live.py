@@ -79,7 +79,7 @@ def bounded_by(loads: Sequence[Load]) -> str:
     worst = max(waits, key=lambda load: load.exposed, default=None)
     waiting = sum(load.exposed for load in waits)
     if worst is None or worst.exposed < max(0.01, 1 - waiting):
-        return f"bound by compute: {1 - waiting:.0%} of the time the model computes"
+        return f"bound by compute: training waits for no lane {1 - waiting:.0%} of the time"
     return f"bound by {worst.name}: training waits for it {worst.exposed:.0%} of the time"
 
 

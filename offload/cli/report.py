@@ -99,22 +99,26 @@ def command(arguments: Sequence[str]) -> None:
 def show(console: Output, run: Run, found: Breakdown) -> None:
     """The breakdown of a step, the lanes, and what bounds it."""
     first, last = (mark[0] for mark in (run.stepped[-found.steps - 1], run.stepped[-1]))
-    predicted = f", {run.prediction.step_s:.3f} s predicted" if run.prediction else ""
-    console.print(
-        f"a step took {found.step_s:.3f} s{predicted} (mean of {found.steps}, to step {last}; "
-        f"{run.made})",
-        highlight=False,
-        soft_wrap=True,
+    console.sentence(
+        f"a step took {found.step_s:.3f} s (mean of {found.steps}, to step {last}; {run.made})"
     )
+    if run.prediction is not None:
+        console.sentence(
+            f"predicted: {run.prediction.step_s:.3f} s, of which {run.prediction.exposed_s:.3f} s "
+            f"waiting (it waited {found.waited_s:.3f} s)"
+        )
     assert first <= last
     narrow = console.width < NARROW_COLUMNS
     console.print(_parts(found, bars=not narrow))
-    console.print(_lanes(run, found, shares=not narrow))
-    homes = ", ".join(f"{kind}s {format_bytes(size)} {tier}" for kind, tier, size in run.homes)
-    missed = f"; {found.misses} uses of a unit out of the order foreseen" if found.misses else ""
-    console.print(f"lives: {homes}{missed}", highlight=False)
+    if any(found.busy.values()):
+        console.print(_lanes(run, found, shares=not narrow))
+    for tier in run.tiers:
+        if here := [f"{kind}s {format_bytes(size)}" for kind, at, size in run.homes if at == tier]:
+            console.sentence(f"on {tier}: {', '.join(here)}")
+    if found.misses:
+        console.sentence(f"{found.misses} uses of a unit out of the order foreseen")
     for line in verdict(run, found):
-        console.print(line, style="bold", highlight=False)
+        console.sentence(line, style="bold")
 
 
 def _parts(found: Breakdown, *, bars: bool) -> Table:

@@ -153,7 +153,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         "activations and Python included"
     )
     loss = reached.held_out_loss
-    if loss is not None:
+    if loss is None and reached.losses:
+        console.sentence(f"loss {reached.losses[-1]:.4f} nats per byte in step {reached.steps}")
+    elif loss is not None:
         console.sentence(
             f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
             f"mean over {reached.held_out_bytes} bytes"
