@@ -1,12 +1,14 @@
 """`offload report`: what a trace holds, shares that add up, the page and the timeline."""
 
 import json
+import os
 import re
 import time
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from offload import recorded, runs
 from offload.breakdown import OTHER, bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
+from offload.kept import write_whole
 from offload.runs import Prediction, Run, Span, Wait
 from offload.simulate import seconds_of
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace
@@ -140,6 +143,18 @@ def test_a_file_holds_all_of_a_run(tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+def test_a_link_stays_one_and_a_device_a_device(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    runs.save(MADE, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert runs.load(tmp_path / "there") == MADE
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as pipe:
+        write_whole(tmp_path / "pipe", "x")
+        assert pipe.read(1) == b"x"
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -239,10 +254,13 @@ def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
                 model(torch.ones(512, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            with torch.no_grad():  # An evaluation is no micro-batch.
+                model(torch.ones(1, 32))
         engine.settle()
         made = recorded.run_of(engine)
     found = breakdown(made)
-    predicted = {lane: seconds for lane, seconds in made.prediction.busy.items() if seconds}
+    found.busy.pop("h2d")  # What the evaluation fetched is not predicted.
+    predicted = {name: made.prediction.busy[name] for name in found.busy}
     assert ("compute" in predicted) == (engine.plan.home("state", 0).tier == "device")
     assert predicted == pytest.approx(found.busy, rel=0.3)
     # Twice as fast a device does not only update faster.
@@ -319,6 +337,12 @@ def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(placement, t
         assert made.prediction.step_s == pytest.approx(found.step_s, rel=0.3)
 
 
+def test_a_model_of_many_chunks_has_room_for_its_steps():
+    units = [SimpleNamespace(chunks=range(1000))]
+    assert Trace(profile=SimpleNamespace(units=units)).ran.maxlen == 48_000
+    assert Trace().ran.maxlen == SPANS_MAX
+
+
 def test_off_by_a_flag():
     model, optimizer = attached(trace=False)
     with optimizer.engine as engine:
@@ -358,8 +382,12 @@ def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
     assert run("report", str(folder / "last-run.json"), "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
-    assert run("report", str(folder / "last-run.json"), "--html", "/nowhere/x.html") == 2
-    assert "/nowhere/x.html: No such file" in capsys.readouterr().err
+    assert run("report", str(folder / "last-run.json"), "--html", "/dev/null/x.html") == 2
+    assert "try --html FILE in a folder of yours" in capsys.readouterr().err
+    assert (
+        run("report", str(folder / "last-run.json"), "--html", str(folder / "last-run.json")) == 2
+    )
+    assert "two of them are one file" in capsys.readouterr().err
     assert run("report", "a", "b") == 2
     assert "expected one file" in capsys.readouterr().err
 
