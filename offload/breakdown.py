@@ -163,11 +163,11 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     elif gains:
         told.append("No lane alone would make it faster by much.")
     elif not found.busy:
-        told.append("No lane had anything to do: all that it needs lives on the device.")
+        told.append("Nothing had to be moved: all that it needs lives on the device.")
     else:
         told.append(
-            "What would help was not simulated: likely too few whole steps were kept, or a step "
-            "has too many operations."
+            "What would help was not simulated: likely all units live on the device, too few whole "
+            "steps were kept, or a step has too many operations."
         )
     return told
 
@@ -186,13 +186,16 @@ def _bounding(name: str, found: Breakdown) -> str:
         engine = found.parts.get(ENGINE, 0.0)
         told = (
             "The model's own compute bounds the step, as it would without offloading: "
-            f"{share(part)} of it. Waiting for lanes takes {share(waits)}, the engine's own Python "
+            f"{share(part)} of it. Waiting for lanes takes {share(waits)}, the engine itself "
             f"{share(engine)}."
         )
         worth = engine > max(waits, GAIN_LEAST * found.step_s)
         return f"{told} {_MORE_TOKENS}." if worth else told
     if name == ENGINE:
-        told = f"The engine's own Python bounds the step: {share(part)} of it."
+        told = (
+            f"The engine itself bounds the step: {share(part)} of it is its Python, and updates of "
+            "units that live on the device."
+        )
         return f"{told} {_MORE_TOKENS}, or larger blocks."
     if name == OTHER:
         return (

@@ -107,7 +107,7 @@ def test_what_bounds_the_step_is_what_would_help():
     assert "Twice as fast it would save 47%" in verdict(compute, found)[1]
     calling = replace(found, parts={**found.parts, "engine": 8.0})
     assert bound(MADE, calling) == "engine"
-    assert "engine's own Python bounds the step: 80%" in " ".join(verdict(MADE, calling))
+    assert "engine itself bounds the step: 80%" in " ".join(verdict(MADE, calling))
     waiting = replace(found, parts={**found.parts, "other": 8.0})
     assert bound(compute, waiting) == "model"  # Saves 4.5 of 9.5 s, half of the rest 4.
     assert bound(MADE, waiting) == "other"  # The disk saves 3.5 s.
@@ -115,7 +115,7 @@ def test_what_bounds_the_step_is_what_would_help():
     nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
     assert bound(nothing, found) == "other"
     assert "No lane alone" in verdict(nothing, found)[-1]
-    assert "too few whole steps" in verdict(replace(MADE, prediction=None), found)[-1]
+    assert "not simulated: likely all" in verdict(replace(MADE, prediction=None), found)[-1]
     idle = replace(found, parts={"model": 9.9, "engine": 0.1}, busy={})
     assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
 
