@@ -389,7 +389,7 @@ def test_train_says_what_it_does_and_not_what_the_file_has(tmp_path):
     found, told = adopted({"train_batch_size": 64}, tmp_path)
     assert (found.batch, found.micro_batches) == (64, 1)
     assert "train_batch_size = 64: --batch 64 --micro-batches 1" in told
-    assert "neither bf16 nor fp16: --dtype bfloat16" in told
+    assert "bf16 and fp16 say nothing: --dtype bfloat16" in told
     found, told = adopted({"gradient_clipping": 2}, tmp_path, "--max-grad-norm", "5")
     assert found.placing.max_grad_norm == 5
     assert "gradient_clipping = 2.0: max_grad_norm=5.0, your own, which counts" in told
