@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload.config import Config
 from offload.deepspeed_keys import (
     ALIASES,
     BY_NAME,
@@ -33,22 +32,13 @@ _GRADIENT_DTYPES = {"fp32": "fp32", "bf16": "param", "fp16": "param"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedConfig(Config):
-    """A Config that knows which optimizer the file asked for."""
-
-    expects: tuple[tuple[str, Any], ...] = ()
-    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
-
-    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
-        """See Config.conflicts."""
-        return tuple(_conflicts(dict(self.expects), optimizer))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
     """What a file became."""
 
-    config: DeepSpeedConfig
+    fields: Mapping[str, Any]
+    """Fields of Config, and what the file asks of each."""
+    expects: tuple[tuple[str, Any], ...] = ()
+    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
     auto: tuple[str, ...] = ()
@@ -58,33 +48,41 @@ class Translation:
     spelled: Mapping[str, str] = field(default_factory=dict)
     """By proper name of a key, the name that the file has for it, where that is another."""
 
-    def report(self, became: Mapping[str, str] | None = None) -> list[str]:
+    def report(
+        self, became: Mapping[str, str] | None = None, fields: Mapping[str, Any] | None = None
+    ) -> list[str]:
         """What each key became, a line each; those without a meaning together, by reason.
 
-        `became` says by key what a program made of what is its own.
+        `became` says by key what a program made of what is its own, `fields` the fields of Config
+        where the program has others than the file.
         """
+        fields = {**self.fields, **(fields or {})}
         lines = []
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
             key, told = _key_of(name), self.spelled.get(name, name)
             if key.fate == "nothing":
                 reasons.setdefault(key.says, []).append(told)
+            elif became and name in became:
+                lines.append(f"{told} = {shown(value)}: {became[name]}")
             elif key.becomes:
-                now = f"{key.becomes}={getattr(self.config, key.becomes)!r}"
-                lines.append(f"{told} = {_text(value)}: {now}")
+                now = f"{key.becomes}={fields[key.becomes]!r}"
+                if fields[key.becomes] != self.fields[key.becomes]:
+                    now += ", your own, which counts"
+                lines.append(f"{told} = {shown(value)}: {now}")
             else:
-                mine = (became or {}).get(name, f"yours: {key.says}")
-                lines.append(f"{told} = {_text(value)}: {mine}")
+                lines.append(f"{told} = {shown(value)}: yours: {key.says}")
         if "gradient_clipping" not in self.values:
-            norm, how = self.config.max_grad_norm, "missing"
-            if "gradient_clipping" in self.auto:
-                how = '"auto"'
-            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, DeepSpeed's default")
+            norm = fields["max_grad_norm"]
+            how = '"auto"' if "gradient_clipping" in self.auto else "missing"
+            whose = "DeepSpeed's default" if norm == self.fields["max_grad_norm"] else "your own"
+            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, {whose}")
         if auto := [name for name in self.auto if name != "gradient_clipping"]:
             lines.append(f'"auto", so as if they were not there: {", ".join(auto)}')
         lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]
         if self.unknown:
-            lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(self.unknown)}")
+            unknown = [f"{name}{_nearest(name)}" for name in self.unknown]
+            lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(unknown)}")
         return lines
 
 
@@ -109,20 +107,24 @@ def read(path: str | os.PathLike[str]) -> Translation:
 def translate(content: Any) -> Translation:
     """Translates what is in a file, with the same errors."""
     if not isinstance(content, dict):
-        raise ValueError(f"expected one JSON object, found {_text(content)}")
+        raise ValueError(f"expected one JSON object, found {shown(content)}")
     unknown: list[str] = []
     spelled: dict[str, str] = {}
     auto: list[str] = []
     values = dict(_flat(content, "", unknown, spelled, auto))
     fields = _fields(values)
     expects = tuple(
-        (name, _hashable(value))
+        (name, hashable(value))
         for name, value in values.items()
         if name.startswith(("optimizer.", "scheduler."))
     )
-    config = DeepSpeedConfig(**fields, expects=expects)
     return Translation(
-        config=config, values=values, unknown=tuple(unknown), auto=tuple(auto), spelled=spelled
+        fields=fields,
+        expects=expects,
+        values=values,
+        unknown=tuple(unknown),
+        auto=tuple(auto),
+        spelled=spelled,
     )
 
 
@@ -184,22 +186,33 @@ def _flat(
             yield name, _read(BY_NAME[name], value)
 
 
+def _nearest(name: str) -> str:
+    """What a key that is ignored may have been meant for, or nothing."""
+    section, _, given = name.rpartition(".")
+    close = difflib.get_close_matches(given, known_in(section), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _refuse_misspelt(given: str, section: str) -> None:
     where = f" in {section}" if section else ""
-    close = difflib.get_close_matches(given, known_in(section), n=1)
+    open_ = section in OPEN_SECTIONS
+    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=0.85 if open_ else 0.6)
     if close:
         raise ValueError(f"there is no key {given!r}{where}: did you mean {close[0]!r}?")
-    if section not in OPEN_SECTIONS:
+    if not open_:
         raise ValueError(
-            f"there is no key {given!r}{where}, and DeepSpeed would refuse it too: remove it"
+            f"there is no key {given!r}{where} in DeepSpeed 0.19, which refuses what it does not "
+            "know there: remove it"
         )
 
 
 def _as_section(name: str, value: Any) -> Mapping[str, Any]:
     if value is None or value == "auto" or value is False:
         return {}
+    if value is True and name == _ZERO:  # As old files have it.
+        return {"stage": 1}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} holds {_text(value)}: expected an object, {{...}}")
+        raise ValueError(f"{name} holds {shown(value)}: expected an object, {{...}}")
     return value
 
 
@@ -212,38 +225,44 @@ def _read(key: Key, value: Any) -> Any:
     if key.choices:
         if isinstance(value, str) and value.lower() in key.choices:
             return value.lower()
-        raise _wrong(key, value, f"one of {', '.join(key.choices)}")
+        raise _wrong(key.name, value, f"one of {', '.join(key.choices)}")
     if key.kind == "bool":
-        text = str(value).lower()
-        if isinstance(value, (bool, str)) and text in ("true", "false"):
-            return text == "true"
+        if isinstance(value, (bool, str, int)) and str(value).lower() in _SWITCHES:
+            return _SWITCHES[str(value).lower()]
         # An old file may have a whole section in place of true.
         if isinstance(value, dict) and "cpu_offload" in key.name:
             return True
-        raise _wrong(key, value, "true or false")
+        raise _wrong(key.name, value, "true or false")
     if key.kind in ("int", "float"):
-        return _number(key, value)
-    if key.kind == "text" and not (isinstance(value, str) and value):
-        raise _wrong(key, value, "a text")
+        return number(key.name, value, whole=key.kind == "int")
+    if key.kind == "text" and not isinstance(value, str):
+        raise _wrong(key.name, value, "a text")
     return value
 
 
-def _number(key: Key, value: Any) -> int | float:
-    whole = key.kind == "int"
+_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
+
+
+def number(name: str, value: Any, *, whole: bool) -> int | float:
+    """A number as a file has it: 5e8 and texts too.
+
+    Raises:
+        ValueError: it is none; the message has the key's `name`.
+    """
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise TypeError
-        number = float(value)
-        if not abs(number) <= 2**63 or (whole and number != int(number)):
+        found = float(value)
+        if not abs(found) <= 2**63 or (whole and found != int(found)):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         expected = "a whole number, such as 500000000 or 5e8" if whole else "a number"
-        raise _wrong(key, value, expected) from None
-    return int(number) if whole else number
+        raise _wrong(name, value, expected) from None
+    return int(found) if whole else found
 
 
-def _wrong(key: Key, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{key.name} holds {_text(value)}: expected {expected}, or auto")
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{name} holds {shown(value)}: expected {expected}, or auto")
 
 
 def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -259,13 +278,18 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
         for section, field_name in ((_PARAM, "params"), (_OPTIMIZER, "optimizer"))
         if places[field_name] == "nvme"
     ]
-    if None in paths and not any(paths):
+    if paths and not any(paths):
         raise ValueError(
             "a device is nvme and nvme_path is missing: give the directory of a local drive as "
             "nvme_path beside it"
         )
-    fields["nvme_path"] = tuple(dict.fromkeys(path for path in paths if path))
+    fields["nvme_path"] = tuple({os.path.normpath(path): path for path in paths if path}.values())
     fields["max_grad_norm"] = values.get("gradient_clipping", 1.0) or None
+    if (fields["max_grad_norm"] or 1.0) < 0:
+        raise ValueError(
+            f"gradient_clipping holds {values['gradient_clipping']}: expected a positive number, "
+            "or 0 for none"
+        )
     fields["micro_batches"] = _micro_batches(values)
     dtype = values.get("data_types.grad_accum_dtype", "bf16")
     fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
@@ -293,8 +317,10 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
     for name in _COUNTS:
         if values.get(name, 1) < 1:
             raise ValueError(f"{name} holds {values[name]}: expected a whole number from 1")
-    if whole is None or (micro is None and count is None):
+    if whole is None:
         return count  # type: ignore[no-any-return]
+    if micro is None and count is None:
+        count = 1
     ranks = world_size()
     found, rest = divmod(whole, (micro or 1) * (count or 1) * ranks)
     if rest or not found or (micro and count and found != 1):
@@ -316,51 +342,10 @@ def world_size() -> int:
     return int(given) if given.isascii() and given.isdigit() and int(given) else 1
 
 
-def _conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
-    """Where an optimizer is not what a file asks for."""
-    groups = optimizer.param_groups
-    if "scheduler.type" in expects and any("initial_lr" in group for group in groups):
-        kind = expects["scheduler.type"]
-        yield f"scheduler.type is {kind}, and a scheduler has been made for the optimizer already"
-    if "optimizer.type" not in expects:
-        return
-    asked, mine = str(expects["optimizer.type"]), type(optimizer).__name__
-    params = {
-        name.rpartition(".")[2]: value
-        for name, value in expects.items()
-        if name.startswith("optimizer.params.")
-    }
-    if mine.lower().removeprefix("cpu") not in _SAME.get(asked.lower(), (asked.lower(),)):
-        yield f"optimizer.type is {asked}, and yours is {mine}"
-        return
-    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
-        there = [_hashable(_plain(_value_in(group, name))) for group in groups if name in group]
-        if name in params and there and params[name] not in there:
-            yield f"optimizer.params.{name} is {_text(params[name])}, and yours is {there[0]}"
-    decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
-    for group in groups if asked.lower() in ("adam", "adamw") else ():
-        if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:
-            way = "decoupled (AdamW)" if decoupled else "within the gradient (Adam)"
-            yield f"optimizer {asked} has its weight decay {way}, and yours has not"
-            return
-
-
-_SAME = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
-"""Kinds of one family: how they decay weights is looked at by itself."""
-
-
-def _value_in(group: Mapping[str, Any], name: str) -> Any:
-    # A scheduler may have moved the learning rate already.
-    return group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
-def _hashable(value: Any) -> Any:
+def hashable(value: Any) -> Any:
+    """What a file holds, as a Config can keep it."""
     if isinstance(value, (list, tuple)):
-        return tuple(_hashable(one) for one in value)
+        return tuple(hashable(one) for one in value)
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
 
 
@@ -369,7 +354,7 @@ def _key_of(name: str) -> Key:
     return BY_NAME[name] if name in BY_NAME else BY_NAME[name.rpartition(".")[0]]
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as a file has it, and no longer than a message can bear."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 3]}..."

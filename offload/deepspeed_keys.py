@@ -8,7 +8,7 @@ docs/deepspeed.md is made from this table.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Kind = Literal["bool", "int", "float", "text", "section", "any"]
@@ -137,7 +137,7 @@ _LOOP = (
         "refused while the file has one too",
     ),
     _key("scheduler.params", "any", None, "", "arguments of your scheduler"),
-    _section("bf16"),
+    replace(_section("bf16"), aliases=("bfloat16",)),
     _key("bf16.enabled", "bool", False, "", "model.to(torch.bfloat16); fp32 masters are kept"),
     *_none("bf16", _ALWAYS, "immediate_grad_update=true check_grad_overflow=false"),
     _section("fp16"),
@@ -240,7 +240,7 @@ _OFFLOAD = (
         _RANKS,
         "overlap_comm=false reduce_scatter=true reduce_bucket_size=500000000 "
         "use_multi_rank_bucket_allreduce=true allgather_partitions=true "
-        "allgather_bucket_size=500000000 allgather_sequential=false "
+        "allgather_bucket_size=500000000 allgather_sequential=false|stage3_allgather_sequential "
         "stage3_use_all_reduce_for_fetch_params=false|use_all_reduce_for_fetch_params "
         "round_robin_gradients=false zero_hpz_partition_size=1 zero_quantized_weights=false "
         "zero_quantized_nontrainable_weights=false zero_quantized_gradients=false "
@@ -257,8 +257,11 @@ _OFFLOAD = (
         _ZERO,
         "a switch of DeepSpeed's own engine",
         "ignore_unused_parameters=true legacy_stage1=false memory_efficient_linear=true "
-        "override_module_apply=true log_trace_cache_warnings=false enable_sanity_checks=false",
+        "override_module_apply=true log_trace_cache_warnings=false enable_sanity_checks=false "
+        "leaf_module=null save_muon_momentum_buffer_in_memory=false",
     ),
+    *_none(_ZERO, _PLANNED, "stage3_partition_stream_chunk_size=null"),
+    *_none(_ZERO, _ELSE, "zenflow=null"),
 )
 
 _REST = (
@@ -292,7 +295,8 @@ _REST = (
     *_none(
         "",
         _RANKS,
-        "communication_data_type=null seq_parallel_communication_data_type=null "
+        "communication_data_type=null "
+        "seq_parallel_communication_data_type=null|seq_parallel_comm_data_type "
         "prescale_gradients=false gradient_predivide_factor=1.0 sparse_gradients=false "
         "sequence_parallel_size=1 tensor_parallel={} pipeline={} elasticity={} nebula={} "
         "disable_allgather=false",

@@ -75,6 +75,7 @@ def test_a_run_stopped_in_a_step_ends_with_what_it_has_reached(monkeypatch, caps
     assert shown.err.endswith("offload: stopped by Ctrl-C after step 2 of 3\n")
     assert "Peak memory" in shown.err + shown.out
     assert "held-out loss" not in shown.err + shown.out
+    assert options or re.search(r"^loss \d\.\d{4} nats per byte in step 2$", shown.out, re.M)
     if options:
         *steps, summary = [json.loads(line) for line in shown.out.splitlines()]
         assert [record["step"] for record in steps] == [1, 2]
@@ -112,3 +113,39 @@ def test_a_run_whose_output_cannot_be_written(monkeypatch, capsys):
     errors = capsys.readouterr().err
     assert "offload: error: standard output cannot be written: No space" in errors
     assert "Traceback" not in errors
+
+
+def test_a_full_disk_costs_the_drawing_and_not_the_result(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "full.png").symlink_to("/dev/full")
+    assert run(*SHORT, "--json", "--plot", str(tmp_path / "full.png")) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out.splitlines()[-1])["held_out_loss"] > 0
+    assert "no drawing was left at" in shown.err
+
+
+def test_a_failed_run_leaves_its_trace(monkeypatch, tmp_path, capsys):
+    step = train.train_step
+
+    def failing(*arguments):
+        if arguments[-1] == 3:
+            raise ArithmeticError("lost")
+        return step(*arguments)
+
+    monkeypatch.setattr(train, "train_step", failing)
+    arguments = [one for one in SHORT if one != "--no-trace"]
+    assert run(*arguments, "--trace-file", str(tmp_path / "run.json")) == 1
+    assert (tmp_path / "run.json").is_file()
+    assert run(*arguments, "--trace-file", str(tmp_path)) == 2
+    assert "it is a folder" in capsys.readouterr().err
+    assert run(*SHORT, "--trace-file", str(tmp_path / "run.json")) == 2
+    assert "--no-trace says that there is to be none" in capsys.readouterr().err
+
+
+def test_a_user_without_a_home_can_train(monkeypatch, capsys):
+    def none():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", none)
+    assert run(*SHORT) == 0

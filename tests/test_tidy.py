@@ -21,7 +21,7 @@ TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
-PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
+PURE += ("deepspeed_keys", "deepspeed_optimizer", "trace", "intervals", "runs", "breakdown")
 PURE += ("disks", "kept", "rows", "blocks")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
@@ -30,9 +30,11 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed_keys", "intervals", "kept"),
+    ("deepspeed",),
+    ("deepspeed_optimizer",),
     ("runs", "disks"),
     ("breakdown",),
-    ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
+    ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("rows", "blocks"),
     ("layout",),

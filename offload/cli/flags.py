@@ -27,6 +27,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_paths(values: Sequence[str]) -> list[str]:
+    """Paths out of a file as they are typed: one that begins with a dash would be a flag."""
+    return [os.path.join(os.curdir, value) if value.startswith("-") else value for value in values]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags(Generic[Settings]):
     """The flags of one command."""

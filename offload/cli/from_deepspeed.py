@@ -8,7 +8,7 @@ from typing import Any
 
 from offload import deepspeed
 from offload.cli import BadInput
-from offload.cli.flags import flag
+from offload.cli.flags import as_paths, flag
 from offload.config import FIELDS, Config
 
 _ADAM = "optimizer.params."
@@ -58,31 +58,41 @@ class Adopted:
 
     def flags(self) -> list[str]:
         """What the file says, as flags."""
-        plain, config = Config(), self.translation.config
-        chosen = {name: getattr(config, name) for name in FIELDS}
-        found = []
-        for name, value in (*chosen.items(), *self.settings.items()):
+        plain, found = Config(), list[str]()
+        for name, value in (*self.translation.fields.items(), *self.settings.items()):
             if name == "nvme_path" and value:
-                found += [flag(name), *value]
+                found += [flag(name), *as_paths(value)]
             elif value is not None and (name not in FIELDS or value != getattr(plain, name)):
                 found.append(f"{flag(name)}={value}")
         return found
 
-    def report(self) -> list[str]:
-        """What each key became, a line each."""
-        became = {
-            key: f"{flag(name)} {self.settings[name]}"
+    def report(self, settings: Any) -> list[str]:
+        """What each key became, a line each, with the settings of the command that came of it."""
+        ignored = {
+            key: "ignored: this command has nothing like it"
+            for key in self.translation.values
+            if key.startswith((_ADAM, _WARMUP))
+        }
+        same = {
+            key: f"{flag(name)} {getattr(settings, name)}"
             for key, name in _SAME.items()
             if name in self.settings
         }
+        became = {**ignored, **same}
         became["optimizer.type"] = "this command's AdamW"
         became[f"{_ADAM}betas"] = "--beta1 and --beta2"
         became["scheduler.type"] = (
             "this command's own schedule: a linear rise in --warmup steps, then a linear fall to a "
             "twentieth"
         )
-        became["bf16.enabled"] = f"--dtype {self.settings.get('dtype', 'bfloat16')}"
-        return self.translation.report(became)
+        became["bf16.enabled"] = f"--dtype {settings.dtype}"
+        if (whole := "train_batch_size") in self.translation.values:
+            became[whole] = f"--batch {settings.batch} --micro-batches {settings.micro_batches}"
+        placing = {name: getattr(settings.placing, name) for name in self.translation.fields}
+        lines = self.translation.report(became, placing)
+        if "dtype" not in self.settings:
+            lines.append(f"bf16 and fp16 say nothing: --dtype {settings.dtype} as without it")
+        return lines
 
     def refuse_conflicts(self, settings: Any) -> None:
         """Refuses settings that are not those of the file's optimizer and scheduler.
@@ -106,23 +116,33 @@ def _settings(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
     for key, name in _SAME.items():
         if key not in values:
             continue
-        if name in found and found[name] != values[key]:
+        value = _number(path, key, values[key], whole=name in ("warmup", "steps", "batch"))
+        if name in found and found[name] != value:
             raise BadInput(
                 f"--deepspeed {path}: {key} is {values[key]}, and elsewhere {found[name]}: this "
                 f"command has one {flag(name)}; make them equal"
             )
-        found[name] = values[key]
+        found[name] = value
     betas = values.get(f"{_ADAM}betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
             raise BadInput(f"--deepspeed {path}: {_ADAM}betas holds {betas}: expected two numbers")
-        found["beta1"], found["beta2"] = betas
+        found["beta1"], found["beta2"] = (
+            _number(path, f"{_ADAM}betas", beta, whole=False) for beta in betas
+        )
     if "bf16.enabled" in values:
         found["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
-    whole, count = (values.get(n) for n in ("train_batch_size", "gradient_accumulation_steps"))
-    if whole and count and "batch" not in found:
-        found["batch"] = whole // (count * deepspeed.world_size())
+    if "train_batch_size" in values and "batch" not in found:
+        count = values.get("gradient_accumulation_steps", 1)
+        found["batch"] = values["train_batch_size"] // (count * deepspeed.world_size())
     return found
+
+
+def _number(path: str, key: str, value: Any, *, whole: bool) -> int | float:
+    try:
+        return deepspeed.number(key, value, whole=whole)
+    except ValueError as error:
+        raise BadInput(f"--deepspeed {path}: {error}") from None
 
 
 def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
@@ -132,6 +152,11 @@ def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
         raise BadInput(
             f"--deepspeed {path}: optimizer.type is {kind}, and this command trains with AdamW "
             "alone: remove the section, or use offload.attach with an optimizer of your own"
+        )
+    if values.get(f"{_ADAM}amsgrad") or values.get(f"{_ADAM}bias_correction") is False:
+        raise BadInput(
+            f"--deepspeed {path}: optimizer.params asks for amsgrad, or for no bias_correction, "
+            "and this command's AdamW has neither: remove them, or use offload.attach"
         )
     schedule = values.get("scheduler.type", "WarmupLR")
     if schedule not in _SCHEDULERS:

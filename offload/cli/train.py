@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-from offload import recorded, runs
 from offload.cli import (
     Signals,
     Stopped,
@@ -27,6 +25,7 @@ from offload.cli import (
     display,
     from_deepspeed,
     gpt,
+    left,
     live,
     measuring,
     sample,
@@ -53,19 +52,20 @@ def command(arguments: Sequence[str]) -> None:
     settings = parse(arguments)
     with bad_input():
         draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
+        left.check(settings)
         check_memory(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
-        lines = from_deepspeed.Adopted.of(settings.deepspeed).report()
-        _note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
-    _note(remarks, corpus.notices)
+        lines = from_deepspeed.Adopted.of(settings.deepspeed).report(settings)
+        left.note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
+    left.note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
             model, optimizer = build(settings)
         with optimizer.engine as engine:
-            _note(remarks, engine.notices)
+            left.note(remarks, engine.notices)
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
@@ -82,7 +82,7 @@ def command(arguments: Sequence[str]) -> None:
                         reached.steps = record["step"]
                         reached.losses.append(record["loss"])
                 # Before what is no part of training.
-                reached.run = recorded.run_of(engine)
+                reached.run = left.run_of(engine, remarks)
                 engine.settle()
                 reached.report = engine.report()
                 with _out_of_memory("after the last step, on held-out text"):
@@ -92,14 +92,17 @@ def command(arguments: Sequence[str]) -> None:
                 reached.sample = _sampled(settings, model, corpus)
             except Stopped as stop:
                 reached.stopped_by = stop.by
-                reached.run = reached.run or recorded.run_of(engine)
                 _conclude(console, settings, reached, reached.report or engine.report())
                 raise
+            else:
+                _conclude(console, settings, reached, reached.report)
             finally:
+                run = reached.run or left.run_of(engine, remarks)
+                left.trace(remarks, settings.trace_file, run)
                 if draw and reached.losses:
-                    draw(*_drawn(settings, reached))
-                _leave(remarks, settings, reached.run)
-            _conclude(console, settings, reached, reached.report)
+                    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
+                    shown = reached.losses, reached.held_out_loss, title
+                    left.drawing(remarks, settings.plot, draw, *shown)
 
 
 @dataclass(slots=True)
@@ -120,11 +123,6 @@ class Reached:
     """What they did in all of training, once it is over."""
     stopped_by: str | None = None
     """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
-
-
-def _note(remarks: Output, notices: Sequence[str]) -> None:
-    for notice in notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _introduce(
@@ -153,7 +151,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         "activations and Python included"
     )
     loss = reached.held_out_loss
-    if loss is not None:
+    if loss is None and reached.losses:
+        console.sentence(f"loss {reached.losses[-1]:.4f} nats per byte in step {reached.steps}")
+    elif loss is not None:
         console.sentence(
             f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
             f"mean over {reached.held_out_bytes} bytes"
@@ -174,27 +174,6 @@ def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | No
         return sample.readable(
             sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
         )
-
-
-def _leave(remarks: Output, settings: Train, run: Run | None) -> None:
-    """Leaves a file for `offload report`; what is in its way is said and no more."""
-    if run is None or not run.stepped:
-        return
-    path = Path(settings.trace_file) if settings.trace_file else runs.last_path()
-    try:
-        runs.save(run, path)
-    except OSError as error:
-        told = f"no trace was left at {path}: {error.strerror}; try --trace-file, or --no-trace"
-        _note(remarks, [told])
-        return
-    named = f" {path}" if settings.trace_file else ""
-    _note(remarks, [f"offload report{named} shows where the time went"])
-
-
-def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
-    """What a drawing of the run shows."""
-    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
-    return reached.losses, live.smoothed(reached.losses), reached.held_out_loss, title
 
 
 def check_memory(settings: Train) -> None:
