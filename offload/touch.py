@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.aside import users_modes
 from offload.engine import Engine
 from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward
@@ -42,7 +43,7 @@ class ParameterHome:
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
                 stack.callback(SavingGuard(_Lent(homes), units).close)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), users_modes():
                 return function(*args, **kwargs)
 
     @contextmanager
@@ -84,7 +85,7 @@ class ParameterHome:
         if bound.buffer is None:
             return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
         bound.looked = bound.looked or to_write
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), users_modes():
             return read(parameter)
 
     def gradient(self) -> torch.Tensor | None:
