@@ -167,7 +167,8 @@ def spread() -> list[tuple[str, bool, tuple[str, str, str]]]:
     found = []
     for number, mode in enumerate(MODES):
         turned = ALL_PLACEMENTS[10 + number :] + ALL_PLACEMENTS[: 10 + number]
-        found.append([(mode, at % 2 == 0, placement) for at, placement in enumerate(turned)])
+        always = mode == "mutation allowed"  # Torch wants its backward inside, too.
+        found.append([(mode, always or at % 2 == 0, place) for at, place in enumerate(turned)])
     return [case for turn in zip(*found) for case in turn]
 
 
