@@ -4,7 +4,8 @@ A `TorchFunctionMode` (`with torch.device(...)` is one) or `TorchDispatchMode` s
 of the thread: it would count the engine's copies as the model's, put its tensors elsewhere, or, as
 selective checkpointing does in a recompute, look for them among what the forward did. So the modes
 that are active where the engine is called are off while it works, and on again for what it calls of
-the user's.
+the user's. A transform of `torch.func` takes all tensors for its own: it is off, too, and what is
+offloaded is refused to it by name.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import _python_dispatch as _dispatch
 
 Parameters = ParamSpec("Parameters")
@@ -24,6 +26,28 @@ Result = TypeVar("Result")
 _functions: Any = torch._C
 _functions_active: Callable[[], int] = _functions._len_torch_function_stack
 _dispatchers_active: Callable[[], int] = _functions._len_torch_dispatch_stack
+
+
+_transform: Callable[[], object] = _functions._functorch.peek_interpreter_stack
+
+
+def transforms() -> bool:
+    """Whether the thread is in a transform of `torch.func`."""
+    return _transform() is not None
+
+
+def refuse_transforms(what: str) -> None:
+    """Refuse `what` of an offloaded model to `torch.func`.
+
+    Raises:
+        RuntimeError: a transform is active.
+    """
+    if transforms():
+        raise RuntimeError(
+            f"{what} under a transform of torch.func (grad, vjp, jvp, vmap, ...), which takes "
+            "tensors for its own, but offloaded ones move and are written to: use backward() or "
+            "torch.autograd.grad(), or a model that is not attached"
+        )
 
 
 class _Taken(threading.local):
@@ -41,6 +65,9 @@ def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if transforms():
+            with temporarily_clear_interpreter_stack():
+                return run(*args, **kwargs)
         if _functions_active() or _dispatchers_active() or _taken.functions or _taken.dispatchers:
             with _off():
                 return function(*args, **kwargs)

@@ -11,7 +11,7 @@ import torch
 from offload.aside import users_modes
 from offload.engine import Engine
 from offload.guard import Handle, SavingGuard
-from offload.passes import in_backward
+from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
 
 
@@ -98,7 +98,12 @@ class ParameterHome:
         return self.engine.gradients.show(self.unit, self.index)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Replace the gradient kept for the parameter."""
+        """Replace the gradient kept for the parameter.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        refuse_inside("p.grad = ...")
         self.engine.end_abandoned()
         self.engine.finality.require_step("p.grad = ...")
         self.engine.finality.discarded()
@@ -136,6 +141,10 @@ class ParameterHome:
                 "parameters are contiguous, with which torch computes other bits: detach() first, "
                 "or leave the model in torch.contiguous_format"
             )
+        if bound.buffer is None:
+            self.engine.end_abandoned()
+            self.engine.settle_edits(self.unit)
+            self.engine.exposures.leave(self.unit, self.index, data)
         with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -213,3 +214,33 @@ def test_a_parameter_at_rest_is_read_under_a_mode_once(tmp_path: Path) -> None:
     found = [train(p, tmp_path, touched, steps=1).extra for p in placements]
     assert found[0] == found[1] == found[2]
     assert found[0][0]["aten.sin.default"] == 1
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "grad": lambda net, x: torch.func.grad(lambda y: net(y).sum())(x),
+    "vmap": lambda net, x: torch.func.vmap(net)(x),
+    "a parameter": lambda net, x: torch.func.grad(lambda y: (y * net[0].weight).sum())(x),
+    "copies": lambda net, x: torch.func.grad(
+        lambda copies: torch.func.functional_call(net, copies, (x,)).sum()
+    )({name: p.detach().clone() for name, p in net.named_parameters()}),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_are_refused_and_training_goes_on(transform: str, tmp_path: Path) -> None:
+    """They ended the process: what they give to a tensor's data dies with them."""
+
+    def loop(run: Run, number: int) -> None:
+        x = torch.randn(8, 8, generator=run.generator)
+        if hasattr(run.optimizer, "engine"):
+            with pytest.raises(RuntimeError, match=r"under a transform of torch\.func"):
+                TRANSFORMS[transform](run.model, x)
+        loss = run.model(x).pow(2).mean()
+        loss.backward()
+        run.losses.append(loss.item())
+        run.step()
+
+    build = partial(torch.nn.Sequential, *(nn.Linear(8, 8) for _ in range(4)))
+    options: dict[str, Any] = {"build": lambda: deepcopy(build()), "dtype": torch.float32}
+    ours = train(("nvme", "nvme", "nvme"), tmp_path, loop, **options)
+    assert_same(without_idle_states(ours), without_idle_states(train_alone(loop, **options)))
