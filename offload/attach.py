@@ -120,7 +120,7 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     with torch.inference_mode(False):
         values = [engine.values_of(bound.index, index) for bound, index in places]
         take = whole(engine.gradients.hand_over)
-        gradients = [take(bound.index, index) for bound, index in places]
+        gradients = [gradient for bound in streamed for gradient in take(bound.index)]
         return model, _hand_back(model, places, values, gradients)
 
 

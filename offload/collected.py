@@ -25,7 +25,7 @@ from offload.task import Task
 
 
 @dataclass(slots=True)
-class UnitGradients:
+class _Unit:
     """The gradient of one unit."""
 
     trainable: frozenset[int]
@@ -37,16 +37,10 @@ class UnitGradients:
     """The collecting, while it goes on."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
     """By parameter, the place where its gradient is collected."""
-    shown: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What `p.grad` has returned."""
-    apart: set[int] = field(default_factory=set)
-    """Those of the shown that have memory of their own: by `Gradients.let_go`, or by the user."""
-    copied: torch.Tensor | None = None
-    """The unit's gradients in CPU memory, where their home is elsewhere and they were shown."""
 
 
-class Collected:
-    """The gradients of an engine's parameters, by unit and parameter."""
+class Collector:
+    """Brings the gradients of an engine's parameters home, and knows which there are."""
 
     def __init__(self, executor: Executor, passes: Passes):
         """No gradient yet."""
@@ -56,13 +50,29 @@ class Collected:
         self._under_way: set[int] = set()
         """Units whose gradient is being collected."""
         self._units = [
-            UnitGradients(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
+            _Unit(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
             for unit in self._plan.profile.units
         ]
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
         return parameter in self._units[unit].kept
+
+    def has_any(self, unit: int) -> bool:
+        """Whether any parameter of a unit has a gradient."""
+        return bool(self._units[unit].kept)
+
+    def has_place(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter can have a gradient: it was trainable at attach."""
+        return parameter in self._units[unit].trainable
+
+    def assigned(self, unit: int, parameter: int) -> None:
+        """A parameter has a gradient now that no backward brought."""
+        self._units[unit].kept.add(parameter)
+
+    def give_up(self, unit: int, parameter: int) -> None:
+        """Let a parameter have no gradient."""
+        self._units[unit].kept.discard(parameter)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -147,16 +157,13 @@ class Collected:
             raise
         self._units[unit].task = task
         self._under_way.add(unit)
-        self._forget(unit)
-
-    def _forget(self, unit: int) -> None:
-        """More is added to a unit's gradients: what was shown of them is of the past."""
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
-        return self._shaped(self._executor.memory.at(use), unit, parameter)
+        return self.shaped(self._executor.memory.at(use), unit, parameter)
 
-    def _shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
+    def shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient in the shape of its parameter, in the flat bytes of all of the unit's."""
         spec = self._plan.profile.units[unit]
         one = spec.parameters[parameter]
         dtype = spec.segments[one.segment].gradient_dtype

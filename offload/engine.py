@@ -18,7 +18,7 @@ from offload.arena import Memory
 from offload.binding import BoundUnit
 from offload.calls import Calls
 from offload.casts import Casts
-from offload.collected import take_gradient
+from offload.collected import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
@@ -59,13 +59,13 @@ class Engine:
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
         self.in_use = InUse(executor, memory, self.passes, self.exposures)
-        self.gradients = Gradients(executor, self.passes, exposed_bytes_max)
+        self.collector = Collector(executor, self.passes)
+        self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches if max_grad_norm is None else None, names)
         self.units, self.lock = units, threading.RLock()
-        self._pid, self._torn = os.getpid(), torn()
-        self._since = time.perf_counter()
+        self._pid, self._torn, self._since = os.getpid(), torn(), time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
@@ -158,7 +158,7 @@ class Engine:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
         self.enter_backward()
         self.finality.gradient_came(unit, index)
-        self.gradients.collect(unit, index, gradient)
+        self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
@@ -166,7 +166,7 @@ class Engine:
         for unit in self.finality.final:
             bound = self.units[unit]
             if bound.buffer is None and not bound.saved and unit not in exposed:
-                self.gradients.send(unit)
+                self.collector.send(unit)
                 if not self.finality.begun:
                     self.updates.settle()
                 turns = self.finality.begin(unit)
@@ -184,7 +184,7 @@ class Engine:
             for bound in (one for one in self.units if one.index not in self.residents):
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
-        self.gradients.send_all()
+        self.collector.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)

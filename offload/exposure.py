@@ -118,6 +118,14 @@ class Exposures:
             del self._copies[unit]
         return edited
 
+    def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+        """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
+        found = self._copies.get(unit, {}).get(parameter)
+        if found is not None and found.tensor.data_ptr() != values.data_ptr():
+            del self._copies[unit][parameter]
+            if not self._copies[unit]:
+                del self._copies[unit]
+
     def read(self, unit: int, parameter: int) -> torch.Tensor:
         """The values of a parameter after any update, in memory of their own, not counted."""
         self._executor.quiesce("weight", unit, to_write=False)

@@ -1,5 +1,26 @@
 """Gradients, as the user meets them: shown as `p.grad`, edited, assigned, given up.
 
+[Note: Where a gradient is]
+`Collector` knows whether a gradient is there at all, and brings it home. What `p.grad` shows of it
+is known here, by parameter:
+
+    HIDDEN     nobody has asked, or nobody holds what was shown any more
+    IN PLACE   a view of the home, in memory that the host can read
+    IN A COPY  a view of a copy of the unit's gradients, whose home is elsewhere
+    APART      memory of its own: the user's, see below, or what was held when a step took the home
+
+    what happens         HIDDEN        IN PLACE               IN A COPY           APART
+    p.grad               one of both   -                      -                   -
+    p.grad = other       APART         left, APART            left, APART         APART
+    a backward begins    -             HIDDEN if let go of    put home, likewise  put home, likewise
+    it ends              -             -                      renewed             renewed
+    step(), sleep()      -             left                   put home            put home
+    zero_grad()          -             left                   left                HIDDEN
+
+*Left*: what somebody holds gets memory of its own (APART, or after zero_grad() nobody's business);
+of what a view is held it cannot, and that stays where it is. *Let go of*: neither the tensor, in
+Python or as another tensor's gradient, nor its memory is held by anybody else.
+
 [Note: Assigned gradients]
 What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part
 of a buffer of the user's: changes of it count, and sums are written to it, as torch's own are. What
@@ -12,42 +33,89 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from offload.arena import host_tensor
-from offload.collected import Collected
+from offload.collected import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
-from offload.extents import expanded, sharing
-from offload.passes import Passes
+from offload.extents import Named, expanded, sharing
 from offload.program import Value
 
 _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
 
+_ALONE = use_count(torch.empty(1))
+"""Use count of the memory of a tensor of which there is no other."""
 
-class Gradients(Collected):
-    """The gradients of an engine's parameters, and what `p.grad` shows of them."""
 
-    def __init__(self, executor: Executor, passes: Passes, limit_bytes: int):
-        """No gradient yet; at most `limit_bytes` of copies for `p.grad` at once."""
-        super().__init__(executor, passes)
+@dataclass(slots=True)
+class _Shown:
+    """What `p.grad` has returned."""
+
+    tensor: torch.Tensor
+    apart: bool
+    """Whether it has memory of its own."""
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody else holds it, in Python or as the gradient of another tensor."""
+        counts: int = self.tensor._use_count()  # type: ignore[attr-defined]
+        return sys.getrefcount(self.tensor) > _OWN_REFERENCES or counts > 1
+
+    @property
+    def viewed(self) -> bool:
+        """Whether anybody has a view of it."""
+        return use_count(self.tensor) > _ALONE
+
+    @property
+    def followed(self) -> bool:
+        """Whether anybody else holds it, or may have its memory."""
+        # That of an array, which grows at no time, is counted by nobody.
+        own = not self.apart or self.tensor.untyped_storage().resizable()
+        return self.held or self.viewed or not own
+
+    def leave(self) -> None:
+        """Get memory of its own."""
+        with torch.no_grad():
+            self.tensor.data = self.tensor.clone()
+        self.apart = True
+
+
+@dataclass(slots=True)
+class _Showing:
+    """What is shown of the gradients of one unit."""
+
+    shown: dict[int, _Shown] = field(default_factory=dict)
+    """By parameter."""
+    copied: torch.Tensor | None = None
+    """The unit's gradients in CPU memory, where their home is elsewhere."""
+
+
+class Gradients:
+    """What `p.grad` shows, see [Note: Where a gradient is]."""
+
+    def __init__(self, executor: Executor, collector: Collector, limit_bytes: int):
+        """Show what `collector` brings home, with at most `limit_bytes` of copies at once."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._collector = collector
         self._limit_bytes = limit_bytes
-        self._idle_count = 0
-        """Use count of the storage of a gradient that is shown when nobody has a view of it."""
+        self._units: dict[int, _Showing] = {}
+        """Those of which anything is shown."""
+        self._looked: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Where the gradients lay that were found to share nothing."""
         self._told = False
         """Whether the user was told of views that somebody has."""
 
-    def _forget(self, unit: int) -> None:
-        now = self._units[unit]
-        for parameter in list(now.shown):
-            if not self._followed(unit, parameter):
-                del now.shown[parameter]
-                now.apart.discard(parameter)
-        if not now.shown:
-            now.copied = None
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return self._collector.has(unit, parameter)
+
+    # -- what `p.grad` does ----------------------------------------------------------------------
 
     def show(self, unit: int, parameter: int) -> torch.Tensor | None:
         """The gradient as a contiguous CPU tensor in the parameter's shape; edits count.
@@ -55,52 +123,13 @@ class Gradients(Collected):
         Raises:
             MemoryError: the gradient is not in CPU memory, and a copy has no room.
         """
-        now = self._units[unit]
-        if parameter not in now.kept:
+        if not self._collector.has(unit, parameter):
             return None
         self._executor.quiesce("gradient", unit)
+        now = self._showing(unit)
         if parameter not in now.shown:
-            now.shown[parameter] = self._seen(unit, parameter)
-        return now.shown[parameter]
-
-    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient in memory of its own, whatever the limit; None where there is none."""
-        if parameter not in self._units[unit].kept:
-            return None
-        self._executor.quiesce("gradient", unit)
-        self.settle_shown()
-        flat = self._executor.peek(Value("gradient", unit))
-        return self._shaped(flat, unit, parameter).clone()
-
-    def _seen(self, unit: int, parameter: int) -> torch.Tensor:
-        """A gradient as `p.grad` shows it: by a storage of its own, so that views are counted."""
-        with torch.inference_mode(False):
-            own = torch.from_numpy(self._window(unit).numpy())
-            seen = self._shaped(own, unit, parameter)
-        self._idle_count = use_count(seen) - 1  # Less `own`.
-        return seen
-
-    def _window(self, unit: int) -> torch.Tensor:
-        """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
-        now, value = self._units[unit], Value("gradient", unit)
-        home = self._plan.home("gradient", unit)
-        if home.tier == "cpu" or (home.tier == "device" and self._executor.device.is_host):
-            return self._executor.peek(value)
-        if now.copied is None:
-            size = self._plan.bytes_of("gradient", unit)
-            held = sum(one.copied.nbytes for one in self._units if one.copied is not None)
-            if held + size > self._limit_bytes:
-                raise MemoryError(
-                    f"showing the gradients of {self._plan.profile.units[unit].name} needs a copy "
-                    f"of {format_bytes(size)} from {home.tier}; copies of {format_bytes(held)} are "
-                    f"held and exposed_memory is {format_bytes(self._limit_bytes)}. Clip with "
-                    "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
-                    "memory (--gradients cpu), or raise Config.exposed_memory"
-                )
-            now.copied = host_tensor(size)
-            if now.kept:
-                now.copied.copy_(self._executor.peek(value))
-        return now.copied
+            now.shown[parameter] = _Shown(self._seen(unit, parameter), apart=False)
+        return now.shown[parameter].tensor
 
     def replace(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
         """Assign `p.grad`, see [Note: Assigned gradients].
@@ -111,138 +140,205 @@ class Gradients(Collected):
         if gradient is None:
             self.give_up(unit, parameter)
             return
-        now = self._units[unit]
         one = self._plan.profile.units[unit].parameters[parameter]
-        if tuple(gradient.shape) != one.shape or parameter not in now.trainable:
+        place = self._collector.has_place(unit, parameter)
+        if tuple(gradient.shape) != one.shape or not place:
             raise ValueError(
                 f"a gradient of shape {tuple(gradient.shape)} was assigned to {one.name} of shape "
                 f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
             )
-        if now.shown.get(parameter) is gradient:
+        now = self._showing(unit)
+        before = now.shown.get(parameter)
+        if before is not None and before.tensor is gradient:
             return  # As `p.grad *= 2` ends.
         self._executor.quiesce("gradient", unit)
         window = self._seen(unit, parameter)
         same = _is_same(gradient, window)  # `p.grad = p.grad.detach()`
         if same:
-            self._let_go(unit, parameter)
+            self._leave(unit, parameter)
         else:
             if _lies_in(gradient, window):  # `p.grad = p.grad.t()`
                 with torch.no_grad():
                     gradient.data = gradient.clone()
-            self._give_up(unit, parameter)
-        now.apart.discard(parameter)
-        now.kept.add(parameter)
+            self._lose(unit, parameter)
+        self._collector.assigned(unit, parameter)
         shows = _may_be_shown(gradient, window)
-        now.shown[parameter] = gradient if shows else window
-        if not same and shows:
-            now.apart.add(parameter)
-        elif not same:
+        now.shown[parameter] = _Shown(gradient if shows else window, apart=shows and not same)
+        if not same and not shows:
             window.copy_(gradient)
 
-    def begin_backward(self, others: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Put home what was shown, before more is added; `others` are gradients not kept here.
+    def give_up(self, unit: int, parameter: int) -> None:
+        """Let a parameter have no gradient."""
+        self._collector.give_up(unit, parameter)
+        if unit not in self._units:
+            return
+        self._lose(unit, parameter)
+        self._units[unit].shown.pop(parameter, None)
+        if not self._collector.has_any(unit):
+            self._units[unit].copied = None
+        self._tidy(unit)
+
+    def zero(self, unit: int, parameter: int) -> None:
+        """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
+        shown = self.show(unit, parameter)
+        if shown is not None:
+            shown.zero_()
+
+    def hand_over(self, unit: int) -> list[torch.Tensor | None]:
+        """The gradients of a unit in memory of their own, whatever the limit; None where none is.
+
+        What somebody holds is handed over itself.
+        """
+        found: list[torch.Tensor | None] = [None] * len(self._plan.profile.units[unit].parameters)
+        if not self._collector.has_any(unit):
+            return found
+        self._executor.quiesce("gradient", unit)
+        self._settle(unit)
+        flat = self._executor.peek(Value("gradient", unit))
+        for parameter in range(len(found)):
+            if self._collector.has(unit, parameter):
+                self._leave(unit, parameter)
+                shown = self._showing(unit).shown.get(parameter)
+                if shown is not None and shown.apart:
+                    found[parameter] = shown.tensor
+                else:
+                    found[parameter] = self._collector.shaped(flat, unit, parameter).clone()
+        return found
+
+    # -- what happens to all ---------------------------------------------------------------------
+
+    def begin_backward(self, others: Iterable[Named]) -> None:
+        """Put home what is shown, before more is added; `others` are gradients not kept here.
 
         Raises:
             RuntimeError: a gradient that was assigned shares memory with another.
         """
-        if any(now.apart for now in self._units):
-            shown = [
-                (self._plan.profile.units[unit].parameters[parameter].name, tensor)
-                for unit, now in enumerate(self._units)
-                for parameter, tensor in now.shown.items()
-            ]
-            for (one, _), (other, _) in sharing([*shown, *others]):
+        self.settle_shown()
+        for unit in list(self._units):
+            now = self._units[unit]
+            now.shown = {at: shown for at, shown in now.shown.items() if shown.followed}
+            self._tidy(unit)
+        if self._units:
+            self._refuse_shared(others)
+
+    def _refuse_shared(self, others: Iterable[Named]) -> None:
+        """Look for gradients that share memory, where one has moved since the last look."""
+        ours = [
+            (self._plan.profile.units[unit].parameters[parameter].name, shown.tensor)
+            for unit, now in self._units.items()
+            for parameter, shown in now.shown.items()
+        ]
+        named = [*ours, *others]
+        places = [(one.data_ptr(), one.shape, one.stride()) for _, one in named]
+        if places == self._looked:
+            return
+        mine = {id(tensor) for _, tensor in ours}
+        for (one, first), (other, second) in sharing(named):
+            if id(first) in mine or id(second) in mine:  # Torch adds to its own as it does.
                 raise RuntimeError(
                     f"the gradients of {one} and {other} share memory (one was assigned to "
                     "p.grad of both, likely), and a backward would add both sums there, but "
                     "offloaded ones are added apart: assign a clone() to one of them"
                 )
-        self.settle_shown()
+        self._looked = places
 
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
-        for unit, now in enumerate(self._units):
-            if not now.shown:
-                continue
-            self._executor.quiesce("gradient", unit)
-            for parameter, shown in now.shown.items():
-                here = self._shaped(self._window(unit), unit, parameter)
-                if shown.shape != here.shape:
-                    name = self._plan.profile.units[unit].parameters[parameter].name
-                    raise ValueError(
-                        f"the gradient of {name} is of shape {tuple(shown.shape)} now, the "
-                        f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
-                        "gradient of the parameter's shape"
-                    )
-                if not _is_same(shown, here):
-                    if _lies_in(shown, here):  # `p.grad.t_()`
-                        with torch.no_grad():
-                            shown.data = shown.clone()
-                    here.copy_(shown)
-                    now.apart.add(parameter)  # By `p.grad.data = ...`, where it was not yet.
-            if now.copied is not None:
-                self._executor.poke(Value("gradient", unit), now.copied)
+        for unit in self._units:
+            self._settle(unit)
 
     def renew_shown(self) -> None:
         """After a backward: gradients that are still held show what was added to them."""
-        for unit, now in enumerate(self._units):
-            if not now.shown:
-                continue
+        for unit, now in self._units.items():
             self._executor.quiesce("gradient", unit)
             if now.copied is not None:
                 now.copied.copy_(self._executor.peek(Value("gradient", unit)))
-            for parameter in now.apart:
-                home = self._shaped(self._window(unit), unit, parameter)
-                now.shown[parameter].copy_(home)
-
-    def _held(self, unit: int, parameter: int) -> bool:
-        """Whether somebody else holds a gradient that was shown."""
-        return sys.getrefcount(self._units[unit].shown[parameter]) > _OWN_REFERENCES
-
-    def _followed(self, unit: int, parameter: int) -> bool:
-        """Whether somebody else holds a gradient that was shown, or memory of it."""
-        now = self._units[unit]
-        if parameter not in now.apart:
-            return self._held(unit, parameter) or self._viewed(unit, parameter)
-        alone = use_count(torch.empty(1))
-        storage = now.shown[parameter].untyped_storage()  # That of an array grows at no time.
-        return (
-            self._held(unit, parameter)
-            or not storage.resizable()
-            or (use_count(now.shown[parameter]) > alone)
-        )
+            for parameter, shown in now.shown.items():
+                if shown.apart:
+                    shown.tensor.copy_(self._at_home(unit, parameter))
 
     def let_go(self) -> None:
         """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
 
         What is done to those counts for the next backward, as it does with torch's own.
         """
-        for unit, now in enumerate(self._units):
+        for unit in list(self._units):
+            now = self._units[unit]
             for parameter in list(now.shown) if now.copied is None else ():
-                self._let_go(unit, parameter)
+                self._leave(unit, parameter)
+            self._tidy(unit)
 
-    def give_up(self, unit: int, parameter: int) -> None:
-        """Let a parameter have no gradient."""
-        now = self._units[unit]
-        now.kept.discard(parameter)
-        self._give_up(unit, parameter)
-        now.shown.pop(parameter, None)
-        now.apart.discard(parameter)
-        if not now.kept:
-            now.copied = None
+    # -- one unit, one gradient ------------------------------------------------------------------
 
-    def hand_over(self, unit: int, parameter: int) -> torch.Tensor | None:
-        """The gradient in memory of its own: what somebody holds where there is such a one."""
-        gradient = self.read(unit, parameter)
-        now = self._units[unit]
-        if gradient is not None:
-            self._let_go(unit, parameter)
-        return now.shown[parameter] if parameter in now.apart else gradient
+    def _showing(self, unit: int) -> _Showing:
+        return self._units.setdefault(unit, _Showing())
 
-    def _give_up(self, unit: int, parameter: int) -> None:
+    def _tidy(self, unit: int) -> None:
+        """Forget a unit of which nothing is shown."""
+        if not self._units[unit].shown:
+            del self._units[unit]
+
+    def _seen(self, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient as `p.grad` shows it: by a storage of its own, so that views are counted."""
+        with torch.inference_mode(False):
+            own = torch.from_numpy(self._window(unit).numpy())
+            # Torch's views keep what they were made of, whatever their data becomes.
+            return self._collector.shaped(own, unit, parameter).data
+
+    def _at_home(self, unit: int, parameter: int) -> torch.Tensor:
+        return self._collector.shaped(self._window(unit), unit, parameter)
+
+    def _window(self, unit: int) -> torch.Tensor:
+        """A unit's gradients in CPU memory: the home itself, or a copy that is put home later."""
+        now, value = self._showing(unit), Value("gradient", unit)
+        home = self._plan.home("gradient", unit)
+        if home.tier == "cpu" or (home.tier == "device" and self._executor.device.is_host):
+            return self._executor.peek(value)
+        if now.copied is None:
+            size = self._plan.bytes_of("gradient", unit)
+            held = sum(one.copied.nbytes for one in self._units.values() if one.copied is not None)
+            if held + size > self._limit_bytes:
+                raise MemoryError(
+                    f"showing the gradients of {self._plan.profile.units[unit].name} needs a copy "
+                    f"of {format_bytes(size)} from {home.tier}; copies of {format_bytes(held)} are "
+                    f"held and exposed_memory is {format_bytes(self._limit_bytes)}. Clip with "
+                    "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
+                    "memory (--gradients cpu), or raise Config.exposed_memory"
+                )
+            now.copied = host_tensor(size)
+            if self._collector.has_any(unit):
+                now.copied.copy_(self._executor.peek(value))
+        return now.copied
+
+    def _settle(self, unit: int) -> None:
+        """Put home what is shown of a unit from elsewhere."""
+        now = self._units.get(unit)
+        if now is None:
+            return
+        self._executor.quiesce("gradient", unit)
+        for parameter, shown in now.shown.items():
+            here = self._at_home(unit, parameter)
+            if shown.tensor.shape != here.shape:
+                name = self._plan.profile.units[unit].parameters[parameter].name
+                raise ValueError(
+                    f"the gradient of {name} is of shape {tuple(shown.tensor.shape)} now, the "
+                    f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
+                    "gradient of the parameter's shape"
+                )
+            if not _is_same(shown.tensor, here):
+                if _lies_in(shown.tensor, here):  # `p.grad.t_()`
+                    shown.leave()
+                here.copy_(shown.tensor)
+                shown.apart = True  # By `p.grad.data = ...`, where it was not yet.
+        if now.copied is not None:
+            self._executor.poke(Value("gradient", unit), now.copied)
+
+    def _lose(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient will never count again."""
-        now = self._units[unit]
-        if now.copied is None and self._viewed(unit, parameter) and not self._told:
+        now = self._showing(unit)
+        shown = now.shown.get(parameter)
+        in_place = shown is not None and not shown.apart and now.copied is None
+        if shown is not None and in_place and shown.viewed and not self._told:
             self._told = True
             name = self._plan.profile.units[unit].parameters[parameter].name
             warnings.warn(
@@ -253,32 +349,17 @@ class Gradients(Collected):
                 RuntimeWarning,
                 stacklevel=4,
             )
-        self._let_go(unit, parameter)
+        self._leave(unit, parameter)
 
-    def _viewed(self, unit: int, parameter: int) -> bool:
-        """Whether somebody holds a view of a gradient that was shown where it lives."""
-        now = self._units[unit]
-        if parameter not in now.shown or parameter in now.apart:
-            return False
-        return use_count(now.shown[parameter]) > self._idle_count
-
-    def _let_go(self, unit: int, parameter: int) -> None:
+    def _leave(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient is its holder's, if there is one."""
-        now = self._units[unit]
-        if parameter not in now.shown or parameter in now.apart:
+        shown = self._showing(unit).shown.get(parameter)
+        if shown is None or shown.apart:
             return
-        if self._held(unit, parameter):
-            with torch.no_grad():
-                now.shown[parameter].data = now.shown[parameter].clone()
-            now.apart.add(parameter)
-        elif not self._viewed(unit, parameter):
-            del now.shown[parameter]
-
-    def zero(self, unit: int, parameter: int) -> None:
-        """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
-        shown = self.show(unit, parameter)
-        if shown is not None:
-            shown.zero_()
+        if shown.held:
+            shown.leave()
+        elif not shown.viewed:
+            del self._showing(unit).shown[parameter]
 
 
 def _is_same(gradient: torch.Tensor, window: torch.Tensor) -> bool:

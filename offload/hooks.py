@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.aside import refuse_transforms
 from offload.collected import take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
@@ -53,7 +54,7 @@ class Hooks:
         hook = partial(Hook, lock=engine.lock)
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
-            before = hook(partial(self._before_forward, tuple(used)))
+            before = hook(partial(self._before_forward, tuple(used)), refuses=True)
             after = hook(partial(self._after_forward, tuple(used), [0, 0]))
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
@@ -219,13 +220,17 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
-    def __init__(self, function: Callable[..., Any], lock: threading.RLock):
-        """Call `function` wherever the hook is called, holding `lock`."""
-        self._function = _alone(lock, function)
+    def __init__(
+        self, function: Callable[..., Any], lock: threading.RLock, *, refuses: bool = False
+    ):
+        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`."""
+        self._function, self._refuses = _alone(lock, function), refuses
 
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
+        if self._refuses:
+            refuse_transforms("an offloaded module was called")
         return self._function(*args)
 
     def __deepcopy__(self, memo: object) -> Any:

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam.interrupt import Handler, call, handlers, put_back
+from offload.aside import aside
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -66,7 +67,11 @@ def torn() -> tuple[str, ...]:
 
 
 def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let `function` run to its end, its return or its error, before a signal counts."""
+    """Let `function` run to its end, its return or its error, before a signal counts.
+
+    The user's modes see nothing of it, see `aside`.
+    """
+    function = aside(function)
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -16,6 +16,7 @@ from cpu_adam.optimizer_base import CPUOptimizer
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from offload.engine import Engine
 from offload.interrupt import whole
+from offload.passes import refuse_inside
 from offload.state_view import StateView
 from offload.states import States
 from offload.structure import Structure
@@ -224,7 +225,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the groups' parameters, or make them zeros."""
+        """Forget the gradients of the groups' parameters, or make them zeros.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        refuse_inside("zero_grad()")
         self.engine.end_abandoned()
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()

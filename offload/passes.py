@@ -50,6 +50,20 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
+def refuse_inside(what: str) -> None:
+    """Refuse `what` is asked of gradients while some are on their way home.
+
+    Raises:
+        RuntimeError: autograd is running on this thread.
+    """
+    if in_backward():
+        raise RuntimeError(
+            f"{what} was called in a hook, inside a backward, but gradients of an offloaded model "
+            "are on their way then, and p.grad shows none: call it after backward(); "
+            "p.register_hook() changes a gradient as it comes"
+        )
+
+
 class Passes:
     """The pass that is open, what the weight slots hold, and the orders seen."""
 

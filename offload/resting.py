@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload.aside import refuse_transforms
 from offload.interrupt import whole
 
 
@@ -129,6 +130,7 @@ class RestingParameter(OffloadedParameter):
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], RestingParameter):
             return whole(handler)(*args, **kwargs)
+        refuse_transforms("an offloaded parameter was used")
         resting = list(dict.fromkeys(_find((args, kwargs))))
         return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
 

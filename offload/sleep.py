@@ -103,7 +103,7 @@ def _let_go_of_all(engine: Engine) -> None:
         engine.settle_edits(unit)
     engine.gradients.settle_shown()
     engine.gradients.let_go()
-    engine.gradients.forget_places()
+    engine.collector.forget_places()
     engine.passes.forget()
     for kind, unit in itertools.product(KINDS, range(len(engine.units))):
         engine.executor.quiesce(kind, unit)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from offload.aside import users_modes
 from offload.engine import Engine
 from offload.guard import Handle, SavingGuard
-from offload.passes import in_backward
+from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
 
 
@@ -42,7 +43,7 @@ class ParameterHome:
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
                 stack.callback(SavingGuard(_Lent(homes), units).close)
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunctionSubclass(), users_modes():
                 return function(*args, **kwargs)
 
     @contextmanager
@@ -84,7 +85,7 @@ class ParameterHome:
         if bound.buffer is None:
             return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
         bound.looked = bound.looked or to_write
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass(), users_modes():
             return read(parameter)
 
     def gradient(self) -> torch.Tensor | None:
@@ -97,7 +98,12 @@ class ParameterHome:
         return self.engine.gradients.show(self.unit, self.index)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Replace the gradient kept for the parameter."""
+        """Replace the gradient kept for the parameter.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        refuse_inside("p.grad = ...")
         self.engine.end_abandoned()
         self.engine.finality.require_step("p.grad = ...")
         self.engine.finality.discarded()
@@ -135,6 +141,10 @@ class ParameterHome:
                 "parameters are contiguous, with which torch computes other bits: detach() first, "
                 "or leave the model in torch.contiguous_format"
             )
+        if bound.buffer is None:
+            self.engine.end_abandoned()
+            self.engine.settle_edits(self.unit)
+            self.engine.exposures.leave(self.unit, self.index, data)
         with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import offload
+from offload import extents, gradients
 from tests.small import adamw, config, small, tokens
 from tests.training import (
     RESIDENT,
@@ -262,3 +263,76 @@ def test_two_residents_share_one_gradient_over_sleep(tier: Any, tmp_path: Path) 
         assert one.grad is other.grad
         loss_of(run.model, batch(torch.Generator().manual_seed(1))).backward()
         run.step()
+
+
+def mixed() -> nn.Module:
+    """In ("device", "cpu", "cpu") all but the head and the embedding are torch's own."""
+    model: Any = small()
+    model.requires_grad_(False)
+    model.head.requires_grad_(True)
+    return model  # type: ignore[no-any-return]
+
+
+def test_two_residents_may_share_one_gradient_beside_an_assigned_one(tmp_path: Path) -> None:
+    """What nobody has assigned anew since is not looked at again."""
+    with attached(("device", "cpu", "cpu"), tmp_path, build=mixed) as run:
+        model: Any = run.model
+        one, other = (block.norm.weight for block in model.blocks[:2])
+        one.grad = other.grad = torch.ones_like(one)
+        model.head.weight.grad = kept = torch.ones_like(model.head.weight)
+        looks: list[int] = []
+
+        def counted(named: Any) -> Any:
+            looks.append(1)
+            return extents.sharing(named)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gradients, "sharing", counted)
+            for _ in range(3):
+                run.loss().backward()
+            assert len(looks) == 1
+        assert model.head.weight.grad is kept
+        model.head.weight.grad = one.grad = other.grad = None
+        run.step()
+
+
+@each_placement
+def test_a_gradient_given_to_another_tensor_is_that_ones(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """Which torch holds, and no reference of Python's tells of it: so do actors and learners."""
+
+    def given_away(run: Run, number: int) -> None:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        others = [torch.zeros_like(weight, requires_grad=True) for _ in range(2)]
+        run.loss().backward()
+        others[0].grad = weight.grad
+        run.optimizer.step()
+        others[1].grad = weight.grad
+        run.optimizer.zero_grad()
+        run.loss().backward()
+        run.extra.extend(one.grad.tolist() for one in others)  # type: ignore[union-attr]
+        run.step()
+
+    ours, alone = train(placement, tmp_path, given_away), train_alone(given_away)
+    assert ours.extra == alone.extra
+    assert ours.losses == train(RESIDENT, tmp_path, given_away).losses
+
+
+def test_detach_reads_each_units_gradients_once(tmp_path: Path) -> None:
+    model: Any = small()
+    _, optimizer = offload.attach(model, adamw(model), config(("nvme",) * 3, tmp_path))
+    loss_of(model, tokens()).backward()
+    held = model.blocks[0].up.weight.grad
+    executor, asked = optimizer.engine.executor, []  # type: ignore[union-attr]
+    peek = executor.peek
+
+    def counted(value: Any) -> torch.Tensor:
+        asked.append(value)
+        return peek(value)
+
+    executor.peek = counted
+    offload.detach(model)
+    assert model.blocks[0].up.weight.grad is held
+    gradients = [value.unit for value in asked if value.kind == "gradient"]
+    assert sorted(gradients) == sorted(set(gradients))

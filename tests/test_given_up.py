@@ -46,7 +46,7 @@ def hooked(run: Run, hook: Callable[[Any], Any]) -> Iterator[None]:
 @contextmanager
 def pressed_in_collect(run: Run) -> Iterator[None]:
     """Ctrl-C while the engine takes over the gradient of the block's weight."""
-    collect = run.engine.gradients.collect
+    collect = run.engine.collector.collect
     unit, index = place_of(run)
 
     def pressed(*args: Any) -> None:
@@ -54,11 +54,11 @@ def pressed_in_collect(run: Run) -> Iterator[None]:
             signal.raise_signal(signal.SIGINT)
         collect(*args)
 
-    run.engine.gradients.collect = pressed  # type: ignore[method-assign]
+    run.engine.collector.collect = pressed  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del run.engine.gradients.collect
+        del run.engine.collector.collect
 
 
 def place_of(run: Run) -> tuple[int, int]:
@@ -209,7 +209,7 @@ def test_pressed_twice_after_updates_have_begun(
         plain(run, 0)
         loss = run.loss()
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            collect = run.engine.gradients.collect
+            collect = run.engine.collector.collect
 
             def torn(*args: Any) -> None:
                 collect(*args)
@@ -217,7 +217,7 @@ def test_pressed_twice_after_updates_have_begun(
                     signal.raise_signal(signal.SIGINT)
                     signal.raise_signal(signal.SIGINT)
 
-            patch.setattr(run.engine.gradients, "collect", torn)
+            patch.setattr(run.engine.collector, "collect", torn)
             loss.backward()
         assert run.engine.finality.begun
         asked = {**REFUSED, "step": lambda run: run.optimizer.step()}

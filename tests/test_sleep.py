@@ -16,6 +16,7 @@ import torch
 
 import offload
 from offload.arena import host_tensor
+from offload.exposure import use_count
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
@@ -29,6 +30,7 @@ from tests.training import (
     fp32,
     plain,
     result_of,
+    same_bits,
     train,
     train_alone,
     without_idle_states,
@@ -290,3 +292,23 @@ def test_what_an_engine_held_is_the_others_whatever_fails_at_its_end(
     executor.store.close()
     assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
     assert [arena.tensor.numel() for arena in executor.memory.arenas.values()] == [0, 0]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_held_gradient_keeps_no_memory_of_the_arena(tier: Any, tmp_path: Path) -> None:
+    """Nor does one that a step has taken from under its holder."""
+    placement = ("cpu", "device" if tier == "cpu" else "cpu", "cpu")
+    with attached(placement, tmp_path) as run:
+        run.loss().backward()
+        held = [parameter.grad for parameter in run.model.parameters()]
+        run.step()
+        run.loss().backward()
+        held += [parameter.grad for parameter in run.model.parameters()]
+        arenas = run.engine.executor.memory.arenas
+        memory = arenas["device" if tier == "cpu" else "cpu"].tensor.data[:0].data
+        before = [one.clone() for one in held if one is not None]
+        offload.sleep(run.model, tier)
+        assert use_count(memory) == use_count(torch.empty(1))
+        assert all(same_bits(a, b) for a, b in zip(held, before, strict=True))  # type: ignore
+        offload.wake(run.model)
+        plain(run, 0)

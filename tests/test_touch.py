@@ -13,7 +13,7 @@ from torch import nn
 
 import offload
 from offload.resting import RestingParameter
-from tests.training import Net, Run, attached, batch, loss_of, plain, same_bits
+from tests.training import RESIDENT, Net, Run, attached, batch, loss_of, plain, same_bits
 
 EVERYWHERE = [("device", "cpu", "cpu"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")]
 
@@ -376,3 +376,37 @@ def test_the_model_keeps_saying_what_it_is(tmp_path: Path) -> None:
         assert [id(p) for p in run.model.parameters()] == identity
         assert isinstance(run.engine, offload.Engine)
         assert all(type(p) is RestingParameter for p in run.model.parameters())
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, ("cpu", "cpu", "cpu")], ids="-".join)
+def test_what_data_was_stays_with_who_holds_it(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """As where averaged weights are swapped in and out."""
+    with attached(placement, tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        before, held = weight.detach().clone(), weight.data
+        weight.data = before * 0.5
+        assert torch.equal(held, before)
+        assert torch.equal(weight.detach(), before * 0.5)
+        weight.data = held
+        assert torch.equal(weight.detach(), before)
+
+
+def test_gradients_are_not_replaced_while_some_are_on_their_way(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        asked: list[Callable[[], Any]] = [
+            run.optimizer.zero_grad,
+            lambda: setattr(weight, "grad", None),
+            lambda: setattr(weight, "grad", torch.ones_like(weight)),
+        ]
+        block: Any = run.model.blocks[1]  # type: ignore[union-attr,index]
+        for ask in asked:
+            handle = block.up.weight.register_hook(lambda _, ask=ask: ask())
+            with pytest.raises(RuntimeError, match="inside a backward"):
+                run.loss().backward()
+            handle.remove()
+            run.optimizer.zero_grad()
+        run.loss().backward()
+        run.step()

@@ -293,14 +293,15 @@ WAITS = (
     Wait(
         "gradients: before they are shown",
         "gradients",
-        '        self._executor.quiesce("gradient", unit)\n        if parameter not in now.shown',
-        "        if parameter not in now.shown",
+        '        self._executor.quiesce("gradient", unit)\n        now = self._showing(unit)\n'
+        "        if parameter",
+        "        now = self._showing(unit)\n        if parameter",
     ),
     Wait(
         "gradients: before they are read",
         "gradients",
-        '        self._executor.quiesce("gradient", unit)\n        self.settle_shown()',
-        "        self.settle_shown()",
+        '        self._executor.quiesce("gradient", unit)\n        self._settle(unit)',
+        "        self._settle(unit)",
     ),
     Wait(
         "gradients: before one is replaced",
@@ -311,8 +312,8 @@ WAITS = (
     Wait(
         "gradients: before those shown are put home",
         "gradients",
-        '            self._executor.quiesce("gradient", unit)\n            for parameter, shown',
-        "            for parameter, shown",
+        '        self._executor.quiesce("gradient", unit)\n        for parameter, shown',
+        "        for parameter, shown",
     ),
     Wait(
         "gradients: before those held are renewed",

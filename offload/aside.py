@@ -1,0 +1,112 @@
+"""What the engine does in a call from outside is no business of the user's modes.
+
+A `TorchFunctionMode` (`with torch.device(...)` is one) or `TorchDispatchMode` sees every operation
+of the thread: it would count the engine's copies as the model's, put its tensors elsewhere, or, as
+selective checkpointing does in a recompute, look for them among what the forward did. So the modes
+that are active where the engine is called are off while it works, and on again for what it calls of
+the user's. A transform of `torch.func` takes all tensors for its own: it is off, too, and what is
+offloaded is refused to it by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import _python_dispatch as _dispatch
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_functions: Any = torch._C
+_functions_active: Callable[[], int] = _functions._len_torch_function_stack
+_dispatchers_active: Callable[[], int] = _functions._len_torch_dispatch_stack
+
+
+_transform: Callable[[], object] = _functions._functorch.peek_interpreter_stack
+
+
+def transforms() -> bool:
+    """Whether the thread is in a transform of `torch.func`."""
+    return _transform() is not None
+
+
+def refuse_transforms(what: str) -> None:
+    """Refuse `what` of an offloaded model to `torch.func`.
+
+    Raises:
+        RuntimeError: a transform is active.
+    """
+    if transforms():
+        raise RuntimeError(
+            f"{what} under a transform of torch.func (grad, vjp, jvp, vmap, ...), which takes "
+            "tensors for its own, but offloaded ones move and are written to: use backward() or "
+            "torch.autograd.grad(), or a model that is not attached"
+        )
+
+
+class _Taken(threading.local):
+    """By thread, the modes that the innermost call of the engine has taken off, topmost first."""
+
+    functions: tuple[Any, ...] = ()
+    dispatchers: tuple[Any, ...] = ()
+
+
+_taken = _Taken()
+
+
+def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let `function` work without the modes that are active where it is called."""
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        if transforms():
+            with temporarily_clear_interpreter_stack():
+                return run(*args, **kwargs)
+        if _functions_active() or _dispatchers_active() or _taken.functions or _taken.dispatchers:
+            with _off():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def _off() -> Iterator[None]:
+    before = _taken.functions, _taken.dispatchers
+    _taken.functions, _taken.dispatchers = _pop()
+    try:
+        yield
+    finally:
+        _push(_taken.functions, _taken.dispatchers)
+        _taken.functions, _taken.dispatchers = before
+
+
+@contextmanager
+def users_modes() -> Iterator[None]:
+    """Inside `aside`: what is called of the user's has the modes that it would have had."""
+    _push(_taken.functions, _taken.dispatchers)
+    try:
+        yield
+    finally:
+        _pop()
+
+
+def _pop() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Take all modes off."""
+    pop: Callable[[], Any] = _functions._pop_torch_function_stack
+    functions = tuple(pop() for _ in range(_functions_active()))
+    return functions, tuple(_dispatch._pop_mode() for _ in range(_dispatchers_active()))
+
+
+def _push(functions: tuple[Any, ...], dispatchers: tuple[Any, ...]) -> None:
+    """Put back what `_pop` has taken off."""
+    for mode in reversed(functions):
+        _functions._push_on_torch_function_stack(mode)
+    for mode in reversed(dispatchers):
+        _dispatch._push_mode(mode)
