@@ -31,9 +31,12 @@ constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
 // [Note: Buffers under way]
 // What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
 // with the GIL: the engine's thread, which has none, only puts it on a list. So a buffer is free
-// before `done` is answered with True. The list takes no lock: a forked child may inherit it.
+// before `done` is answered with True: what is taken off the list is given back before anybody else
+// can have the GIL. So memory itself, whose end may let go of it, is held until the buffers are
+// free. The list takes no lock, as a forked child may inherit it; only who has the GIL takes off it.
 struct Held {
     nb::object file;
+    std::vector<nb::object> owners;  // of the memory
     std::vector<Py_buffer> buffers;
     bool writing = false;
     int64_t moved = 0, operations = 0;
@@ -46,15 +49,21 @@ static void add(nb::handle file, const char* name, int64_t value) {
     file.attr(name) = nb::cast<int64_t>(file.attr(name)) + value;
 }
 
+static Held* taken_off_list() {
+    Held* first = over.load();
+    while (first != nullptr && !over.compare_exchange_weak(first, first->next)) {}
+    return first;
+}
+
 static void settle() {
     if (must_not_ask()) return;  // the system takes it all back
     const Passing to_free_memory;
-    for (Held* held = over.exchange(nullptr); held != nullptr;) {
+    while (Held* held = taken_off_list()) {
         for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
         add(held->file, "operations", held->operations);
         add(held->file, "pending", -1);
-        delete std::exchange(held, held->next);
+        delete held;
     }
 }
 
@@ -94,7 +103,7 @@ struct PythonSignal {
 
 static bool wait_for(Signal& signal, std::optional<double> seconds) {
     return signal.is_set() || wait_interruptibly(seconds, [&](int64_t ns) {
-        return signal.wait(ns);
+        return signal.wait_once(ns);  // for what Python does about signals
     });
 }
 
@@ -131,6 +140,7 @@ static std::shared_ptr<Request> submit(Owned& engine, nb::object file, bool writ
             for (size_t k = 0; k < i; k++) PyBuffer_Release(&held->buffers[k]);
             throw nb::python_error();
         }
+        held->owners.push_back(buffers[i].attr("obj"));
         transfer.parts.push_back({static_cast<std::byte*>(buffer.buf), buffer.len, offsets[i]});
     }
     Held* const kept = held.get();
