@@ -21,7 +21,10 @@ class Request:
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it is over. True gives the buffer back, and counts in its file."""
+        """Whether it is over, with its buffers given back, and counted in its file.
+
+        False in the midst of giving them back, where that runs code that asks.
+        """
 
     def wait(self, timeout: float | None = None) -> bool:
         """`done`, after waiting for it at most `timeout` seconds without the GIL."""

@@ -11,18 +11,11 @@
 #include <algorithm>
 #include <bit>
 #include <iterator>
-#include <new>
 #include <system_error>
 
 namespace aio {
 
 namespace {
-
-int64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * int64_t(1'000'000'000) + now.tv_nsec;
-}
 
 int64_t cpu_ns_of_this_thread() {
     timespec used{};
@@ -41,11 +34,11 @@ int64_t free_bytes_of(int fd) {
     return int64_t((geteuid() == 0 ? found.f_bfree : found.f_bavail) * found.f_frsize);
 }
 
-// Whether a read reaches past the end of its file: O_DIRECT answers it with less than a block.
-bool is_past_end(const Piece& piece) {
+// Whether a file has nothing from there on. O_DIRECT reads the rest of a block at its end again and
+// again, as it starts at the block.
+bool ends_at(int fd, int64_t offset) {
     struct stat found;
-    return !piece.writing && fstat(piece.fd, &found) == 0 && S_ISREG(found.st_mode) &&
-           found.st_size < piece.offset + piece.bytes;
+    return fstat(fd, &found) == 0 && S_ISREG(found.st_mode) && found.st_size <= offset;
 }
 
 std::unique_ptr<Queue> opened_queue(Kind kind, int depth) {
@@ -125,7 +118,7 @@ void Core::run(Signal& opened, std::exception_ptr& failure) {
         }
     } catch (const std::system_error& error) {
         give_up(error.code().value());
-    } catch (const std::bad_alloc&) {
+    } catch (...) {  // no memory: what else there is to be thrown is of that kind
         give_up(ENOMEM);
     }
     close_queue();
@@ -145,29 +138,35 @@ void Core::close_queue() {
     }
 }
 
-// The queue is out of order, and nothing more comes back from it: everything fails.
+// The queue is out of order, and nothing more comes back from it: everything fails. It takes no
+// memory, as there may be none, and no lock for what nobody adds to any more.
 void Core::give_up(int code) {
     {
         std::lock_guard lock(mutex_);
         broken_ = code;
-        open_ = false;
-        std::move(inbox_.begin(), inbox_.end(), std::back_inserter(requests_));
-        inbox_.clear();
-        taken_calls_.swap(calls_);
+        open_ = asleep_ = idle_ = false;
     }
-    close_queue();  // first: what the kernel has of ours is let go of
-    for (Call* call : taken_calls_) call->done.set();
-    taken_calls_.clear();
+    for (auto* calls : {&taken_calls_, &calls_}) {
+        for (Call* call : *calls) call->done.set();
+        calls->clear();
+    }
+    queue_->quiesce();  // first: what is under way goes on without us, in memory to be given back
+    close_queue();
     const Failure failure{.code = EIO, .cause = Cause::queue_broken, .last_code = code};
     for (Flight& flight : flights_)
         if (flight.request != nullptr) end(flight, failure);
-    for (; !requests_.empty(); requests_.pop_front()) {
-        Request& request = *requests_.front();
-        const Part& part = request.transfer_.parts[request.part_];
-        request.failure_ = failure;
-        request.failure_.offset = part.offset + request.given_;
-        request.failure_.bytes = part.bytes - request.given_;
-        finish(request);
+    const auto fail = [&](const std::shared_ptr<Request>& request) {
+        if (request == nullptr) return;  // moved from one of these to another
+        const Part& part = request->transfer_.parts[request->part_];
+        request->failure_ = failure;
+        request->failure_.offset = part.offset + request->given_;
+        request->failure_.bytes = part.bytes - request->given_;
+        finish(*request);
+    };
+    for (; !requests_.empty(); requests_.pop_front()) fail(requests_.front());
+    for (auto* requests : {&taken_, &inbox_}) {
+        std::for_each(requests->begin(), requests->end(), fail);
+        requests->clear();
     }
 }
 
@@ -184,11 +183,12 @@ bool Core::take_inbox() {
             return false;
         }
     }
-    for (Call* call : taken_calls_) {
+    while (!taken_calls_.empty()) {  // those that remain are waited for still, whatever is thrown
+        Call* const call = taken_calls_.back();
         (*call->action)(*queue_);
+        taken_calls_.pop_back();
         call->done.set();
     }
-    taken_calls_.clear();
     std::move(taken_.begin(), taken_.end(), std::back_inserter(requests_));
     taken_.clear();
     return true;
@@ -300,6 +300,11 @@ void Core::complete(Flight& flight, int64_t result) {
     request.moved_ += kept;
     (flight.writing ? bytes_written_ : bytes_read_).add(kept);
     if (flight.bytes == 0) return end(flight, {});
+    if (kept == 0 && !flight.writing && ends_at(flight.fd, flight.offset + moved)) {
+        flight.offset += moved;
+        flight.bytes -= moved;
+        return end(flight, {.code = EIO, .cause = Cause::end_of_file});
+    }
     if (kept == 0) return again(flight, 0);
     flight.tries = 0;
     retries_.add(1);
@@ -307,11 +312,9 @@ void Core::complete(Flight& flight, int64_t result) {
 }
 
 void Core::again(Flight& flight, int last_code) {
-    if (++flight.tries > RETRIES_MAX) {
-        const Cause cause = is_past_end(flight) ? Cause::end_of_file : Cause::no_progress;
-        return end(flight, {.code = EIO, .cause = cause, .tries = flight.tries,
+    if (++flight.tries > RETRIES_MAX)
+        return end(flight, {.code = EIO, .cause = Cause::no_progress, .tries = flight.tries,
                             .last_code = last_code});
-    }
     retries_.add(1);
     flight.due = now_ns() + RETRY_DELAY_NS;
     resting_.push_back(&flight);

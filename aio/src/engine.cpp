@@ -39,6 +39,9 @@ static const Options& checked(const Options& options) {
 
 Core::Core(const Options& options)
     : options_(checked(options)), flights_(size_t(options.depth)) {
+    for (auto* pieces : {&free_, &resting_}) pieces->reserve(flights_.size());
+    ready_.reserve(flights_.size());
+    over_.reserve(flights_.size());
     for (Flight& flight : flights_) free_.push_back(&flight);
     Signal opened;
     std::exception_ptr failure;
@@ -53,7 +56,7 @@ Core::Core(const Options& options)
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     if (thread_.joinable()) {
         handle_ = thread_.native_handle();
-        while (!opened.wait(FOREVER)) {}
+        opened.wait(FOREVER);
     }
     if (failure == nullptr) return;
     if (thread_.joinable()) thread_.join();
@@ -105,7 +108,7 @@ void Core::call(const std::function<void(Queue&)>& action) {
         calls_.push_back(&call);
         wake_if_asleep();
     }
-    while (!call.done.wait(FOREVER)) {}
+    call.done.wait(FOREVER);
 }
 
 Counters Core::counters() {

@@ -45,6 +45,7 @@ public:
         return woken;
     }
 
+    void quiesce() override { inner_->quiesce(); }
     void wake() override { inner_->wake(); }
     void forget(int fd) override { inner_->forget(fd); }
     int register_buffer(std::byte* data, int64_t bytes) override {

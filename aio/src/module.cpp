@@ -2,7 +2,6 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -30,13 +29,19 @@ constexpr int64_t SLICE_NS = 100'000'000;  // after so long Ctrl-C is looked for
 
 // [Note: Buffers under way]
 // What a transfer holds of Python is given back by whoever next looks at a transfer that is done,
-// with the GIL: the engine's thread, which has none, only puts it on a list. So a buffer is free
-// before `done` is answered with True: whoever asks takes one by one from the list, so that none
-// waits behind another whose release lets the GIL go (the last reference to an mmap does). The list
-// takes no lock: a forked child may inherit it; only who has the GIL takes from it.
+// with the GIL: the engine's thread, which has none, only puts it on a list. The end of memory may
+// let the GIL go or run anything, so they are taken off the list one by one, and a transfer is
+// `done` only once its buffers are free. The list takes no lock, as a forked child may inherit it;
+// only who has the GIL takes off it.
+struct GivenBack {
+    Signal done;
+    std::atomic<pthread_t> by{};  // the thread that is at it
+};
+
 struct Held {
     nb::object file;
     std::vector<Py_buffer> buffers;
+    std::shared_ptr<GivenBack> given_back = std::make_shared<GivenBack>();
     bool writing = false;
     int64_t moved = 0, operations = 0;
     Held* next = nullptr;
@@ -48,7 +53,7 @@ static void add(nb::handle file, const char* name, int64_t value) {
     file.attr(name) = nb::cast<int64_t>(file.attr(name)) + value;
 }
 
-static Held* take_from_list() {
+static Held* taken_off_list() {
     Held* first = over.load();
     while (first != nullptr && !over.compare_exchange_weak(first, first->next)) {}
     return first;
@@ -57,12 +62,15 @@ static Held* take_from_list() {
 static void settle() {
     if (must_not_ask()) return;  // the system takes it all back
     const Passing to_free_memory;
-    while (Held* const held = take_from_list()) {
+    while (Held* held = taken_off_list()) {
+        const std::shared_ptr<GivenBack> given_back = held->given_back;
+        given_back->by = pthread_self();
         for (Py_buffer& buffer : held->buffers) PyBuffer_Release(&buffer);
         add(held->file, held->writing ? "bytes_written" : "bytes_read", held->moved);
         add(held->file, "operations", held->operations);
         add(held->file, "pending", -1);
         delete held;
+        given_back->done.set();
     }
 }
 
@@ -102,7 +110,7 @@ struct PythonSignal {
 
 static bool wait_for(Signal& signal, std::optional<double> seconds) {
     return signal.is_set() || wait_interruptibly(seconds, [&](int64_t ns) {
-        return signal.wait(ns);
+        return signal.wait_once(ns);  // for what Python does about signals
     });
 }
 
@@ -122,11 +130,31 @@ private:
     const pid_t pid_ = getpid();
 };
 
-static std::shared_ptr<Request> submit(Owned& engine, nb::object file, bool writing,
+// A request as Python holds it.
+struct PythonRequest {
+    std::shared_ptr<Request> inner;
+    std::shared_ptr<GivenBack> given_back;
+
+    bool done() const {
+        if (!inner->done().is_set()) return false;
+        settle();
+        return given_back->done.is_set();
+    }
+
+    bool wait(std::optional<double> seconds) const {
+        if (!wait_for(inner->done(), seconds)) return false;
+        settle();
+        if (given_back->done.is_set()) return true;
+        if (pthread_equal(given_back->by, pthread_self())) return false;  // asked in the midst of it
+        return wait_for(given_back->done, seconds);  // another thread is at it
+    }
+};
+
+static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool writing,
                                        int64_t align, nb::list buffers,
                                        const std::vector<int64_t>& offsets) {
     settle();
-    if (nb::cast<bool>(file.attr("closed"))) return nullptr;
+    if (nb::cast<bool>(file.attr("closed"))) return std::nullopt;
     auto held = std::make_unique<Held>();
     Transfer transfer{.fd = nb::cast<int>(file.attr("fd")), .writing = writing, .align = align};
     held->file = file;
@@ -142,6 +170,7 @@ static std::shared_ptr<Request> submit(Owned& engine, nb::object file, bool writ
         transfer.parts.push_back({static_cast<std::byte*>(buffer.buf), buffer.len, offsets[i]});
     }
     Held* const kept = held.get();
+    PythonRequest request{nullptr, kept->given_back};
     transfer.finished = [kept](int64_t moved, int64_t operations) {
         kept->moved = moved;
         kept->operations = operations;
@@ -149,17 +178,16 @@ static std::shared_ptr<Request> submit(Owned& engine, nb::object file, bool writ
     };
     add(file, "pending", 1);
     held.release();
-    auto request = engine->submit(std::move(transfer));
-    if (request == nullptr) {  // closed
-        put_on_list(kept);
-        settle();
-    }
-    return request;
+    request.inner = engine->submit(std::move(transfer));
+    if (request.inner != nullptr) return request;
+    put_on_list(kept);  // closed
+    settle();
+    return std::nullopt;
 }
 
 // None, or what is needed to say what failed.
-static nb::object failure(Request& request) {
-    const Failure& found = request.failure();
+static nb::object failure(PythonRequest& request) {
+    const Failure& found = request.inner->failure();
     if (found.code == 0) return nb::none();
     return nb::make_tuple(found.code, int(found.cause), found.offset, found.bytes, found.tries,
                           found.last_code, found.free_bytes);
@@ -242,25 +270,17 @@ NB_MODULE(_native, m) {
                  return wait_for(*signal.inner, seconds);
              },
              nb::arg("timeout") = nb::none());
-    nb::class_<Request>(m, "Request")
-        .def("done",
-             [](Request& request) {
-                 const bool done = request.done().is_set();
-                 if (done) settle();
-                 return done;
-             })
-        .def("wait",
-             [](Request& request, std::optional<double> seconds) {
-                 const bool done = wait_for(request.done(), seconds);
-                 if (done) settle();
-                 return done;
-             },
-             nb::arg("timeout") = nb::none())
+    nb::class_<PythonRequest>(m, "Request")
+        .def("done", &PythonRequest::done)
+        .def("wait", &PythonRequest::wait, nb::arg("timeout") = nb::none())
         .def("failure", &failure)
         .def("watch",
-             [](Request& request, PythonSignal& signal) { request.watch(signal.inner); })
-        .def("unwatch",
-             [](Request& request, PythonSignal& signal) { request.unwatch(signal.inner); });
+             [](PythonRequest& request, PythonSignal& signal) {
+                 request.inner->watch(signal.inner);
+             })
+        .def("unwatch", [](PythonRequest& request, PythonSignal& signal) {
+            request.inner->unwatch(signal.inner);
+        });
     bind_engine(m);
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     m.def("probe", [](int kind) {

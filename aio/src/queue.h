@@ -26,8 +26,9 @@ struct Completion {
 
 // [Note: Queues]
 // A queue is opened, used and destroyed by one thread, the engine's; only `wake` and `cpu_ns` are
-// for others. Nothing may be under way when it is destroyed, unless it threw. It moves what it is
-// told and reports what the kernel said: cutting, retrying and counting are the engine's.
+// for others. Nothing may be under way when it is destroyed, unless it threw and was told to
+// `quiesce`. It moves what it is told and reports what the kernel said: cutting, retrying and
+// counting are the engine's.
 class Queue {
 public:
     virtual ~Queue() = default;
@@ -39,6 +40,12 @@ public:
     // Whether there was a `wake`, if nothing is over. Throws std::system_error, with the call,
     // where the kernel refuses it: nothing more is to be had from this queue then.
     virtual bool reap(std::vector<Completion>& out, int64_t wait_ns) = 0;
+
+    // After a throw: return once no memory that it was told of is read or written any more. Where
+    // the kernel does not say so (it may be forbidden to be asked), that is never: better a
+    // transfer that does not end than memory that changes after its end. Not needed where the
+    // destructor waits for that.
+    virtual void quiesce() {}
 
     // Let a `reap` that waits, or the next one that would, return.
     virtual void wake() = 0;

@@ -21,7 +21,9 @@ namespace {
 
 class ThreadPool final : public Queue {
 public:
-    explicit ThreadPool(int depth) : threads_max_(size_t(depth)) {}
+    explicit ThreadPool(int depth) : threads_max_(size_t(depth)) {
+        over_.reserve(size_t(depth));  // where memory is short, a worker can still tell its end
+    }
 
     ~ThreadPool() override {
         {
