@@ -139,9 +139,10 @@ class Passes:
         self.invalidate(entry.unit)
 
     def forget(self) -> None:
-        """What the slots hold is gone."""
+        """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
+        self.known = KnownOps(self._executor)
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
