@@ -24,6 +24,10 @@ from offload.profile import profile_of
 from offload.program import Verb
 from offload.task import Task
 
+TOGETHER = 16
+"""Units whose fetches are queued before a lane is woken: the first are needed at once, and each
+time that a lane is woken costs more than what is queued."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -163,9 +167,11 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        with self._executor.lanes.together():
-            for position in range(start, len(now.order)):
-                now.queue.append(self._entry(now, now.order[position], position))
+        order = now.order
+        for first in range(start, len(order), TOGETHER):
+            with self._executor.lanes.together():
+                for position in range(first, min(first + TOGETHER, len(order))):
+                    now.queue.append(self._entry(now, order[position], position))
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
         """Queue the fetch of a unit, unless its slot will hold it, and its compute."""

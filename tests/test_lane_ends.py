@@ -182,6 +182,14 @@ def test_books_that_the_user_left_half_written_end_all_waits(
         assert isinstance(raised[0].__cause__, Broken)
 
 
+def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:
+    with lanes() as made:
+        with pytest.raises(Broken), made.together():
+            before = made.submit(op(), [], (0, 0), lambda: None)
+            raise Broken("between two ops")
+        made.wait([before, made.submit(op(), [], (0, 0), lambda: None)])
+
+
 # -- closing ----------------------------------------------------------------------------------
 
 
