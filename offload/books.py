@@ -90,6 +90,9 @@ class Books:
 
     def begin(self, task: Task, seconds: float) -> bool:
         """Begin the user's `task` once it is ready; False where it is not within `seconds`."""
+        assert task.state in (State.WAITING, State.READY), (
+            "a task begins once, if it is not taken back"
+        )
         if task.state is State.WAITING and seconds:
             self._wait(lambda: task.state is not State.WAITING, seconds)
         if task.state is not State.READY or self._stopped:

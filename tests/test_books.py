@@ -107,6 +107,10 @@ class Pair:
                 assert path[0] == path[1]
 
 
+def startable(task: Any) -> bool:
+    return bool(task.of_user and not task.begun and not task.over)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
     luck, pair = random.Random(seed), Pair()
@@ -134,7 +138,7 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
             pair.take(luck.choice(LANES))
         elif what < 0.8 and pair.running:
             pair.overtaking(luck.choice(LANES), luck.choice(pair.running))
-        elif what < 0.85 and (mine := [b for b in pair.tasks if b[0].of_user and not b[0].begun]):
+        elif what < 0.85 and (mine := [both for both in pair.tasks if startable(both[0])]):
             pair.begin(luck.choice(mine))
         elif pair.running:
             pair.finish(luck.choice(pair.running))
@@ -144,7 +148,7 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
         before = len(pair.started)
         for lane in LANES:
             pair.take(lane)
-        for both in [one for one in pair.tasks if one[0].of_user and not one[0].begun]:
+        for both in [one for one in pair.tasks if startable(one[0])]:
             pair.begin(both)
         assert pair.running or len(pair.started) > before
         while pair.running:
@@ -189,6 +193,10 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     books.finish(task)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
+    mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
+    books.cancel([mine])
+    with pytest.raises(RuntimeError, match="what begins has not begun"):
+        books.begin(mine, 0.0)
 
 
 def test_devices_with_fences_have_their_books_in_python() -> None:

@@ -123,6 +123,7 @@ void Books::cancel(const std::vector<TaskPtr>& tasks) {
 
 bool Books::begin(Task& task, double seconds) {
     Turn turn(*this);
+    require(!task.begun() && !task.over(), "what begins has not begun, and was not taken back");
     if (task.state == State::WAITING && seconds > 0) {
         const auto until = after(seconds);
         task.awaited = true;
