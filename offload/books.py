@@ -1,59 +1,219 @@
-"""The lock of the lanes, and what is done when it is let go.
+"""All that is queued on the lanes, under one lock, and who is woken when it is let go.
 
 [Note: Books]
 Tasks are queued, begun and ended under one lock. When it is let go, lanes that have something to
 do are woken: each once, however much was queued for it, as a lane that wakes takes the GIL from who
 queues. What is raised under the lock leaves the books half written, and ends everything.
+
+[Note: Compiled books]
+The books are kept in C++ (`offload/src`) where the compiler was there and the device is the host:
+the same order of starts and the same waits, which a test holds against those here for random ops.
+Lanes then wait without the GIL, and copy within CPU memory without Python at all, so the user's
+thread pays for a copy only when it is queued. Fences of a device are Python's, so its books are.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
-from offload.program import Lane
-from offload.task import Task
+from offload.program import Lane, Op
+from offload.schedule import Schedule
+from offload.task import Fence, Key, Passage, Run, State, Task
+from offload.trace import Ran
+
+HISTORY_MAX = 16
+"""How many tasks back a wait is traced to the lanes that caused it: an update is three or more on
+the way through the tiers, and waits for a slot that another chunk had."""
+
+Spans = tuple[int, int, int]
+"""A copy within CPU memory: the addresses of its target and its source, and its bytes."""
 
 
 class Books:
-    """A context, to be entered with the lock held: `with lock, books`.
+    """The books of some lanes, by `Schedule`."""
 
-    The lock's own context is not Python's: no Ctrl-C can come between taking it and having to let
-    it go.
-    """
+    copies = False
+    """Whether lanes copy on their own, given the spans."""
 
     def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
         """Of these lanes; `fail` ends everything with an error."""
         self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Told when something has come that somebody is blocked by."""
         self._fail = fail
-        self._depth = 0
+        self._depth = self._serial = 0
+        self._blocked = 0
+        """Threads that wait for `changed`."""
+        self._schedule = Schedule(self._on_ready)
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
         self._woken: set[Lane] = set()
         """Lanes that are to be told that they have something to do."""
+        self._stopped = self._closing = False
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    def passage(self) -> Passage:
+        """A new passage, to be given to `submit` and then to `seal`."""
+        return Passage()
+
+    def submit(
+        self,
+        op: Op,
+        waits: Iterable[Task],
+        key: Key,
+        run: Run | None,
+        passage: Passage | None,
+        spans: Spans | None,
+    ) -> Task:
+        """Queue an op behind `waits`; without `run` it is the user's own compute."""
+        with self.lock, self:
+            self._serial += 1
+            task = Task(op, run, key, self._serial, passage)
+            self._schedule.add(task, waits)
+        return task
+
+    def seal(self, passage: Passage) -> None:
+        """All ops of `passage` are queued: let it start."""
+        with self.lock, self:
+            self._schedule.seal(passage)
+
+    def cancel(self, tasks: Iterable[Task]) -> None:
+        """Take back those of `tasks` that have not begun."""
+        with self.lock, self:
+            for task in tasks:
+                if task.state in (State.WAITING, State.READY):
+                    self._schedule.cancel(task)
+            self._tell()
+
+    def begin(self, task: Task, seconds: float) -> bool:
+        """Begin the user's `task` once it is ready; False where it is not within `seconds`."""
+        assert task.state in (State.WAITING, State.READY), (
+            "a task begins once, if it is not taken back"
+        )
+        if task.state is State.WAITING and seconds:
+            self._wait(lambda: task.state is not State.WAITING, seconds)
+        if task.state is not State.READY or self._stopped:
+            return False
+        task.go(State.RUNNING)  # Without the lock: what the user may begin no lane touches.
+        task.began_at = time.perf_counter()
+        return True
+
+    def finish(self, task: Task, fences: Sequence[Fence] = ()) -> None:
+        """`task` is done, on the device when `fences` are through."""
+        with self.lock, self:
+            task.fences = list(fences)
+            self._schedule.finish(task)
+            self._tell()
+
+    def over(self, task: Task, seconds: float) -> bool:
+        """Whether `task` is over, within `seconds`."""
+        if not task.over and seconds:
+            self._wait(lambda: task.over, seconds)
+        return task.over
+
+    def path(self, task: Task) -> list[tuple[Lane, float]]:
+        """The lanes that led to `task`, latest first, each with the time since when it could."""
+        own = [] if task.run is None else [(task.op.lane, task.ready_at)]
+        return [*own, *task.history]
+
+    # -- lanes --------------------------------------------------------------------------------
+
+    def take(self, lane: Lane) -> Task | None:
+        """Begin the most urgent task of `lane` as soon as there is one; None at the end.
+
+        Where the device is ready for none of those that are, it waits for the first of them.
+        """
+        with self.lock:
+            while not self._closing:
+                task = None if self._stopped else self._schedule.take(lane)
+                if task is not None:
+                    return task
+                self._wake[lane].wait()
+            return None
+
+    def overtaking(self, lane: Lane, task: Task) -> Task | None:
+        """Begin what may start at once and is more urgent than `task`, if there is any."""
+        with self.lock:
+            other = self._schedule.first(lane)
+            if other is None or other.key >= task.key or self._stopped:
+                return None
+            return None if other.fenced else self._schedule.take(lane)
+
+    def copied(self, lane: Lane) -> tuple[float, int, int]:
+        """Seconds, bytes and number of copies that a lane has done on its own since last asked."""
+        return 0.0, 0, 0
+
+    def ran(self) -> list[Ran]:
+        """The last of those copies since that was asked, in the order of their end."""
+        return []
+
+    def stop(self, *, closing: bool) -> None:
+        """Start nothing more and end all waits; with `closing`, those of the lanes too."""
+        with self.lock:
+            self._stopped = True
+            self._closing = self._closing or closing
+            for wake in self._wake.values() if closing else ():
+                wake.notify_all()
+            self.changed.notify_all()
+
+    # -- the lock -----------------------------------------------------------------------------
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context: what is queued inside is made known to the lanes at its end."""
+        with self.lock:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+                self._wake_lanes()
 
     def __enter__(self) -> None:
+        """With the lock held: `with books.lock, books`.
+
+        The lock's own context is not Python's: no Ctrl-C can come between taking it and having to
+        let it go.
+        """
         self._depth += 1
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is not None:
                 self._fail(error)
-            elif self._depth == 1 and self._woken:
-                for lane in self._woken:
-                    self._wake[lane].notify()
-                self._woken.clear()
         finally:
             self._depth -= 1
+            self._wake_lanes()
 
-    def ready(self, task: Task) -> None:
-        """A task of a lane is ready."""
-        self._woken.add(task.op.lane)
+    def _wake_lanes(self) -> None:
+        while not self._depth and self._woken:
+            self._wake[self._woken.pop()].notify()
 
-    def sleep(self, lane: Lane) -> None:
-        """Let the thread of a lane, which holds the lock, wait until it has something to do."""
-        self._wake[lane].wait()
+    def _wait(self, come: Callable[[], bool], seconds: float) -> None:
+        """Wait once at most for something to change, unless what is awaited has come."""
+        with self.lock:
+            self._blocked += 1
+            try:
+                if not come() and not self._stopped:
+                    self.changed.wait(seconds)
+            finally:
+                self._blocked -= 1
 
-    def wake_all(self) -> None:
-        """Wake every lane; the lock is held."""
-        for wake in self._wake.values():
-            wake.notify_all()
+    def _tell(self) -> None:
+        """Let who is blocked look again."""
+        if self._blocked:
+            self.changed.notify_all()
+
+    def _on_ready(self, task: Task, last: Task | None) -> None:
+        """Let the lane, or the user's thread, know of a task that is ready."""
+        if not task.ready_at:
+            task.ready_at = time.perf_counter()
+            if last is not None and last.run is not None:
+                task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
+        if task.run is not None:
+            self._woken.add(task.op.lane)
+        else:
+            self._tell()

@@ -18,6 +18,7 @@ import torch
 from offload import copies
 from offload.arena import Memory, host_tensor
 from offload.bed import Bed
+from offload.books import Spans
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
@@ -27,7 +28,7 @@ from offload.records import Kind
 from offload.scoreboard import Scoreboard
 from offload.shared import Share
 from offload.store import Store
-from offload.task import Key, Passage, Run, Task
+from offload.task import Key, Passage, Run, Task, in_slot
 from offload.trace import Trace
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
@@ -48,6 +49,8 @@ class Known:
     writes: tuple[object, ...]
     run: Run | None
     """What it does, where that is always the same."""
+    spans: Spans | None = None
+    """The same of a copy within CPU memory, as long as the tiers have the memory that they have."""
 
 
 class Executor:
@@ -120,7 +123,13 @@ class Executor:
             return Known(op, reads, writes, None)
         if op.bytes > copies.PIECE_BYTES_MAX:
             return Known(op, reads, writes, self._mover(op, None))
-        return Known(op, reads, writes, partial(self._copy, *op.reads, *op.writes))
+        run = partial(self._copy, *op.reads, *op.writes)
+        return Known(op, reads, writes, run, self._spans(op) if self.lanes.copies else None)
+
+    def _spans(self, op: Op) -> Spans | None:
+        into, source = (self.memory.at(use) for use in (*op.writes, *op.reads))
+        assert into.numel() == source.numel()
+        return (into.data_ptr(), source.data_ptr(), into.numel()) if into.numel() else None
 
     def issue_known(
         self, known: Known, pass_number: int, run: Callable[[], None] | None = None
@@ -139,7 +148,7 @@ class Executor:
         run: Callable[[BytesOf], None],
     ) -> list[Task]:
         """Queue the ops of a chunk: moves, and the one that does `run`."""
-        passage = Passage() if staged(ops) else None
+        passage = self.lanes.passage() if staged(ops) else None
         tasks = []
         try:
             for op in ops:
@@ -161,7 +170,7 @@ class Executor:
         return self._submit(known, pass_number, None)
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
-        return self.memory.at(use if passage is None else passage.at(use))
+        return self.memory.at(use if passage is None else in_slot(use, passage.slot))
 
     def _submit(
         self,
@@ -173,7 +182,7 @@ class Executor:
         reads, writes = known.reads, known.writes
         key: Key = (pass_number, known.op.deadline)
         waits = self._board.waits(reads, writes)
-        task = self.lanes.submit(known.op, waits, key, run, passage)
+        task = self.lanes.submit(known.op, waits, key, run, passage, known.spans)
         self._board.note(task, reads, writes)
         return task
 

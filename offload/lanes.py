@@ -1,6 +1,6 @@
 """The lanes: one thread each, running what may start, the earliest deadline first.
 
-What may start, and which goes first, says `Schedule`. When an op fails, or a lane in any other way,
+What may start, and which goes first, say the books. When an op fails, or a lane in any other way,
 or the bookkeeping of either side, nothing more is started, every blocked wait ends, and the next
 call raises.
 """
@@ -10,22 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from offload.books import Books
+from offload.books import Spans
+from offload.compiled import books_of
 from offload.device import Device
 from offload.program import Lane, Op
-from offload.schedule import Schedule
-from offload.task import Key, Passage, Run, State, Task
+from offload.task import Key, Passage, Run, Task
 from offload.trace import Ran, Stepped, Trace, Waited
 
-HISTORY_MAX = 16
-"""How many tasks back a wait is traced to the lanes that caused it: an update is three or more on
-the way through the tiers, and waits for a slot that another chunk had."""
+LOOK_AGAIN_S = 0.1
+"""So often whoever is blocked looks whether signals came."""
 
 
 def _nothing(*_: Any) -> None:
@@ -69,19 +70,17 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._books = Books(lanes, self.fail)
-        self._lock = self._books.lock
-        self._changed = threading.Condition(self._lock)
-        self._blocked = 0
-        """Threads that wait for `_changed`."""
-        self._schedule = Schedule(self._on_ready)
+        self._books = books_of(lanes, self.fail, device)
+        self._lock = threading.Lock()
+        """Of what is counted and recorded, and of the failure."""
+        self.copies = self._books.copies and pace is None
+        """Whether copies within CPU memory need no more than `spans`."""
         self._pace = pace
         self._trace = trace
         self._device = device
-        self._serial = 0
         self._closing = False
         self._failure: BaseException | None = None
-        self.use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
+        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
         intra_op_threads = torch.get_num_threads()
         self._threads = [
             threading.Thread(
@@ -109,6 +108,10 @@ class Lanes:
 
     # -- submitting ---------------------------------------------------------------------------
 
+    def passage(self) -> Passage:
+        """A new passage, for `submit` and `seal`."""
+        return self._books.passage()
+
     def submit(
         self,
         op: Op,
@@ -116,35 +119,28 @@ class Lanes:
         key: Key,
         run: Run | None = None,
         passage: Passage | None = None,
+        spans: Spans | None = None,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
 
-        With `passage` it is one of the ops of a chunk, and starts after `seal`.
+        With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
+        lanes copy, it is that copy.
         """
-        with self._lock, self._books:
-            self._serial += 1
-            task = Task(op, run, key, self._serial, passage)
-            self._schedule.add(task, waits)
-        return task
+        return self._books.submit(op, waits, key, run, passage, spans)
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
-        with self._lock, self._books:
-            self._schedule.seal(passage)
+        self._books.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self._lock, self._books:
-            for task in tasks:
-                if task.state in (State.WAITING, State.READY):
-                    self._schedule.cancel(task)
-            self._tell()
+        self._books.cancel(tasks)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
         with self._lock:
             self._failure = self._failure or error
-            self._changed.notify_all()
+        self._books.stop(closing=False)
 
     # -- the user's thread --------------------------------------------------------------------
 
@@ -162,13 +158,11 @@ class Lanes:
 
     def begin(self, task: Task) -> None:
         """Block until the user's compute `task` may start, and start it."""
-        if task.state is State.WAITING or self._failure is not None:
-            self._block(task, lambda: task.state is not State.WAITING)
+        if not self._books.begin(task, 0.0):
+            self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
         for fence in task.fences:
             fence.wait()
         task.streams = [] if self._device.is_host else [self._device.stream()]
-        task.go(State.RUNNING)  # Without the lock: what the user may begin no lane touches.
-        task.began_at = time.perf_counter()
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -181,12 +175,9 @@ class Lanes:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         self.join(task)
         fences = [self._device.fence(stream) for stream in task.streams]
-        with self._lock, self._books:
-            task.fences = [fence for fence in fences if fence is not None]
-            self._finish(task)
-            if self._trace is not None:
-                now = time.perf_counter()
-                self._trace.ran.append(Ran(task.op.lane, task.op, task.began_at, now))
+        self._books.finish(task, [fence for fence in fences if fence is not None])
+        if self._trace is not None:
+            self.note(task.op, task.began_at, time.perf_counter())
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -196,52 +187,59 @@ class Lanes:
         """
         for task in tasks:
             if not task.over:
-                self._block(task, lambda task=task: task.over)  # type: ignore[misc]
+                self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))
             for fence in task.fences:
                 fence.synchronize()
         self.check()
 
-    def _block(self, task: Task, over: Callable[[], bool]) -> None:
+    def _block(self, task: Task, come: Callable[[], bool]) -> None:
+        """Block until `come`, which waits for a while itself."""
         self.check()
-        if over():
-            return
         since = time.perf_counter()
-        with self._changed:
-            self._blocked += 1
-            try:
-                while not over() and self._failure is None and not self._closing:
-                    self._changed.wait(0.1)
-            finally:
-                self._blocked -= 1
+        while not (found := come()) and self._failure is None and not self._closing:
+            pass
         self._blame(task, since)
         self.check()
-        if not over():
+        if not found:
             raise EngineError("the offload engine was closed while it was in use")
 
     def _blame(self, task: Task, since: float) -> None:
         """Book the time since `since` on the lanes that led to `task`, latest first."""
         until = time.perf_counter()
-        own = () if task.run is None else ((task.op.lane, task.ready_at),)
-        for lane, ready_at in (*own, *task.history):
+        path = self._books.path(task)
+        for lane, ready_at in path:
             begin = max(ready_at, since)
             if until > begin:
                 self._expose(lane, begin, until)
                 until = begin
         if until > since and task.history:
-            self._expose(task.history[-1][0], since, until)
+            self._expose(path[-1][0], since, until)
+
+    @property
+    def use(self) -> dict[Lane, LaneUse]:
+        """What each lane has done so far."""
+        with self._lock:
+            for lane, use in self._use.items():
+                seconds, moved, operations = self._books.copied(lane)
+                use.busy_s += seconds
+                use.bytes += moved
+                use.operations += operations
+        return self._use
 
     def count(self, op: Op, since: float) -> float:
         """Book what `op` has done since then on its lane, whoever did it. Returns the time."""
-        use, now = self.use[op.lane], time.perf_counter()
-        use.busy_s += now - since
-        use.bytes += op.bytes
-        use.operations += 1
+        use, now = self._use[op.lane], time.perf_counter()
+        with self._lock:
+            use.busy_s += now - since
+            use.bytes += op.bytes
+            use.operations += 1
         return now
 
     def _expose(self, lane: Lane, since: float, until: float) -> None:
-        self.use[lane].exposed_s += until - since
-        if self._trace is not None:
-            self._trace.waited.append(Waited(lane, since, until))
+        with self._lock:
+            self._use[lane].exposed_s += until - since
+            if self._trace is not None:
+                self._trace.waited.append(Waited(lane, since, until))
 
     def close(self, then: Callable[[], None] = _nothing) -> None:
         """Stop all lanes after what they are running, drop what has not begun, then do `then`.
@@ -255,25 +253,22 @@ class Lanes:
                 target=self.close, args=(then,), name="offload-close", daemon=True
             ).start()
             return
-        with self._lock:
-            self._closing = True
-            self._books.wake_all()
-            self._changed.notify_all()
+        self._closing = True
+        self._books.stop(closing=True)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
         then()
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context: what is queued inside is made known to the lanes at its end."""
-        with self._lock, self._books:
-            yield
+    def together(self) -> AbstractContextManager[None]:
+        """A context: lanes may begin what is queued inside at its end, all at once."""
+        return self._books.together()
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
         if self._trace is not None:
-            self._trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+            with self._lock:
+                self._trace.stepped.append(Stepped(number, time.perf_counter(), misses))
 
     @property
     def traces(self) -> bool:
@@ -281,7 +276,7 @@ class Lanes:
         return self._trace is not None
 
     def note(self, op: Op, start: float, stop: float) -> None:
-        """Something of the user's own, that waited for nothing, has run."""
+        """Something of the user's own has run."""
         with self._lock:
             if self._trace is not None:
                 self._trace.ran.append(Ran(op.lane, op, start, stop))
@@ -289,7 +284,13 @@ class Lanes:
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
         with self._lock:
-            return None if self._trace is None else self._trace.copy()
+            if self._trace is None:
+                return None
+            if copied := self._books.ran():
+                ran = sorted([*self._trace.ran, *copied], key=attrgetter("stop"))
+                self._trace.ran.clear()
+                self._trace.ran.extend(ran)
+            return self._trace.copy()
 
     # -- the lane threads ---------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class Lanes:
             self._prepare()
             self._started.wait()
             with torch.no_grad():
-                while (task := self._next(lane)) is not None:
+                while (task := self._books.take(lane)) is not None:
                     self._run(lane, task)
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
@@ -313,19 +314,6 @@ class Lanes:
         torch.set_num_threads(1)
         torch.set_flush_denormal(False)
         self._device.enter()
-
-    def _next(self, lane: Lane) -> Task | None:
-        """Begin the most urgent task of `lane` as soon as there is one; None at the end.
-
-        Where the device is ready for none of those that are, it waits for the first of them.
-        """
-        with self._lock:
-            while not self._closing:
-                task = None if self._failure is not None else self._schedule.take(lane)
-                if task is not None:
-                    return task
-                self._books.sleep(lane)
-            return None
 
     def _run(self, lane: Lane, task: Task) -> None:
         start = time.perf_counter()
@@ -343,49 +331,18 @@ class Lanes:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
         except BaseException as caught:
             error = caught
-        with self._lock, self._books:
-            now = self.count(task.op, start)
-            task.run, task.fences = _nothing, []  # What its function held can go.
-            if error is not None:
-                self.fail(error)
-                return
-            self._finish(task)
-            if self._trace is not None:
-                self._trace.ran.append(Ran(lane, task.op, start, now))
+        task.run = _nothing  # What its function held can go.
+        now = self.count(task.op, start)
+        if error is not None:
+            self.fail(error)
+            return
+        if self._trace is not None:
+            self.note(task.op, start, now)
+        self._books.finish(task)
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
         since = time.perf_counter()
-        while (other := self._overtaking(lane, task)) is not None:
+        while (other := self._books.overtaking(lane, task)) is not None:
             self._run(lane, other)
         return time.perf_counter() - since
-
-    def _overtaking(self, lane: Lane, task: Task) -> Task | None:
-        """Begin what may start at once and is more urgent than `task`, if there is any."""
-        with self._lock:
-            other = self._schedule.first(lane)
-            if other is None or other.key >= task.key or self._closing or self._failure is not None:
-                return None
-            return None if other.fenced else self._schedule.take(lane)
-
-    # -- under the lock -----------------------------------------------------------------------
-
-    def _finish(self, task: Task) -> None:
-        self._schedule.finish(task)
-        self._tell()
-
-    def _tell(self) -> None:
-        """Let who is blocked look again."""
-        if self._blocked:
-            self._changed.notify_all()
-
-    def _on_ready(self, task: Task, last: Task | None) -> None:
-        """Let the lane, or the user's thread, know of a task that is ready."""
-        if not task.ready_at:
-            task.ready_at = time.perf_counter()
-            if last is not None and last.run is not None:
-                task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
-        if task.run is not None:
-            self._books.ready(task)
-        elif self._blocked:
-            self._changed.notify_all()

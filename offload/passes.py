@@ -24,6 +24,10 @@ from offload.profile import profile_of
 from offload.program import Verb
 from offload.task import Task
 
+TOGETHER = 16
+"""Units whose fetches are queued before a lane is woken: the first are needed at once, and each
+time that a lane is woken costs more than what is queued."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -153,9 +157,10 @@ class Passes:
         self.invalidate(entry.unit)
 
     def forget(self) -> None:
-        """What the slots hold is gone."""
+        """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
+        self.known = KnownOps(self._executor)
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
@@ -176,9 +181,11 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        with self._executor.lanes.together():
-            for position in range(start, len(now.order)):
-                now.queue.append(self._entry(now, now.order[position], position))
+        order = now.order
+        for first in range(start, len(order), TOGETHER):
+            with self._executor.lanes.together():
+                for position in range(first, min(first + TOGETHER, len(order))):
+                    now.queue.append(self._entry(now, order[position], position))
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
         """Queue the fetch of a unit, unless its slot will hold it, and its compute."""

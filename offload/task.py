@@ -167,8 +167,9 @@ class Passage:
         """Whether it has its slot."""
         return self.slot >= 0
 
-    def at(self, use: Use) -> Use:
-        """Where `use` really is, once the passage has its slot."""
-        if use.place.index != IN_RING:
-            return use
-        return Use(use.place._replace(index=self.slot), use.value)
+
+def in_slot(use: Use, slot: int) -> Use:
+    """Where `use` of a chunk's passage really is, once that has its slot."""
+    if use.place.index != IN_RING:
+        return use
+    return Use(use.place._replace(index=slot), use.value)

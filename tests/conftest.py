@@ -9,6 +9,8 @@ import signal
 import pytest
 import torch
 
+from offload.compiled import BOOKS_VARIABLE
+
 # Small tensors on shared cores: threads that wait for one another cost more than they give.
 torch.set_num_threads(1)
 
@@ -24,6 +26,24 @@ def pytest_collection_finish() -> None:
     """What is imported and collected stays: no collection of garbage goes through it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Where it does not matter who keeps the books of the lanes, both are tried."""
+    if "books" in metafunc.fixturenames:
+        compiled = [] if "python_books" in metafunc.fixturenames else ["compiled"]
+        metafunc.parametrize("books", ["python", *compiled], indirect=True)
+
+
+@pytest.fixture
+def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The books of lanes on the host are kept by these; where not compiled, by the reference."""
+    monkeypatch.setenv(BOOKS_VARIABLE, request.param)
+
+
+@pytest.fixture
+def python_books(books: None) -> None:
+    """The test reaches into the reference."""
 
 
 _passed: set[int] = set()

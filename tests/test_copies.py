@@ -157,7 +157,9 @@ class Never:
         return False
 
 
-def test_what_the_device_is_not_ready_for_does_not_go_between(course: Course) -> None:
+def test_what_the_device_is_not_ready_for_does_not_go_between(
+    python_books: None, course: Course
+) -> None:
     urgent = course.submit("urgent", 0)
     urgent.fences = [Never()]
     course.go_on.release()

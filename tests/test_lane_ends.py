@@ -24,6 +24,8 @@ from tests.profiles import blocks, plan_of
 from tests.small import adamw, config, small, torch_step
 from tests.test_lanes import blocked, lanes, op
 
+pytestmark = pytest.mark.usefixtures("books")
+
 ENDS_S = 1.0
 """Seconds in which what should end has ended, on a machine with other things to do."""
 
@@ -106,19 +108,19 @@ def test_threads_of_torch_are_as_many_after_a_failed_start(monkeypatch: pytest.M
 
 def patiently(made: Lanes) -> threading.Event:
     """Let blocked waits end by being woken only; set when somebody waits."""
-    waits, wait = threading.Event(), made._changed.wait
+    waits, wait = threading.Event(), made._books.changed.wait
 
     def patient(timeout: float | None = None) -> bool:
         waits.set()
         return wait(60)
 
-    made._changed.wait = patient  # type: ignore[method-assign]
+    made._books.changed.wait = patient  # type: ignore[method-assign]
     return waits
 
 
 @pytest.mark.parametrize("method", ["take", "finish", "_release"])
 def test_a_lane_that_dies_in_its_bookkeeping_ends_all_waits(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    method: str, python_books: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate, failed_at = threading.Event(), list[float]()
     real = getattr(Schedule, method)
@@ -159,7 +161,7 @@ BOOKS: dict[str, tuple[str, Callable[[Lanes, Any], Any]]] = {
 
 @pytest.mark.parametrize("call", BOOKS)
 def test_books_that_the_user_left_half_written_end_all_waits(
-    call: str, monkeypatch: pytest.MonkeyPatch
+    call: str, python_books: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     method, use = BOOKS[call]
 
@@ -178,6 +180,14 @@ def test_books_that_the_user_left_half_written_end_all_waits(
         thread.join(ENDS_S)
         assert not thread.is_alive()
         assert isinstance(raised[0].__cause__, Broken)
+
+
+def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:
+    with lanes() as made:
+        with pytest.raises(Broken), made.together():
+            before = made.submit(op(), [], (0, 0), lambda: None)
+            raise Broken("between two ops")
+        made.wait([before, made.submit(op(), [], (0, 0), lambda: None)])
 
 
 # -- closing ----------------------------------------------------------------------------------

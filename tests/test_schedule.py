@@ -9,7 +9,7 @@ import pytest
 from offload.layout import CHUNK_STAGES, Place
 from offload.program import IN_RING, Lane, Op, Use, Value, Verb
 from offload.schedule import Schedule
-from offload.task import Key, Passage, State, Task
+from offload.task import Key, Passage, State, Task, in_slot
 
 
 def op(lane: Lane = Lane.CPU) -> Op:
@@ -76,11 +76,10 @@ def test_passages_start_when_nothing_outside_is_waited_for() -> None:
     outside.go(State.RUNNING)
     run.schedule.finish(outside)
     assert passage.started
-    assert passage.at(Use(Place("cpu", "state_chunk", IN_RING), Value("state", 0, 0))) == Use(
-        Place("cpu", "state_chunk", passage.slot), Value("state", 0, 0)
-    )
+    in_ring = Use(Place("cpu", "state_chunk", IN_RING), Value("state", 0, 0))
+    assert in_slot(in_ring, passage.slot).place == Place("cpu", "state_chunk", passage.slot)
     elsewhere = Use(Place("cpu", "home"), Value("state", 0, 0))
-    assert passage.at(elsewhere) == elsewhere
+    assert in_slot(elsewhere, passage.slot) == elsewhere
 
 
 def test_the_most_urgent_passage_gets_the_next_slot_whenever_it_came() -> None:

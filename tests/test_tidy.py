@@ -44,6 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("task", "rules", "variants", "trace"),
     ("schedule", "driver", "device"),
     ("books",),
+    ("compiled",),
     ("verify", "simulate"),
     ("arena", "store", "lanes", "copies"),
     ("bounce",),

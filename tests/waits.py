@@ -51,8 +51,9 @@ WAITS = (
     Wait(
         "user: for the tasks before its compute",
         "lanes",
-        "        self._block(task, lambda: task.state is not State.WAITING)\n",
-        "        with self._lock:\n            task.state = State.READY\n",
+        "            self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))\n",
+        "            task.state = type(task.state)('ready')\n"
+        "            self._books.begin(task, 0.0)\n",
     ),
     Wait(
         "user: its stream for computes on other streams",
@@ -82,8 +83,8 @@ WAITS = (
     Wait(
         "user: until tasks are over",
         "lanes",
-        "            self._block(task, lambda task=task: task.over)  # type: ignore[misc]\n",
-        "",
+        "                self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))\n",
+        "                pass\n",
     ),
     Wait(
         "user: until tasks are over on the device",

@@ -1,0 +1,334 @@
+#include "books.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <stdexcept>
+
+namespace books {
+
+// As Python's time.perf_counter.
+static double now() {
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
+}
+
+static void require(bool so, const char* what) {
+    if (!so) throw std::logic_error(what);
+}
+
+class Books::Turn {
+public:
+    explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
+    Turn(const Turn&) = delete;
+    ~Turn() {
+        if (lock_.owns_lock()) tell();
+    }
+
+    void let_go() {
+        tell();
+        lock_.unlock();
+    }
+    void take_again() { lock_.lock(); }
+
+    // Wait until somebody tells, or the time is up; whether it is not.
+    bool sleep(std::chrono::steady_clock::time_point until) {
+        return books_.changed_.wait_until(lock_, until) != std::cv_status::timeout;
+    }
+    // Wait until the lane may have something to do.
+    void sleep(Lane& lane) {
+        tell();
+        lane.asleep = true;
+        lane.wake.wait(lock_);
+        lane.asleep = false;
+    }
+
+private:
+    void tell() {
+        if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
+        for (Lane& lane : books_.lanes_) {
+            if (!lane.asleep || lane.ready.empty() || books_.stopped_) continue;
+            lane.asleep = false;
+            lane.wake.notify_one();
+        }
+    }
+
+    Books& books_;
+    std::unique_lock<std::mutex> lock_;
+};
+
+static std::chrono::steady_clock::time_point after(double seconds) {
+    return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
+}
+
+Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran_max) {
+    for (int slot = 0; slot < slots; slot++) free_.push_back(slot);
+}
+
+// -- tasks ------------------------------------------------------------------------------------
+
+void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
+    const Turn turn(*this);
+    Passage* passage = task->passage.get();
+    require(task->serial == 0, "a task is queued once");
+    require(passage == nullptr || !passage->started(), "a passage is sealed before it starts");
+    task->serial = ++serial_;
+    alive_.emplace(task.get(), task);
+    if (passage != nullptr) {
+        if (passage->serial == 0) passage->serial = task->serial;
+        passage->tasks.push_back(task.get());
+        passage->left++;
+        passage->key = std::min(passage->key, task->key);
+    }
+    for (const TaskPtr& other : waits) {
+        if (other->over()) continue;
+        link(other.get(), task.get());
+        if (task->key < other->key) hurry(other.get(), task->key);
+    }
+    if (task->missing == 0) try_ready(task.get(), nullptr);
+}
+
+void Books::seal(const PassagePtr& passage) {
+    const Turn turn(*this);
+    for (Task* task : passage->tasks) {
+        for (Task* other : task->waits) {
+            hurry(other, other->passage != passage ? passage->key : task->key);
+        }
+    }
+    came(passage.get(), nullptr);
+}
+
+void Books::cancel(const std::vector<TaskPtr>& tasks) {
+    const Turn turn(*this);
+    for (const TaskPtr& task : tasks) {
+        if (task->state != State::WAITING && task->state != State::READY) continue;
+        require(!task->passage, "a passage is not taken back");
+        if (!task->of_user) {
+            lanes_[task->lane].ready.erase({{task->key, task->serial}, task.get()});
+        }
+        task->state = State::CANCELLED;
+        for (Task* other : task->waits) {
+            for (Task* follower : task->followers) {
+                if (std::ranges::find(follower->waits, other) == follower->waits.end()) {
+                    link(other, follower);
+                }
+            }
+        }
+        release(task.get());
+    }
+}
+
+bool Books::begin(Task& task, double seconds) {
+    Turn turn(*this);
+    require(!task.begun() && !task.over(), "what begins has not begun, and was not taken back");
+    if (task.state == State::WAITING && seconds > 0) {
+        const auto until = after(seconds);
+        task.awaited = true;
+        while (task.state == State::WAITING && !stopped_ && turn.sleep(until)) {}
+    }
+    if (task.state != State::READY || stopped_) return false;
+    task.state = State::RUNNING;
+    task.began_at = now();
+    return true;
+}
+
+bool Books::over(Task& task, double seconds) {
+    Turn turn(*this);
+    if (!task.over() && seconds > 0) {
+        const auto until = after(seconds);
+        task.awaited = true;
+        while (!task.over() && !stopped_ && turn.sleep(until)) {}
+    }
+    return task.over();
+}
+
+void Books::finish(Task& task) {
+    const Turn turn(*this);
+    require(task.state == State::RUNNING, "what is finished has begun");
+    done(&task);
+}
+
+void Books::stop(bool closing) {
+    const Turn turn(*this);
+    stopped_ = told_ = true;
+    closing_ = closing_ || closing;
+    if (closing_) {
+        for (Lane& lane : lanes_) lane.wake.notify_all();
+    }
+}
+
+// -- lanes ------------------------------------------------------------------------------------
+
+TaskPtr Books::take(int number, bool wait) {
+    Turn turn(*this);
+    Lane& lane = lanes_[number];
+    while (!closing_) {
+        if (Task* task = stopped_ ? nullptr : first(lane)) {
+            if (task->copy.bytes == 0) return task->shared_from_this();
+            run_copy(turn, lane, task);
+        } else if (wait) {
+            turn.sleep(lane);
+        } else {
+            break;
+        }
+    }
+    return nullptr;
+}
+
+TaskPtr Books::overtaking(int number, const Task& than) {
+    Turn turn(*this);
+    Lane& lane = lanes_[number];
+    while (!stopped_ && !lane.ready.empty() && lane.ready.begin()->second->key < than.key) {
+        Task* task = first(lane);
+        if (task->copy.bytes == 0) return task->shared_from_this();
+        run_copy(turn, lane, task);
+    }
+    return nullptr;
+}
+
+Copied Books::copied(int lane) {
+    const Turn turn(*this);
+    return std::exchange(lanes_[lane].copied, {});
+}
+
+std::deque<Ran> Books::ran() {
+    const Turn turn(*this);
+    return std::exchange(ran_, {});
+}
+
+Task* Books::first(Lane& lane) {
+    if (lane.ready.empty()) return nullptr;
+    Task* task = lane.ready.begin()->second;
+    lane.ready.erase(lane.ready.begin());
+    task->state = State::RUNNING;
+    return task;
+}
+
+void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
+    const double since = now();
+    turn.let_go();
+    std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    const double until = now();
+    turn.take_again();
+    if (ran_.size() == ran_max_) ran_.pop_front();
+    ran_.push_back({task->copy.number, since, until});
+    lane.copied.busy_s += until - since;
+    lane.copied.bytes += int64_t(task->copy.bytes);
+    lane.copied.operations++;
+    done(task);
+}
+
+// -- inside, with the lock --------------------------------------------------------------------
+
+void Books::link(Task* other, Task* task) {
+    other->followers.push_back(task);
+    task->waits.push_back(other);
+    task->missing++;
+    if (task->passage && task->passage != other->passage) task->passage->missing++;
+}
+
+void Books::done(Task* task) {
+    const TaskPtr kept = task->shared_from_this();
+    Passage* passage = task->passage.get();
+    task->state = State::DONE;
+    if (passage != nullptr) std::erase(passage->tasks, task);
+    release(task);
+    if (passage != nullptr && --passage->left == 0) {
+        std::erase(started_, passage);
+        free_.push_back(passage->slot);
+        start(task);
+    }
+}
+
+// A task is over: who waits for it may be ready.
+void Books::release(Task* task) {
+    const TaskPtr kept = task->shared_from_this();
+    told_ = told_ || task->awaited;
+    for (Task* other : task->waits) std::erase(other->followers, task);
+    task->waits.clear();
+    for (Task* follower : std::exchange(task->followers, {})) {
+        std::erase(follower->waits, task);
+        follower->missing--;
+        if (follower->passage && follower->passage != task->passage) {
+            came(follower->passage.get(), task);
+        }
+        if (follower->missing == 0) try_ready(follower, task);
+    }
+    alive_.erase(task);
+}
+
+void Books::try_ready(Task* task, Task* last) {
+    if (task->missing > 0 || task->state != State::WAITING) return;
+    if (task->passage && !task->passage->started()) return;
+    task->state = State::READY;
+    task->ready_at = now();
+    if (last != nullptr && !last->of_user) {
+        task->history = {{last->lane, last->ready_at}};
+        const size_t more = std::min(last->history.size(), HISTORY_MAX - 1);
+        task->history.insert(
+            task->history.end(), last->history.begin(), last->history.begin() + more);
+    }
+    if (task->of_user) {
+        told_ = told_ || task->awaited;
+    } else {
+        lanes_[task->lane].ready.insert({{task->key, task->serial}, task});
+    }
+}
+
+void Books::came(Passage* passage, Task* last) {
+    if (--passage->missing == 0) {
+        waiting_.insert({{passage->key, passage->serial}, passage});
+        start(last);
+    }
+}
+
+// Start the passages for which there are slots.
+void Books::start(Task* last) {
+    while (!waiting_.empty()) {
+        Passage* passage = waiting_.begin()->second;
+        if (free_.empty()) {
+            const auto ending = std::ranges::min_element(started_, {}, [](const Passage* one) {
+                return std::pair(one->left, one->serial);
+            });
+            for (Task* task : (*ending)->tasks) hurry(task, passage->key);
+            return;
+        }
+        waiting_.erase(waiting_.begin());
+        passage->slot = free_.back();
+        free_.pop_back();
+        started_.push_back(passage);
+        for (Task* task : passage->tasks) try_ready(task, last);
+    }
+}
+
+void Books::hurry(Task* task, Key key) {
+    std::vector<Task*> found{task};
+    while (!found.empty()) {
+        Task* one = found.back();
+        found.pop_back();
+        if (one->over() || one->key <= key) continue;
+        auto& ready = lanes_[one->lane].ready;
+        const bool queued = ready.erase({{one->key, one->serial}, one}) > 0;
+        one->key = key;
+        if (queued) ready.insert({{key, one->serial}, one});
+        found.insert(found.end(), one->waits.begin(), one->waits.end());
+        Passage* passage = one->passage.get();
+        if (passage == nullptr || passage->started() || passage->key <= key) continue;
+        const bool waits = waiting_.erase({{passage->key, passage->serial}, passage}) > 0;
+        passage->key = key;
+        for (Task* inner : passage->tasks) {
+            for (Task* other : inner->waits) {
+                if (other->passage.get() != passage) found.push_back(other);
+            }
+        }
+        if (waits) {
+            waiting_.insert({{key, passage->serial}, passage});
+            start(nullptr);
+        }
+    }
+}
+
+}  // namespace books

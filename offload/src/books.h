@@ -1,0 +1,141 @@
+// The lanes' books without Python: what `offload/task.py`, `schedule.py` and `books.py` do, which
+// are the reference and say why. Here lanes copy within CPU memory on their own, so that a copy
+// costs the user's thread neither its Python nor the wait for the GIL.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace books {
+
+using Key = std::pair<int64_t, int64_t>;  // number of the pass, position in it
+constexpr Key LAST{int64_t(1) << 62, 0};
+
+// How many tasks back a wait is traced to the lanes that caused it.
+constexpr size_t HISTORY_MAX = 16;
+
+enum class State { WAITING, READY, RUNNING, DONE, CANCELLED };
+
+struct Task;
+
+struct Passage {
+    int slot = -1;
+    std::vector<Task*> tasks;
+    int left = 0, missing = 1;
+    Key key = LAST;
+    int64_t serial = 0;
+
+    bool started() const { return slot >= 0; }
+};
+
+struct Copy {
+    void* into = nullptr;
+    const void* source = nullptr;
+    size_t bytes = 0;
+    int64_t number = 0;  // by which Python knows it
+};
+
+struct Task : std::enable_shared_from_this<Task> {
+    int lane = 0;
+    bool of_user = false;
+    Key key = LAST;
+    Copy copy;  // none where its lane has to call Python
+    std::shared_ptr<Passage> passage;
+
+    int64_t serial = 0;
+    std::atomic<State> state = State::WAITING;
+    int missing = 0;
+    std::vector<Task*> followers, waits;  // as long as they are not over
+    bool awaited = false;                 // somebody is blocked until it is ready or over
+    double ready_at = 0, began_at = 0;
+    std::vector<std::pair<int, double>> history;  // lane, since when it was ready; latest first
+
+    bool over() const { return state >= State::DONE; }
+    bool begun() const { return state == State::RUNNING || state == State::DONE; }
+};
+
+using TaskPtr = std::shared_ptr<Task>;
+using PassagePtr = std::shared_ptr<Passage>;
+
+struct Copied {
+    double busy_s = 0;
+    int64_t bytes = 0, operations = 0;
+};
+
+struct Ran {
+    int64_t number;
+    double start, stop;
+};
+
+// Every call may come from any thread. None asks for the GIL.
+class Books {
+public:
+    Books(int lanes, int slots, size_t ran_max);
+
+    void add(const TaskPtr& task, const std::vector<TaskPtr>& waits);
+    void seal(const PassagePtr& passage);
+    void cancel(const std::vector<TaskPtr>& tasks);
+    // Begin the user's own task; wait for that at most so long. Whether it has begun.
+    bool begin(Task& task, double seconds);
+    void finish(Task& task);
+    // Wait at most so long until a task is over. Whether it is.
+    bool over(Task& task, double seconds);
+    // Begin the most urgent task of a lane that is not a copy, and do the copies before it. With
+    // `wait` as soon as there is one; none where the books are closed.
+    TaskPtr take(int lane, bool wait);
+    // Begin what may start at once and is more urgent, and is not a copy; do the copies before it.
+    TaskPtr overtaking(int lane, const Task& than);
+    // Start nothing more, and end all waits; those of lanes only where the books are closed.
+    void stop(bool closing);
+    // What copies have done on a lane since the last time that this was asked.
+    Copied copied(int lane);
+    // The last copies since that was asked, in the order of their end.
+    std::deque<Ran> ran();
+
+private:
+    using Place = std::tuple<Key, int64_t>;
+
+    struct Lane {
+        std::set<std::pair<Place, Task*>> ready;
+        std::condition_variable wake;
+        bool asleep = false;
+        Copied copied;
+    };
+    // The lock; who is to be woken is told when it is let go.
+    class Turn;
+
+    Task* first(Lane& lane);
+    void run_copy(Turn& turn, Lane& lane, Task* task);
+    void link(Task* other, Task* task);
+    void done(Task* task);
+    void release(Task* task);
+    void try_ready(Task* task, Task* last);
+    void came(Passage* passage, Task* last);
+    void start(Task* last);
+    void hurry(Task* task, Key key);
+
+    std::mutex mutex_;
+    std::deque<Lane> lanes_;
+    std::condition_variable changed_;
+    bool told_ = false;  // what somebody waits for has come
+    bool stopped_ = false, closing_ = false;
+    int64_t serial_ = 0;
+    std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over
+    std::set<std::pair<Place, Passage*>> waiting_;
+    std::vector<int> free_;
+    std::vector<Passage*> started_;
+    std::deque<Ran> ran_;
+    size_t ran_max_;
+};
+
+}  // namespace books

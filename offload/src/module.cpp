@@ -1,0 +1,156 @@
+// What Python sees of the books: `offload/_books.pyi` says what each call does.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+#include "books.h"
+#include "without_gil.h"
+
+namespace nb = nanobind;
+using namespace books;
+using without_gil::WithoutGil;
+
+using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `offload/books.py`
+
+static TaskPtr make_task(int lane, Key key, bool of_user, const PassagePtr& passage,
+                         std::optional<Spans> spans, int64_t number) {
+    auto task = std::make_shared<Task>();
+    task->lane = lane;
+    task->key = key;
+    task->of_user = of_user;
+    task->passage = passage;
+    if (spans) {
+        const auto [into, source, bytes] = *spans;
+        task->copy = {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes,
+                      number};
+    }
+    return task;
+}
+
+// The books, and what lanes will do in Python: with the GIL, and never by who copies without it.
+class Shared {
+public:
+    Shared(int lanes, int slots, size_t ran_max)
+        : books_(new Books(lanes, slots, ran_max)), pid_(getpid()) {}
+    Shared(const Shared&) = delete;
+    ~Shared() {
+        // In a forked child nobody will ever wake who sleeps here, which its end would wait for.
+        if (getpid() == pid_) delete books_;
+    }
+
+    void add(nb::object handle, const std::vector<TaskPtr>& waits) {
+        const TaskPtr task = nb::cast<TaskPtr>(handle);
+        if (!task->of_user && task->copy.bytes == 0) handles_.emplace(task.get(), handle);
+        books_->add(task, waits);
+    }
+    void seal(const PassagePtr& passage) { books_->seal(passage); }
+    void cancel(const std::vector<TaskPtr>& tasks) {
+        books_->cancel(tasks);
+        for (const TaskPtr& task : tasks) {
+            if (task->over()) handles_.erase(task.get());
+        }
+    }
+    bool begin(Task& task, double seconds) {
+        if (seconds <= 0) return books_->begin(task, 0);
+        const WithoutGil released;
+        return books_->begin(task, seconds);
+    }
+    bool over(Task& task, double seconds) {
+        if (seconds <= 0) return books_->over(task, 0);
+        const WithoutGil released;
+        return books_->over(task, seconds);
+    }
+    void finish(Task& task) { books_->finish(task); }
+    nb::object take(int lane, bool wait) {
+        TaskPtr task;
+        {
+            const WithoutGil released;
+            task = books_->take(lane, wait);
+        }
+        return handed(task);
+    }
+    nb::object overtaking(int lane, const Task& than) {
+        TaskPtr task;
+        {
+            const WithoutGil released;
+            task = books_->overtaking(lane, than);
+        }
+        return handed(task);
+    }
+    void stop(bool closing) { books_->stop(closing); }
+    void forget() { std::exchange(handles_, {}); }
+    std::tuple<double, int64_t, int64_t> copied(int lane) {
+        const Copied now = books_->copied(lane);
+        return {now.busy_s, now.bytes, now.operations};
+    }
+    std::vector<std::tuple<int64_t, double, double>> ran() {
+        std::vector<std::tuple<int64_t, double, double>> found;
+        for (const Ran& one : books_->ran()) found.emplace_back(one.number, one.start, one.stop);
+        return found;
+    }
+
+private:
+    nb::object handed(const TaskPtr& task) {
+        if (!task) return nb::none();
+        const auto found = handles_.extract(task.get());
+        return found ? found.mapped() : nb::cast(task);
+    }
+
+    Books* books_;
+    pid_t pid_;
+    std::unordered_map<Task*, nb::object> handles_;
+};
+
+static std::vector<int64_t> serials(const Task& task) {
+    std::vector<int64_t> found;
+    for (const Task* other : task.waits) found.push_back(other->serial);
+    return found;
+}
+
+NB_MODULE(_books, module) {
+    nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
+    nb::class_<Task>(module, "Task", nb::dynamic_attr())
+        .def_ro("serial", &Task::serial)
+        .def_ro("key", &Task::key)
+        .def_ro("lane", &Task::lane)
+        .def_ro("passage", &Task::passage)
+        .def_ro("of_user", &Task::of_user)
+        .def_ro("ready_at", &Task::ready_at)
+        .def_ro("began_at", &Task::began_at)
+        .def_ro("history", &Task::history)
+        .def_prop_ro("waits", &serials)
+        .def_prop_ro("over", &Task::over)
+        .def_prop_ro("settled", &Task::over)
+        .def_prop_ro("fences", [](const Task&) { return nb::tuple(); })
+        .def_prop_ro("begun", &Task::begun)
+        .def_prop_ro("cancelled", [](const Task& task) {
+            return task.state == State::CANCELLED;
+        });
+    module.def("make_passage", [] { return std::make_shared<Passage>(); });
+    module.def("make_task", &make_task, nb::arg("lane"), nb::arg("key"), nb::arg("of_user"),
+               nb::arg("passage").none(), nb::arg("spans").none(), nb::arg("number"));
+    nb::class_<Shared>(module, "Books")
+        .def(nb::init<int, int, size_t>())
+        .def("add", &Shared::add)
+        .def("seal", &Shared::seal)
+        .def("cancel", &Shared::cancel)
+        .def("begin", &Shared::begin)
+        .def("over", &Shared::over)
+        .def("finish", &Shared::finish)
+        .def("take", &Shared::take)
+        .def("overtaking", &Shared::overtaking)
+        .def("stop", &Shared::stop)
+        .def("forget", &Shared::forget)
+        .def("copied", &Shared::copied)
+        .def("ran", &Shared::ran);
+    without_gil::prepare_for_the_end();
+}

@@ -1,0 +1,208 @@
+"""The compiled books do as the reference: same waits, same order of starts, all bytes copied."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from offload.books import Books
+from offload.compiled import CompiledBooks, books_of
+from offload.device import CPU, Device
+from offload.program import Lane, Op, Value, Verb
+from offload.scoreboard import Scoreboard
+from offload.task import State
+
+offload_books = pytest.importorskip("offload._books", reason="not compiled here")
+
+LANES = (Lane.H2D, Lane.CPU)
+
+
+def op(lane: Lane) -> Op:
+    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), 0, 0)
+
+
+class Pair:
+    """The same done to both books; whatever they answer must be the same."""
+
+    def __init__(self) -> None:
+        self.both: tuple[Any, Any] = (Books(LANES, self.fail), CompiledBooks())
+        self.boards: list[Scoreboard[Any]] = [
+            Scoreboard(
+                taken_back=lambda task: task.cancelled,
+                fixed=lambda task: task.begun,
+                settled=lambda task: task.settled,
+            )
+            for _ in self.both
+        ]
+        self.tasks: list[tuple[Any, Any]] = []
+        self.running: list[tuple[Any, Any]] = []
+        self.started: list[int] = []
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+    def submit(
+        self, lane: Lane, reads: Any, writes: Any, key: Any, user: bool, passages: Any
+    ) -> None:
+        made, found = [], []
+        for books, board, passage in zip(self.both, self.boards, passages):
+            waits = board.waits(reads, writes)
+            run = None if user else print
+            task = books.submit(op(lane), waits, key, run, passage, None)
+            board.note(task, reads, writes)
+            found.append([one.serial for one in waits])
+            made.append(task)
+        assert found[0] == found[1]
+        self.tasks.append((made[0], made[1]))
+
+    def take(self, lane: Lane) -> None:
+        """Begin what is next on a lane."""
+        reference, compiled = self.both
+        task = reference._schedule.take(lane)
+        other = compiled.take(lane, wait=False)
+        assert (task and task.serial) == (other and other.serial)
+        if task is not None:
+            self.begun(task, other)
+
+    def overtaking(self, lane: Lane, than: tuple[Any, Any]) -> None:
+        task, other = (books.overtaking(lane, one) for books, one in zip(self.both, than))
+        assert (task and task.serial) == (other and other.serial)
+        if task is not None:
+            self.begun(task, other)
+
+    def begin(self, pair: tuple[Any, Any]) -> None:
+        """Begin the user's own."""
+        began = [books.begin(task, 0.0) for books, task in zip(self.both, pair)]
+        assert began[0] == began[1]
+        if began[0]:
+            self.begun(*pair)
+
+    def begun(self, task: Any, other: Any) -> None:
+        assert task.state is State.RUNNING
+        assert task.passage is None or task.passage.slot == other.passage.slot
+        self.running.append((task, other))
+        self.started.append(task.serial)
+
+    def finish(self, pair: tuple[Any, Any]) -> None:
+        self.running.remove(pair)
+        for books, task in zip(self.both, pair):
+            books.finish(task)
+
+    def look(self) -> None:
+        """All that can be seen of every task."""
+        for task, other in self.tasks:
+            assert (task.key if not task.over else None) == (other.key if not other.over else None)
+            for name in ("over", "begun", "cancelled", "settled"):
+                assert getattr(task, name) == getattr(other, name), name
+            if not task.over:
+                waits = [one.serial for one in task.waits if not one.over]
+                assert waits == list(other.waits)
+                path = [
+                    [lane for lane, _ in books.path(one)]
+                    for books, one in zip(self.both, (task, other))
+                ]
+                assert path[0] == path[1]
+
+
+def startable(task: Any) -> bool:
+    return bool(task.of_user and not task.begun and not task.over)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
+    luck, pair = random.Random(seed), Pair()
+    cells = range(luck.choice([2, 6, 20]))
+    for step in range(150):
+        what = luck.random()
+        pick = [luck.sample(cells, luck.choice([0, 1, 1, 2])) for _ in range(2)]
+        key = (luck.randrange(4), luck.randrange(6))
+        if what < 0.35:
+            user = luck.random() < 0.3
+            pair.submit(luck.choice(LANES), *pick, key, user, (None, None))
+        elif what < 0.45:
+            passages = [books.passage() for books in pair.both]
+            for lane in luck.choices(LANES, k=luck.randrange(1, 4)):
+                pick = [luck.sample(cells, luck.choice([0, 1])) for _ in range(2)]
+                pair.submit(lane, *pick, key, False, passages)
+            for books, passage in zip(pair.both, passages):
+                books.seal(passage)
+        elif what < 0.55:
+            free = [both for both in pair.tasks if both[0].passage is None]
+            chosen = luck.sample(free, min(len(free), luck.randrange(3)))
+            for index, books in enumerate(pair.both):
+                books.cancel([both[index] for both in chosen])
+        elif what < 0.75:
+            pair.take(luck.choice(LANES))
+        elif what < 0.8 and pair.running:
+            pair.overtaking(luck.choice(LANES), luck.choice(pair.running))
+        elif what < 0.85 and (mine := [both for both in pair.tasks if startable(both[0])]):
+            pair.begin(luck.choice(mine))
+        elif pair.running:
+            pair.finish(luck.choice(pair.running))
+        if step % 10 == 0:
+            pair.look()
+    while any(not task.over for task, _ in pair.tasks):
+        before = len(pair.started)
+        for lane in LANES:
+            pair.take(lane)
+        for both in [one for one in pair.tasks if startable(one[0])]:
+            pair.begin(both)
+        assert pair.running or len(pair.started) > before
+        while pair.running:
+            pair.finish(pair.running[0])
+    pair.look()
+    assert len(set(pair.started)) == len(pair.started) > 10
+
+
+def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
+    books = CompiledBooks()
+    source = torch.arange(5000).to(torch.uint8)
+    into = [torch.zeros_like(source) for _ in range(2)]
+    gate = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
+    first, second = (
+        books.submit(
+            op(Lane.H2D), [gate], (0, at), None, None, (one.data_ptr(), source.data_ptr(), 5000)
+        )
+        for at, one in enumerate(into)
+    )
+    behind = books.submit(op(Lane.H2D), [first], (0, 9), print, None, None)
+    assert books.take(Lane.H2D, wait=False) is None
+    assert books.begin(gate, 0.0)
+    books.finish(gate)
+    assert books.take(Lane.H2D, wait=False) is behind
+    assert first.over
+    assert second.over
+    assert all(torch.equal(one, source) for one in into)
+    seconds, moved, operations = books.copied(Lane.H2D)
+    assert seconds > 0
+    assert (moved, operations) == (10000, 2)
+    assert books.copied(Lane.H2D) == (0.0, 0, 0)
+    assert [(one.lane, one.op) for one in books.ran()] == [(Lane.H2D, op(Lane.H2D))] * 2
+    assert books.ran() == []
+
+
+def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
+    books = CompiledBooks()
+    task = books.submit(op(Lane.CPU), [], (0, 0), print, None, None)
+    with pytest.raises(RuntimeError, match="what is finished has begun"):
+        books.finish(task)
+    assert books.take(Lane.CPU, wait=False) is task
+    books.finish(task)
+    with pytest.raises(RuntimeError, match="what is finished has begun"):
+        books.finish(task)
+    mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
+    books.cancel([mine])
+    with pytest.raises(RuntimeError, match="what begins has not begun"):
+        books.begin(mine, 0.0)
+
+
+def test_devices_with_fences_have_their_books_in_python() -> None:
+    class Fenced(Device):
+        is_host = False
+
+    fenced = Fenced(torch.device("cpu"))
+    assert isinstance(books_of(LANES, print, CPU), CompiledBooks)
+    assert isinstance(books_of(LANES, print, fenced), Books)
