@@ -103,9 +103,9 @@ struct Counters {
 // knows the queue. Callers hand it requests and calls through an inbox under a lock, and wake it
 // only where it sleeps. It takes no lock of Python's, and nothing it waits for waits for Python.
 //
-// Where the kernel refuses the calls of the queue itself, or there is no memory to go on, everything
-// under way fails with that, once none of it goes on any more; what is submitted later fails at
-// once.
+// Where the kernel refuses the calls of the queue itself, or there is no memory to go on,
+// everything under way fails with that, once none of it goes on any more; what is submitted later
+// fails at once.
 //
 // A forked child has no such thread: there nothing may be called, and the destructor does nothing.
 class Engine {

@@ -145,7 +145,7 @@ struct PythonRequest {
         if (!wait_for(inner->done(), seconds)) return false;
         settle();
         if (given_back->done.is_set()) return true;
-        if (pthread_equal(given_back->by, pthread_self())) return false;  // asked in the midst of it
+        if (pthread_equal(given_back->by, pthread_self())) return false;  // in the midst of it
         return wait_for(given_back->done, seconds);  // another thread is at it
     }
 };
