@@ -259,7 +259,11 @@ class DriveSpeed:
 
 
 def profile_path() -> Path:
-    """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache."""
+    """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache.
+
+    Raises:
+        OSError: this user has no cache.
+    """
     if given := os.environ.get(MACHINE_VARIABLE):
         return Path(given)
     return in_cache("machine.json")

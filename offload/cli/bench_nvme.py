@@ -189,8 +189,7 @@ def command(arguments: Sequence[str]) -> None:
         saved = _saved(asked, report)
         _note(remarks, saved or "not saved")
         if draw:
-            draw(report.found)
-            _note(remarks, f"drawn to {asked.plot}")
+            _note(remarks, draw(report.found))
     if asked.json:
         found = {
             "kind": "bench nvme",

@@ -138,6 +138,10 @@ class Train:
         self._check("sample", 0 <= self.sample <= COUNT_MAX, f"0 or more{_SOME}")
         for name in ("plot", "trace_file"):
             self._check(name, getattr(self, name) != "", "the path of a file")
+        if self.trace_file and not self.placing.trace:
+            raise ValueError(
+                f"--trace-file {self.trace_file} contradicts --no-trace: leave out one of the two"
+            )
         self._check("seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
         self._check("lr", 0 < self.lr <= FACTOR_MAX, "a positive number, at most 1e30")
         self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")
