@@ -9,14 +9,15 @@ key asks for and nothing here does is in the report, never dropped in silence.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from offload import loose_json
 from offload.config import Config
 from offload.deepspeed_keys import (
     ALIASES,
@@ -26,6 +27,9 @@ from offload.deepspeed_keys import (
     Key,
     known_in,
 )
+
+MISSPELT_LEAST = 0.85
+"""Where DeepSpeed ignores unknown keys, one that is as like a known one as this is misspelt."""
 
 _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
@@ -58,34 +62,43 @@ class Translation:
     spelled: Mapping[str, str] = field(default_factory=dict)
     """By proper name of a key, the name that the file has for it, where that is another."""
 
-    def report(self, became: Mapping[str, str] | None = None) -> list[str]:
+    def report(
+        self, became: Mapping[str, str] | None = None, counts: Config | None = None
+    ) -> list[str]:
         """What each key became, a line each; those without a meaning together, by reason.
 
-        `became` says by key what a program made of what is its own.
+        `became` says by key what a program made of what is its own; `counts` is the Config that it
+        has in the end, where something else had a say.
         """
         lines = []
+        config = counts or self.config
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
             key, told = _key_of(name), self.spelled.get(name, name)
             if key.fate == "nothing":
                 reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
-                now = f"{key.becomes}={getattr(self.config, key.becomes)!r}"
-                lines.append(f"{told} = {_text(value)}: {now}")
+                lines.append(f"{told} = {_text(value)}: {self._now(key.becomes, config)}")
             else:
                 mine = (became or {}).get(name, f"yours: {key.says}")
                 lines.append(f"{told} = {_text(value)}: {mine}")
         if "gradient_clipping" not in self.values:
-            norm, how = self.config.max_grad_norm, "missing"
-            if "gradient_clipping" in self.auto:
-                how = '"auto"'
-            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, DeepSpeed's default")
+            how = '"auto"' if "gradient_clipping" in self.auto else "missing"
+            now = self._now("max_grad_norm", config)
+            lines.append(f"gradient_clipping is {how}, so DeepSpeed's default of 1.0: {now}")
         if auto := [name for name in self.auto if name != "gradient_clipping"]:
             lines.append(f'"auto", so as if they were not there: {", ".join(auto)}')
         lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]
         if self.unknown:
             lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(self.unknown)}")
         return lines
+
+    def _now(self, name: str, config: Config) -> str:
+        """What a field is in the end."""
+        theirs, now = getattr(self.config, name), getattr(config, name)
+        # A program may have other defaults; what the file says yields to a flag alone.
+        plain = (theirs, now) == (getattr(Config(), name), getattr(type(config)(), name))
+        return f"{name}={now!r}" + ("" if plain or now == theirs else " (your flag wins)")
 
 
 def read(path: str | os.PathLike[str]) -> Translation:
@@ -99,7 +112,7 @@ def read(path: str | os.PathLike[str]) -> Translation:
     with open(path, encoding="utf-8-sig") as file:
         text = file.read()
     try:
-        return translate(_parsed(text))
+        return translate(loose_json.loads(text))
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
     except RecursionError:
@@ -114,7 +127,7 @@ def translate(content: Any) -> Translation:
     spelled: dict[str, str] = {}
     auto: list[str] = []
     values = dict(_flat(content, "", unknown, spelled, auto))
-    fields = _fields(values)
+    fields = _fields(values, auto)
     expects = tuple(
         (name, _hashable(value))
         for name, value in values.items()
@@ -124,30 +137,6 @@ def translate(content: Any) -> Translation:
     return Translation(
         config=config, values=values, unknown=tuple(unknown), auto=tuple(auto), spelled=spelled
     )
-
-
-def _parsed(text: str) -> Any:
-    """JSON with comments (`//`, `#`, `/* */`) and commas before closing brackets."""
-    string = r'("(?:[^"\\]|\\.)*")'
-    text = re.sub(string + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", _keep_string, text, flags=re.DOTALL)
-    text = re.sub(string + r"|,(?=\s*[}\]])", _keep_string, text, flags=re.DOTALL)
-    try:
-        return json.loads(text, object_pairs_hook=_once_each)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON, even with comments allowed: {error}") from None
-
-
-def _keep_string(found: re.Match[str]) -> str:
-    # Comments leave their line breaks, so that errors name the right line.
-    return found[1] or "\n" * found[0].count("\n")
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"key {name!r} is there twice")
-    return dict(pairs)
 
 
 def _flat(
@@ -180,24 +169,27 @@ def _flat(
         elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
             value = _as_section(name, value)
             yield from _flat(value, name, unknown, spelled, auto)
-        elif not _is_default(value):
+        elif not _is_default(value) and not (BY_NAME[name].kind == "path" and value == ""):
             yield name, _read(BY_NAME[name], value)
 
 
 def _refuse_misspelt(given: str, section: str) -> None:
-    where = f" in {section}" if section else ""
-    close = difflib.get_close_matches(given, known_in(section), n=1)
+    where, ignored = f" in {section}" if section else "", section in OPEN_SECTIONS
+    like = MISSPELT_LEAST if ignored else 0.6
+    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=like)
     if close:
         raise ValueError(f"there is no key {given!r}{where}: did you mean {close[0]!r}?")
-    if section not in OPEN_SECTIONS:
+    if not ignored:
         raise ValueError(
-            f"there is no key {given!r}{where}, and DeepSpeed would refuse it too: remove it"
+            f"there is no key {given!r}{where}, and DeepSpeed 0.19 has none: remove it"
         )
 
 
 def _as_section(name: str, value: Any) -> Mapping[str, Any]:
     if value is None or value == "auto" or value is False:
         return {}
+    if name == _ZERO and value is True:  # As DeepSpeed once had it.
+        return {"stage": 1}
     if not isinstance(value, dict):
         raise ValueError(f"{name} holds {_text(value)}: expected an object, {{...}}")
     return value
@@ -212,41 +204,48 @@ def _read(key: Key, value: Any) -> Any:
     if key.choices:
         if isinstance(value, str) and value.lower() in key.choices:
             return value.lower()
-        raise _wrong(key, value, f"one of {', '.join(key.choices)}")
+        raise _wrong(key.name, value, f"one of {', '.join(key.choices)}")
     if key.kind == "bool":
         text = str(value).lower()
-        if isinstance(value, (bool, str)) and text in ("true", "false"):
-            return text == "true"
+        if isinstance(value, (bool, int, str)) and text in _BOOLS:
+            return _BOOLS[text]
         # An old file may have a whole section in place of true.
         if isinstance(value, dict) and "cpu_offload" in key.name:
             return True
-        raise _wrong(key, value, "true or false")
+        raise _wrong(key.name, value, "true or false")
     if key.kind in ("int", "float"):
-        return _number(key, value)
-    if key.kind == "text" and not (isinstance(value, str) and value):
-        raise _wrong(key, value, "a text")
+        return number(key.name, value, whole=key.kind == "int")
+    if key.kind in ("text", "path") and not (isinstance(value, str) and value):
+        raise _wrong(key.name, value, "a text")
     return value
 
 
-def _number(key: Key, value: Any) -> int | float:
-    whole = key.kind == "int"
+_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def number(name: str, value: Any, *, whole: bool = False) -> int | float:
+    """What a key holds as a number, which may be written as a text: YAML makes one of 1e-4.
+
+    Raises:
+        ValueError: it is none, or no whole one where one is needed.
+    """
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise TypeError
-        number = float(value)
-        if not abs(number) <= 2**63 or (whole and number != int(number)):
+        found = float(value)
+        if not abs(found) <= 2**63 or (whole and found != int(found)):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         expected = "a whole number, such as 500000000 or 5e8" if whole else "a number"
-        raise _wrong(key, value, expected) from None
-    return int(number) if whole else number
+        raise _wrong(name, value, expected) from None
+    return int(found) if whole else found
 
 
-def _wrong(key: Key, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{key.name} holds {_text(value)}: expected {expected}, or auto")
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{name} holds {_text(value)}: expected {expected}, or auto")
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
     """The fields of Config that a file asks for."""
     places = {"params": _place(values, _PARAM), "optimizer": _place(values, _OPTIMIZER)}
     if places["optimizer"] == "cpu" and values.get(f"{_OPTIMIZER}.ratio", 1.0) < 1:
@@ -264,9 +263,15 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
             "a device is nvme and nvme_path is missing: give the directory of a local drive as "
             "nvme_path beside it"
         )
-    fields["nvme_path"] = tuple(dict.fromkeys(path for path in paths if path))
-    fields["max_grad_norm"] = values.get("gradient_clipping", 1.0) or None
-    fields["micro_batches"] = _micro_batches(values)
+    once: dict[str, str] = {}  # One directory may be written in two ways.
+    for path in filter(None, paths):
+        once.setdefault(os.path.normpath(path), path)
+    fields["nvme_path"] = tuple(once.values())
+    norm = values.get("gradient_clipping", 1.0)
+    if norm < 0:
+        raise _wrong("gradient_clipping", norm, "a positive number, or 0 for none")
+    fields["max_grad_norm"] = norm or None
+    fields["micro_batches"] = batches(values, auto)[1]
     dtype = values.get("data_types.grad_accum_dtype", "bf16")
     fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
     return fields
@@ -285,16 +290,24 @@ def _place(values: Mapping[str, Any], section: str) -> str:
     return "device" if now == "none" else str(now)
 
 
-def _micro_batches(values: Mapping[str, Any]) -> int | None:
-    """Backward calls in a step, as DeepSpeed finds the one of three numbers that is missing."""
-    whole = values.get("train_batch_size")
-    micro = values.get("train_micro_batch_size_per_gpu")
-    count = values.get("gradient_accumulation_steps")
+def batches(values: Mapping[str, Any], auto: Sequence[str]) -> tuple[int | None, int | None]:
+    """Samples in a micro-batch of a rank, and backward calls in a step.
+
+    DeepSpeed finds those of three numbers that are missing by the others; where only one of the
+    first two is there, by one backward call. What depends on a number that is "auto" is left to
+    whoever fills it in: None.
+
+    Raises:
+        ValueError: a number is none that can be, or they contradict each other.
+    """
+    whole, micro, count = (values.get(name) for name in _COUNTS)
     for name in _COUNTS:
         if values.get(name, 1) < 1:
             raise ValueError(f"{name} holds {values[name]}: expected a whole number from 1")
+    if (whole is None) != (micro is None) and not set(_COUNTS) & set(auto):
+        count = count or 1
     if whole is None or (micro is None and count is None):
-        return count  # type: ignore[no-any-return]
+        return micro, count
     ranks = world_size()
     found, rest = divmod(whole, (micro or 1) * (count or 1) * ranks)
     if rest or not found or (micro and count and found != 1):
@@ -304,7 +317,7 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
             f"train_batch_size {whole} with {told} on {ranks} ranks (WORLD_SIZE) do not agree: the "
             "first is the product of the others"
         )
-    return count or int(found)
+    return micro or found, count or found
 
 
 _COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -335,8 +348,10 @@ def _conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         return
     for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
         there = [_hashable(_plain(_value_in(group, name))) for group in groups if name in group]
-        if name in params and there and params[name] not in there:
+        if name in params and there and _as_number(params[name]) not in there:
             yield f"optimizer.params.{name} is {_text(params[name])}, and yours is {there[0]}"
+    if not params.get("bias_correction", True):
+        yield "optimizer.params.bias_correction is false, and yours corrects"
     decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
     for group in groups if asked.lower() in ("adam", "adamw") else ():
         if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:
@@ -352,6 +367,13 @@ _SAME = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
 def _value_in(group: Mapping[str, Any], name: str) -> Any:
     # A scheduler may have moved the learning rate already.
     return group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
+
+
+def _as_number(value: Any) -> Any:
+    # YAML makes a text of 1e-4.
+    with contextlib.suppress(ValueError):
+        return float(value) if isinstance(value, str) else value
+    return value
 
 
 def _plain(value: Any) -> Any:

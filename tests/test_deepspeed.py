@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import offload
 from cpu_adam import CPULion
 from offload import deepspeed
-from offload.cli import settings
+from offload.cli import from_deepspeed, settings
 from offload.config import Config
 from offload.deepspeed_keys import ALIASES, BY_NAME, KEYS
 from tests.command import SHORT, run
@@ -95,12 +95,12 @@ def test_what_is_missing_is_the_default():
     assert (config.params, config.gradients, config.optimizer) == ("auto", "auto", "auto")
     assert (config.max_grad_norm, config.gradient_dtype) == (1.0, "param")
     assert found.report() == [
-        "gradient_clipping is missing: max_grad_norm=1.0, DeepSpeed's default"
+        "gradient_clipping is missing, so DeepSpeed's default of 1.0: max_grad_norm=1.0"
     ]
     assert deepspeed.translate({"gradient_clipping": 0}).config.max_grad_norm is None
     auto = {"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": "auto"}
     assert deepspeed.translate(auto).report() == [
-        'gradient_clipping is "auto": max_grad_norm=1.0, DeepSpeed\'s default',
+        'gradient_clipping is "auto", so DeepSpeed\'s default of 1.0: max_grad_norm=1.0',
         '"auto", so as if they were not there: fp16.enabled, bf16',
     ]
 
@@ -122,6 +122,11 @@ def test_devices():
     one = zero(offload_param={"device": "cpu", "nvme_path": "/y"}, offload_optimizer=both)
     assert one.nvme_path == ("/x",)
     assert zero(offload_param=None, offload_optimizer={}).params == "auto"
+    same = {"device": "nvme", "nvme_path": "/x/"}
+    assert zero(offload_param=both, offload_optimizer=same).nvme_path == ("/x",)
+    assert zero(offload_param={"device": "cpu", "nvme_path": ""}).nvme_path == ()
+    with pytest.raises(ValueError, match="nvme_path is missing"):
+        zero(offload_param={"device": "nvme", "nvme_path": ""})
 
 
 def test_old_switches_and_a_share_on_the_device():
@@ -143,31 +148,66 @@ def test_old_switches_and_a_share_on_the_device():
         (64, 4, 8, 2, 8),
         (32, None, 8, 1, 8),
         (None, None, None, 1, None),
-        (32, None, None, 1, None),
-        (None, 4, None, 1, None),
+        (32, None, None, 2, 1),
+        (None, 4, None, 1, 1),
+        (32, "auto", None, 1, None),
+        (32, None, "auto", 1, None),
+        ("auto", 4, None, 1, None),
+        ("auto", "auto", 4, 1, 4),
     ],
 )
 def test_micro_batches(whole, micro, count, ranks, found, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     content = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro}
     content["gradient_accumulation_steps"] = count
-    assert deepspeed.translate(content).config.micro_batches == found
+    got = deepspeed.translate(content)
+    assert got.config.micro_batches == found
+    samples, calls = deepspeed.batches(got.values, got.auto)
+    assert calls == found
+    if isinstance(whole, int) and None not in (samples, calls):
+        assert samples * calls * ranks == whole
+
+
+def test_what_deepspeed_takes_is_taken():
+    """Old and new spellings, and keys of a user's own, of which it says nothing."""
+    content = {
+        "bfloat16": {"enabled": 1},
+        "zero_optimization": {
+            "stage3_allgather_sequential": "1",
+            "overlap_comm": 0,
+            "zenflow": {"topk_ratio": 0.1},
+            "leaf_module": {"classes": []},
+            "stage3_partition_stream_chunk_size": 5e8,
+            "save_muon_momentum_buffer_in_memory": True,
+        },
+        "seq_parallel_comm_data_type": "fp32",
+        "timers": {},
+        "monitor": {},
+        "model_parallel_size": 1,
+    }
+    found = deepspeed.translate(content)
+    assert found.unknown == ("timers", "monitor", "model_parallel_size")
+    assert found.values["bf16.enabled"] is True
+    assert found.values["zero_optimization.allgather_sequential"] is True
+    assert found.values["zero_optimization.overlap_comm"] is False
+    assert "here they are hidden and none is late" in "\n".join(found.report())
+    assert deepspeed.translate({"zero_optimization": True}).values == {"zero_optimization.stage": 1}
 
 
 WRONG = {
     '{"zero_optimization": {"offload_parm": {}}}': "did you mean 'offload_param'?",
     '{"zero_optimisation": {}}': "did you mean 'zero_optimization'?",
-    '{"zero_optimization": {"xyzzy": 1}}': "DeepSpeed would refuse it too",
+    '{"zero_optimization": {"xyzzy": 1}}': "DeepSpeed 0.19 has none",
     '{"aio": {"queue_dept": 8}}': "in aio: did you mean 'queue_depth'?",
     '{"zero_optimization": {"offload_param": {"device": "disk"}}}': "expected one of none, cpu",
     '{"zero_optimization": {"offload_param": {"device": "nvme"}}}': "nvme_path is missing",
     '{"zero_optimization": {"sub_group_size": 1.5}}': "expected a whole number",
     '{"zero_optimization": {"sub_group_size": "big"}}': "expected a whole number",
     '{"zero_optimization": {"sub_group_size": true}}': "expected a whole number",
-    '{"zero_optimization": {"overlap_comm": 1}}': "expected true or false",
+    '{"zero_optimization": {"overlap_comm": 2}}': "expected true or false",
     '{"zero_optimization": 3}': "expected an object",
     '{"gradient_clipping": "x"}': 'gradient_clipping holds "x": expected a number',
-    '{"gradient_clipping": -1}': "max_grad_norm=-1.0: expected a positive number",
+    '{"gradient_clipping": -1}': "gradient_clipping holds -1.0: expected a positive number",
     '{"gradient_accumulation_steps": 0}': "expected a whole number from 1",
     '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}': "do not agree",
     '{"train_batch_size": 10, "gradient_accumulation_steps": 4}': "do not agree",
@@ -262,6 +302,7 @@ def test_an_optimizer_that_is_the_file_s():
     for kind in ("AdamW", "adam", "Adam"):
         assert not conflicts({"type": kind, "params": params}, optimizer_of())
     assert not conflicts({"type": "AdamW", "params": {"lr": "auto"}}, optimizer_of(lr=5))
+    assert not conflicts({"type": "AdamW", "params": {"lr": "1e-3"}}, optimizer_of())
     plain = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
     assert not conflicts(plain, optimizer_of(torch.optim.Adam, weight_decay=0.1))
     assert not conflicts({}, optimizer_of(torch.optim.SGD))
@@ -280,6 +321,7 @@ def test_an_optimizer_that_is_the_file_s():
         ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, torch.optim.AdamW, {}, "betas is"),
         ({"type": "AdamW", "params": {"eps": 1e-6}}, torch.optim.AdamW, {}, "eps is 1e-06"),
         ({"type": "Adam"}, torch.optim.Adam, {"weight_decay": 0.1}, "decoupled (AdamW)"),
+        ({"type": "Adam", "params": {"bias_correction": False}}, torch.optim.AdamW, {}, "corrects"),
         ({"type": "AdamW", "params": {"weight_decay": 0}}, torch.optim.AdamW, {}, "decay is 0"),
         (
             {"type": "Adam", "params": {"adam_w_mode": False}},
@@ -333,6 +375,48 @@ def test_train_takes_a_file(tmp_path, capsys):
     assert "    optimizer.params.lr = 0.0003: --lr 0.0003\n" in shown
 
 
+def told_by_train(content, tmp_path, *flags):
+    """The settings that come of a file and flags, and what is said of the file."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(content))
+    found = settings.parse(["--deepspeed", str(path), *flags])
+    return found, from_deepspeed.Adopted.of(str(path)).report(found)
+
+
+def test_train_tells_what_came_of_file_and_flags(tmp_path):
+    content = {
+        "train_batch_size": 64,
+        "gradient_clipping": 1,
+        "optimizer": {"params": {"lr": "1e-4", "amsgrad": False, "torch_adam": True}},
+        "scheduler": {"params": {"warmup_num_steps": "1e1", "warmup_type": "log"}},
+    }
+    found, told = told_by_train(content, tmp_path, "--max-grad-norm", "5", "--lr=0.0001")
+    assert (found.batch, found.micro_batches, found.lr, found.warmup) == (64, 1, 1e-4, 10)
+    assert "gradient_clipping = 1.0: max_grad_norm=5.0 (your flag wins)" in told
+    assert "train_batch_size = 64: micro_batches=1" in told
+    assert 'optimizer.params.lr = "1e-4": --lr 0.0001' in told
+    assert "bf16.enabled is missing: --dtype bfloat16, where DeepSpeed has float32" in told
+    ignored = [line for line in told if "ignored: this command has nothing of the kind" in line]
+    assert [line.split()[0] for line in ignored] == [
+        "optimizer.params.torch_adam",
+        "scheduler.params.warmup_type",
+    ]
+    assert not any("yours" in line for line in told)
+    found, told = told_by_train({"train_batch_size": 64}, tmp_path, "--batch", "8")
+    assert (found.batch, found.micro_batches) == (8, 1)
+    assert told[-2] == "a micro-batch of that, on 1 ranks: --batch 8 (your flag wins)"
+
+
+def test_no_path_in_a_file_is_taken_for_a_flag(tmp_path):
+    devices = {
+        "offload_param": {"device": "nvme", "nvme_path": "-x"},
+        "offload_optimizer": {"device": "nvme", "nvme_path": "--trace-file=/x"},
+    }
+    found, _ = told_by_train({"zero_optimization": devices}, tmp_path)
+    assert found.placing.nvme_path == ("./-x", "./--trace-file=/x")
+    assert found.trace_file is None
+
+
 @pytest.mark.parametrize(
     ("content", "told"),
     [
@@ -340,9 +424,13 @@ def test_train_takes_a_file(tmp_path, capsys):
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW alone"),
         ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is OneCycle"),
         ({"fp16": {"enabled": True}}, "give bf16 instead"),
-        ({"aoi": {}}, "did you mean 'aio'?"),
+        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'?"),
+        ({"optimizer": {"params": {"amsgrad": True}}}, "params.amsgrad is not false"),
+        ({"optimizer": {"params": {"bias_correction": False}}}, "bias_correction is not true"),
+        ({"optimizer": {"params": {"betas": [0.9, "x"]}}}, 'betas holds "x": expected a number'),
+        ({"scheduler": {"params": {"warmup_num_steps": 1.5}}}, "warmup_num_steps holds 1.5"),
         ({"optimizer": {"params": {"betas": 3}}}, "expected two numbers"),
-        ({"optimizer": {"params": {"lr": "fast"}}}, "'fast'"),
+        ({"optimizer": {"params": {"lr": "fast"}}}, 'params.lr holds "fast": expected'),
         (
             {"optimizer": {"params": {"lr": 1}}, "scheduler": {"params": {"warmup_max_lr": 2}}},
             "make them equal",

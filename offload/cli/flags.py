@@ -27,6 +27,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def path_word(path: str) -> str:
+    """A path as a word of its own on the command line, where a dash would make a flag of it."""
+    return f"{os.curdir}/{path}" if path.startswith("-") else path
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flags(Generic[Settings]):
     """The flags of one command."""

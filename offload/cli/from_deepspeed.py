@@ -8,7 +8,7 @@ from typing import Any
 
 from offload import deepspeed
 from offload.cli import BadInput
-from offload.cli.flags import flag
+from offload.cli.flags import flag, path_word
 from offload.config import FIELDS, Config
 
 _ADAM = "optimizer.params."
@@ -24,6 +24,12 @@ _SAME = {
     "train_micro_batch_size_per_gpu": "batch",
 }
 """By key of the file, the setting that means the same."""
+
+_WHOLE = ("batch", "steps", "warmup")
+"""Settings that are whole numbers."""
+
+_ALWAYS = {"amsgrad": False, "bias_correction": True, "maximize": False}
+"""What AdamW is here, by argument: another value would be other mathematics."""
 
 _SCHEDULERS = ("WarmupDecayLR", "WarmupLR")
 """What this command's own schedule comes near to."""
@@ -54,7 +60,10 @@ class Adopted:
             ) from error
         except ValueError as error:
             raise BadInput(f"--deepspeed {error}") from None
-        return Adopted(path, found, _settings(path, found.values))
+        try:
+            return Adopted(path, found, _settings(path, found))
+        except ValueError as error:
+            raise BadInput(f"--deepspeed {path}: {error}") from None
 
     def flags(self) -> list[str]:
         """What the file says, as flags."""
@@ -63,26 +72,38 @@ class Adopted:
         found = []
         for name, value in (*chosen.items(), *self.settings.items()):
             if name == "nvme_path" and value:
-                found += [flag(name), *value]
+                found += [flag(name), *map(path_word, value)]
             elif value is not None and (name not in FIELDS or value != getattr(plain, name)):
                 found.append(f"{flag(name)}={value}")
         return found
 
-    def report(self) -> list[str]:
-        """What each key became, a line each."""
-        became = {
-            key: f"{flag(name)} {self.settings[name]}"
-            for key, name in _SAME.items()
-            if name in self.settings
-        }
-        became["optimizer.type"] = "this command's AdamW"
-        became[f"{_ADAM}betas"] = "--beta1 and --beta2"
+    def report(self, settings: Any) -> list[str]:
+        """What each key became, a line each, in the settings that came of file and flags."""
+
+        def now(name: str) -> str:
+            value = getattr(settings, name)
+            flagged = name in self.settings and value != self.settings[name]
+            return f"{flag(name)} {value}" + (" (your flag wins)" if flagged else "")
+
+        found = self.translation
+        became = dict.fromkeys(found.values, "ignored: this command has nothing of the kind")
+        became |= {key: now(name) for key, name in _SAME.items()}
+        became |= dict.fromkeys(("optimizer.type", f"{_ADAM}adam_w_mode"), "this command's AdamW")
+        became[f"{_ADAM}betas"] = f"{now('beta1')}, {now('beta2')}"
+        became |= {f"{_ADAM}{name}": "as it is here" for name in _ALWAYS}
         became["scheduler.type"] = (
             "this command's own schedule: a linear rise in --warmup steps, then a linear fall to a "
             "twentieth"
         )
-        became["bf16.enabled"] = f"--dtype {self.settings.get('dtype', 'bfloat16')}"
-        return self.translation.report(became)
+        became |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), now("dtype"))
+        lines = found.report(became, settings.placing)
+        if "train_batch_size" in found.values and "batch" in self.settings:
+            lines.append(
+                f"a micro-batch of that, on {deepspeed.world_size()} ranks: {now('batch')}"
+            )
+        if "bf16.enabled" not in (*found.values, *found.auto):
+            lines.append(f"bf16.enabled is missing: {now('dtype')}, where DeepSpeed has float32")
+        return lines
 
     def refuse_conflicts(self, settings: Any) -> None:
         """Refuses settings that are not those of the file's optimizer and scheduler.
@@ -99,30 +120,35 @@ class Adopted:
                 )
 
 
-def _settings(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says of the settings of the command, beside those of the engine."""
+def _settings(path: str, found: deepspeed.Translation) -> dict[str, Any]:
+    """What a file says of the settings of the command, beside those of the engine.
+
+    Raises:
+        BadInput: it contradicts itself, or asks for what this command has not.
+        ValueError: a key holds no number where one is needed.
+    """
+    values = found.values
     _refuse_others(path, values)
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key, name in _SAME.items():
         if key not in values:
             continue
-        if name in found and found[name] != values[key]:
+        value = deepspeed.number(key, values[key], whole=name in _WHOLE)
+        if chosen.setdefault(name, value) != value:
             raise BadInput(
-                f"--deepspeed {path}: {key} is {values[key]}, and elsewhere {found[name]}: this "
+                f"--deepspeed {path}: {key} is {value}, and elsewhere {chosen[name]}: this "
                 f"command has one {flag(name)}; make them equal"
             )
-        found[name] = values[key]
     betas = values.get(f"{_ADAM}betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
             raise BadInput(f"--deepspeed {path}: {_ADAM}betas holds {betas}: expected two numbers")
-        found["beta1"], found["beta2"] = betas
+        pair = [deepspeed.number(f"{_ADAM}betas", beta) for beta in betas]
+        chosen["beta1"], chosen["beta2"] = pair
     if "bf16.enabled" in values:
-        found["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
-    whole, count = (values.get(n) for n in ("train_batch_size", "gradient_accumulation_steps"))
-    if whole and count and "batch" not in found:
-        found["batch"] = whole // (count * deepspeed.world_size())
-    return found
+        chosen["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
+    batch, _ = deepspeed.batches(values, found.auto)
+    return chosen if batch is None else chosen | {"batch": batch}
 
 
 def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
@@ -133,6 +159,12 @@ def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
             f"--deepspeed {path}: optimizer.type is {kind}, and this command trains with AdamW "
             "alone: remove the section, or use offload.attach with an optimizer of your own"
         )
+    for name, value in _ALWAYS.items():
+        if values.get(f"{_ADAM}{name}", value) != value:
+            raise BadInput(
+                f"--deepspeed {path}: {_ADAM}{name} is not {str(value).lower()}, as it always is "
+                "in this command: remove it, or use offload.attach with an optimizer of your own"
+            )
     schedule = values.get("scheduler.type", "WarmupLR")
     if schedule not in _SCHEDULERS:
         raise BadInput(

@@ -16,7 +16,7 @@ import tyro
 
 from offload import config
 from offload.cli import BadInput, from_deepspeed, nearest
-from offload.cli.flags import Flags, flag
+from offload.cli.flags import Flags, flag, path_word
 from offload.config import Config
 
 NoText = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
@@ -251,9 +251,7 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
         return [f"{flag(key)}={value}"]
     several = key == "nvme_path" and isinstance(value, list)
     if several and all(isinstance(item, str) for item in value):
-        # On the command line what begins with a dash would be a flag, and not a path.
-        paths = [f"{os.curdir}/{item}" if item.startswith("-") else item for item in value]
-        return [flag(key), *paths]
+        return [flag(key), *map(path_word, value)]
     wanted = "true or false" if switch else "a number or a text"
     wanted += ", or a list of texts" if key == "nvme_path" else ""
     found = json.dumps(value, ensure_ascii=False)

@@ -60,7 +60,7 @@ def command(arguments: Sequence[str]) -> None:
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
-        lines = from_deepspeed.Adopted.of(settings.deepspeed).report()
+        lines = from_deepspeed.Adopted.of(settings.deepspeed).report(settings)
         _note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
     _note(remarks, corpus.notices)
     with Signals() as signals:
