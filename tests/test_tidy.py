@@ -21,7 +21,7 @@ TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
-PURE += ("deepspeed_keys", "trace", "intervals", "runs", "breakdown")
+PURE += ("deepspeed_keys", "loose_json", "trace", "intervals", "runs", "breakdown")
 PURE += ("disks", "kept", "rows")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
@@ -29,7 +29,7 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "kept"),
+    ("deepspeed_keys", "loose_json", "intervals", "kept"),
     ("runs", "disks"),
     ("breakdown",),
     ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
