@@ -230,7 +230,7 @@ class _Attaching:
             if store is not None:
                 store.close()
             raise
-        trace = Trace(calls) if self.config.trace else None
+        trace = Trace(calls, self.plan.profile) if self.config.trace else None
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             if self.budget is not None:

@@ -14,15 +14,15 @@ is neither of them nor a wait: data, loss, Python. The last alone is not measure
 """
 
 HELP = {
-    "compute": "a faster device, or no recomputing of activations if there is any; offloading "
-    "costs little here",
+    "compute": "a faster device, or no recomputing of activations if there is any",
     "disk": "one more drive (--nvme-path A B), or more --cpu-memory, so that less lives on nvme",
     "cpu": "more cores for the update, or states on the device as far as they fit "
     "(--device-memory)",
     "h2d": "more tokens in a step (--batch, --micro-batches), or more --device-memory",
     "d2h": "more tokens in a step (--batch, --micro-batches), or gradients on the device",
 }
-"""What can be done about each, by name of a lane; `compute` is the user's own."""
+"""What can be done about each, by name of a lane; `compute` is the device: the user's own forward
+and backward, and what the engine computes on it."""
 
 _TITLES = {MODEL: "forward and backward", ENGINE: "engine", OTHER: "data, loss, Python"}
 
@@ -49,6 +49,12 @@ class Breakdown:
     """Bytes by the tiers that they left and reached: `nvme > cpu`."""
     misses: int
     """In all the steps together."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long training waited for lanes."""
+        own = (MODEL, ENGINE, OTHER)
+        return sum(seconds for name, seconds in self.parts.items() if name not in own)
 
 
 def title_of(part: str) -> str:
@@ -114,55 +120,89 @@ def breakdown(run: Run) -> Breakdown:
 
 
 def bound(run: Run, found: Breakdown) -> str:
-    """What bounds the step: a lane, `model` or `other`.
+    """What bounds the step: a lane, `model`, `engine` or `other`.
 
     It is what would make the step fastest if it were twice as fast, by the simulator, which sees
     past the lane that training happens to wait for; where nothing would, what takes most of it.
-    The engine's own work and what is outside of all lanes would save half of themselves.
+    The engine's own work and what is outside of all lanes would save half of themselves, but bound
+    a step only where nothing else takes more of it.
     """
-    if run.prediction is not None and run.prediction.what_if:
-        what_if = run.prediction.what_if
-        best = min(what_if, key=lambda name: what_if[name])
-        saved = run.prediction.step_s - what_if[best]
-        rest = max((ENGINE, OTHER), key=lambda name: found.parts.get(name, 0.0))
-        if saved < found.parts.get(rest, 0.0) / 2:
-            return rest
-        if saved >= GAIN_LEAST * run.prediction.step_s:
-            return MODEL if best == "compute" else best
-    return max(found.parts, key=lambda name: found.parts[name])
+    shares = {name: found.parts.get(name, 0.0) for name in (MODEL, ENGINE, OTHER)}
+    shares["waits"] = found.waited_s
+    most = max(shares, key=lambda name: shares[name])
+    gains = _gains(run)
+    best = max(gains, key=lambda name: gains[name], default=None)
+    gain = gains[best] if best else 0.0
+    if most in (ENGINE, OTHER) and gain < shares[most] / found.step_s / 2:
+        return most
+    if best and gain >= GAIN_LEAST:
+        return MODEL if best == "compute" else best
+    lanes = [name for name in found.parts if name not in shares]
+    return max(lanes, key=lambda name: found.parts[name]) if most == "waits" else most
+
+
+def _gains(run: Run) -> dict[str, float]:
+    """By what is thought twice as fast, the share of the step that it would save."""
+    if run.prediction is None or not run.prediction.step_s:
+        return {}
+    step_s = run.prediction.step_s
+    return {name: 1 - seconds / step_s for name, seconds in run.prediction.what_if.items()}
 
 
 def verdict(run: Run, found: Breakdown) -> list[str]:
     """What bounds the step, and what would help most, in a sentence each."""
     name = bound(run, found)
-    share = found.parts.get(name, 0.0) / found.step_s
-    waits = sum(s for part, s in found.parts.items() if part not in (MODEL, ENGINE, OTHER))
-    busy = found.busy.get(name, 0.0) / found.step_s
-    if name == MODEL:
-        told = [f"The model's own compute bounds the step: {share:.0%} of it."]
-    elif name == ENGINE:
-        told = [
-            f"The engine's own Python bounds the step: {share:.0%} of it. It takes as long for a "
-            "small unit as for a large one. Try more tokens in a step (--batch), or larger blocks."
-        ]
-    elif name == OTHER:
-        told = [
-            f"Neither compute nor a lane bounds the step: {share:.0%} of it is data, the loss and "
-            "Python. Try more workers of the DataLoader first, or less work between steps."
-        ]
+    told = [_bounding(name, found)]
+    gains = _gains(run)
+    gain = gains.get("compute" if name == MODEL else name, 0.0)
+    if gain >= GAIN_LEAST:
+        help_ = HELP["compute" if name == MODEL else name]
+        told.append(
+            f"Twice as fast it would save {gain:.0%} of the step, says the simulator. Try {help_}."
+        )
+    elif gains:
+        told.append("No lane alone would make it faster by much.")
+    elif not found.busy:
+        told.append("Nothing had to be moved: all that it needs lives on the device.")
     else:
-        told = [
-            f"The {name} lane bounds the step: it works {busy:.0%} "
-            f"of the time, and training waits {waits / found.step_s:.0%} of the time."
-        ]
-    if run.prediction is None:
-        return [*told, "Too few steps were kept to say what would help."]
-    key = "compute" if name == MODEL else name
-    faster = run.prediction.what_if.get(key, run.prediction.step_s)
-    gain = 1 - faster / run.prediction.step_s if run.prediction.step_s else 0.0
-    if gain < GAIN_LEAST:
-        return [*told, "No lane alone would make it faster by much."]
-    told.append(
-        f"Twice as fast it would save {gain:.0%} of the step, says the simulator. Try {HELP[key]}."
-    )
+        told.append(
+            "What would help was not simulated: likely all units live on the device, too few whole "
+            "steps were kept, or a step has too many operations."
+        )
     return told
+
+
+_MORE_TOKENS = "The engine takes as long for few tokens as for many: try more in a step (--batch)"
+
+
+def _bounding(name: str, found: Breakdown) -> str:
+    """What it means for the step that `name` bounds it, in numbers."""
+
+    def share(seconds: float) -> str:
+        return f"{seconds / found.step_s:.0%}"
+
+    part, waits = found.parts.get(name, 0.0), found.waited_s
+    if name == MODEL:
+        engine = found.parts.get(ENGINE, 0.0)
+        told = (
+            "The model's own compute bounds the step, as it would without offloading: "
+            f"{share(part)} of it. Waiting for lanes takes {share(waits)}, the engine itself "
+            f"{share(engine)}."
+        )
+        worth = engine > max(waits, GAIN_LEAST * found.step_s)
+        return f"{told} {_MORE_TOKENS}." if worth else told
+    if name == ENGINE:
+        told = (
+            f"The engine itself bounds the step: {share(part)} of it is its Python, and updates of "
+            "units that live on the device."
+        )
+        return f"{told} {_MORE_TOKENS}, or larger blocks."
+    if name == OTHER:
+        return (
+            f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss "
+            "and Python. Try more workers of the DataLoader first, or less work between steps."
+        )
+    return (
+        f"The {name} lane bounds the step: it works {share(found.busy.get(name, 0.0))} of the "
+        f"time, and training waits {share(waits)} of the time."
+    )

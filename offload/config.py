@@ -17,6 +17,9 @@ from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal
 
+from offload import deepspeed
+from offload.deepspeed_optimizer import conflicts
+
 Tier = Literal["device", "cpu", "nvme"]
 """A place with a capacity in bytes: memory of the compute device, CPU memory, a file on a drive."""
 
@@ -175,19 +178,17 @@ class Config:
     def from_deepspeed(cls, file: str | os.PathLike[str]) -> Config:
         """The Config that a JSON file of DeepSpeed asks for; a warning says what each key became.
 
-        `attach` then refuses an optimizer that contradicts the file. `offload.deepspeed.read` is
-        the same without the warning; docs/deepspeed.md has every key.
+        `attach` then refuses an optimizer that contradicts the file. `offload.deepspeed.read` says
+        the same without a Config; docs/deepspeed.md has every key.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: it is no JSON, or a key is misspelt or holds what it cannot mean.
         """
-        from offload import deepspeed
-
         found = deepspeed.read(file)
         lines = [f"what {os.fspath(file)} became:", *found.report()]
         warnings.warn("\n    ".join(lines), stacklevel=2)
-        return found.config
+        return DeepSpeedConfig(**found.fields, expects=found.expects)
 
     def conflicts(self, optimizer: Any) -> tuple[str, ...]:
         """Where `optimizer` is not what this Config was made for, each in a sentence."""
@@ -198,6 +199,18 @@ class Config:
         value = getattr(self, name)
         assert value is None or isinstance(value, int), name
         return value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedConfig(Config):
+    """A Config that knows which optimizer a file of DeepSpeed's asked for."""
+
+    expects: tuple[tuple[str, Any], ...] = ()
+    """See `offload.deepspeed.Translation`."""
+
+    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
+        """See Config.conflicts."""
+        return tuple(conflicts(dict(self.expects), optimizer))
 
 
 _ALLOWED: dict[str, tuple[str, ...]] = {

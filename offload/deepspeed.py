@@ -9,16 +9,14 @@ key asks for and nothing here does is in the report, never dropped in silence.
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from offload import loose_json
-from offload.config import Config
 from offload.deepspeed_keys import (
     ALIASES,
     BY_NAME,
@@ -28,31 +26,19 @@ from offload.deepspeed_keys import (
     known_in,
 )
 
-MISSPELT_LEAST = 0.85
-"""Where DeepSpeed ignores unknown keys, one that is as like a known one as this is misspelt."""
-
 _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
 _GRADIENT_DTYPES = {"fp32": "fp32", "bf16": "param", "fp16": "param"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedConfig(Config):
-    """A Config that knows which optimizer the file asked for."""
-
-    expects: tuple[tuple[str, Any], ...] = ()
-    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
-
-    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
-        """See Config.conflicts."""
-        return tuple(_conflicts(dict(self.expects), optimizer))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Translation:
     """What a file became."""
 
-    config: DeepSpeedConfig
+    fields: Mapping[str, Any]
+    """Fields of Config, and what the file asks of each."""
+    expects: tuple[tuple[str, Any], ...] = ()
+    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
     auto: tuple[str, ...] = ()
@@ -63,42 +49,41 @@ class Translation:
     """By proper name of a key, the name that the file has for it, where that is another."""
 
     def report(
-        self, became: Mapping[str, str] | None = None, counts: Config | None = None
+        self, became: Mapping[str, str] | None = None, fields: Mapping[str, Any] | None = None
     ) -> list[str]:
         """What each key became, a line each; those without a meaning together, by reason.
 
-        `became` says by key what a program made of what is its own; `counts` is the Config that it
-        has in the end, where something else had a say.
+        `became` says by key what a program made of what is its own, `fields` the fields of Config
+        where the program has others than the file.
         """
+        fields = {**self.fields, **(fields or {})}
         lines = []
-        config = counts or self.config
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
             key, told = _key_of(name), self.spelled.get(name, name)
             if key.fate == "nothing":
                 reasons.setdefault(key.says, []).append(told)
+            elif became and name in became:
+                lines.append(f"{told} = {shown(value)}: {became[name]}")
             elif key.becomes:
-                lines.append(f"{told} = {_text(value)}: {self._now(key.becomes, config)}")
+                now = f"{key.becomes}={fields[key.becomes]!r}"
+                if fields[key.becomes] != self.fields[key.becomes]:
+                    now += ", your own, which counts"
+                lines.append(f"{told} = {shown(value)}: {now}")
             else:
-                mine = (became or {}).get(name, f"yours: {key.says}")
-                lines.append(f"{told} = {_text(value)}: {mine}")
+                lines.append(f"{told} = {shown(value)}: yours: {key.says}")
         if "gradient_clipping" not in self.values:
+            norm = fields["max_grad_norm"]
             how = '"auto"' if "gradient_clipping" in self.auto else "missing"
-            now = self._now("max_grad_norm", config)
-            lines.append(f"gradient_clipping is {how}, so DeepSpeed's default of 1.0: {now}")
+            whose = "DeepSpeed's default" if norm == self.fields["max_grad_norm"] else "your own"
+            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, {whose}")
         if auto := [name for name in self.auto if name != "gradient_clipping"]:
             lines.append(f'"auto", so as if they were not there: {", ".join(auto)}')
         lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]
         if self.unknown:
-            lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(self.unknown)}")
+            unknown = [f"{name}{_nearest(name)}" for name in self.unknown]
+            lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(unknown)}")
         return lines
-
-    def _now(self, name: str, config: Config) -> str:
-        """What a field is in the end."""
-        theirs, now = getattr(self.config, name), getattr(config, name)
-        # A program may have other defaults; what the file says yields to a flag alone.
-        plain = (theirs, now) == (getattr(Config(), name), getattr(type(config)(), name))
-        return f"{name}={now!r}" + ("" if plain or now == theirs else " (your flag wins)")
 
 
 def read(path: str | os.PathLike[str]) -> Translation:
@@ -112,7 +97,7 @@ def read(path: str | os.PathLike[str]) -> Translation:
     with open(path, encoding="utf-8-sig") as file:
         text = file.read()
     try:
-        return translate(loose_json.loads(text))
+        return translate(_parsed(text))
     except ValueError as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from None
     except RecursionError:
@@ -122,21 +107,49 @@ def read(path: str | os.PathLike[str]) -> Translation:
 def translate(content: Any) -> Translation:
     """Translates what is in a file, with the same errors."""
     if not isinstance(content, dict):
-        raise ValueError(f"expected one JSON object, found {_text(content)}")
+        raise ValueError(f"expected one JSON object, found {shown(content)}")
     unknown: list[str] = []
     spelled: dict[str, str] = {}
     auto: list[str] = []
     values = dict(_flat(content, "", unknown, spelled, auto))
     fields = _fields(values, auto)
     expects = tuple(
-        (name, _hashable(value))
+        (name, hashable(value))
         for name, value in values.items()
         if name.startswith(("optimizer.", "scheduler."))
     )
-    config = DeepSpeedConfig(**fields, expects=expects)
     return Translation(
-        config=config, values=values, unknown=tuple(unknown), auto=tuple(auto), spelled=spelled
+        fields=fields,
+        expects=expects,
+        values=values,
+        unknown=tuple(unknown),
+        auto=tuple(auto),
+        spelled=spelled,
     )
+
+
+def _parsed(text: str) -> Any:
+    """JSON with comments (`//`, `#`, `/* */`) and commas before closing brackets."""
+    string = r'("(?:[^"\\]|\\.)*")'
+    text = re.sub(string + r"|//[^\n]*|#[^\n]*|/\*.*?\*/", _keep_string, text, flags=re.DOTALL)
+    text = re.sub(string + r"|,(?=\s*[}\]])", _keep_string, text, flags=re.DOTALL)
+    try:
+        return json.loads(text, object_pairs_hook=_once_each)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON, even with comments allowed: {error}") from None
+
+
+def _keep_string(found: re.Match[str]) -> str:
+    # Comments leave their line breaks, so that errors name the right line.
+    return found[1] or "\n" * found[0].count("\n")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"key {name!r} is there twice")
+    return dict(pairs)
 
 
 def _flat(
@@ -169,29 +182,37 @@ def _flat(
         elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
             value = _as_section(name, value)
             yield from _flat(value, name, unknown, spelled, auto)
-        elif not _is_default(value) and not (BY_NAME[name].kind == "path" and value == ""):
+        elif not _is_default(value):
             yield name, _read(BY_NAME[name], value)
 
 
+def _nearest(name: str) -> str:
+    """What a key that is ignored may have been meant for, or nothing."""
+    section, _, given = name.rpartition(".")
+    close = difflib.get_close_matches(given, known_in(section), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 def _refuse_misspelt(given: str, section: str) -> None:
-    where, ignored = f" in {section}" if section else "", section in OPEN_SECTIONS
-    like = MISSPELT_LEAST if ignored else 0.6
-    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=like)
+    where = f" in {section}" if section else ""
+    open_ = section in OPEN_SECTIONS
+    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=0.85 if open_ else 0.6)
     if close:
         raise ValueError(f"there is no key {given!r}{where}: did you mean {close[0]!r}?")
-    if not ignored:
+    if not open_:
         raise ValueError(
-            f"there is no key {given!r}{where}, and DeepSpeed 0.19 has none: remove it"
+            f"there is no key {given!r}{where} in DeepSpeed 0.19, which refuses what it does not "
+            "know there: remove it"
         )
 
 
 def _as_section(name: str, value: Any) -> Mapping[str, Any]:
     if value is None or value == "auto" or value is False:
         return {}
-    if name == _ZERO and value is True:  # As DeepSpeed once had it.
+    if value is True and name == _ZERO:  # As old files have it.
         return {"stage": 1}
     if not isinstance(value, dict):
-        raise ValueError(f"{name} holds {_text(value)}: expected an object, {{...}}")
+        raise ValueError(f"{name} holds {shown(value)}: expected an object, {{...}}")
     return value
 
 
@@ -206,28 +227,27 @@ def _read(key: Key, value: Any) -> Any:
             return value.lower()
         raise _wrong(key.name, value, f"one of {', '.join(key.choices)}")
     if key.kind == "bool":
-        text = str(value).lower()
-        if isinstance(value, (bool, int, str)) and text in _BOOLS:
-            return _BOOLS[text]
+        if isinstance(value, (bool, str, int)) and str(value).lower() in _SWITCHES:
+            return _SWITCHES[str(value).lower()]
         # An old file may have a whole section in place of true.
         if isinstance(value, dict) and "cpu_offload" in key.name:
             return True
         raise _wrong(key.name, value, "true or false")
     if key.kind in ("int", "float"):
         return number(key.name, value, whole=key.kind == "int")
-    if key.kind in ("text", "path") and not (isinstance(value, str) and value):
+    if key.kind == "text" and not isinstance(value, str):
         raise _wrong(key.name, value, "a text")
     return value
 
 
-_BOOLS = {"true": True, "false": False, "1": True, "0": False}
+_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
 
 
-def number(name: str, value: Any, *, whole: bool = False) -> int | float:
-    """What a key holds as a number, which may be written as a text: YAML makes one of 1e-4.
+def number(name: str, value: Any, *, whole: bool) -> int | float:
+    """A number as a file has it: 5e8 and texts too.
 
     Raises:
-        ValueError: it is none, or no whole one where one is needed.
+        ValueError: it is none; the message has the key's `name`.
     """
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -242,7 +262,7 @@ def number(name: str, value: Any, *, whole: bool = False) -> int | float:
 
 
 def _wrong(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{name} holds {_text(value)}: expected {expected}, or auto")
+    return ValueError(f"{name} holds {shown(value)}: expected {expected}, or auto")
 
 
 def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
@@ -258,19 +278,18 @@ def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
         for section, field_name in ((_PARAM, "params"), (_OPTIMIZER, "optimizer"))
         if places[field_name] == "nvme"
     ]
-    if None in paths and not any(paths):
+    if paths and not any(paths):
         raise ValueError(
             "a device is nvme and nvme_path is missing: give the directory of a local drive as "
             "nvme_path beside it"
         )
-    once: dict[str, str] = {}  # One directory may be written in two ways.
-    for path in filter(None, paths):
-        once.setdefault(os.path.normpath(path), path)
-    fields["nvme_path"] = tuple(once.values())
-    norm = values.get("gradient_clipping", 1.0)
-    if norm < 0:
-        raise _wrong("gradient_clipping", norm, "a positive number, or 0 for none")
-    fields["max_grad_norm"] = norm or None
+    fields["nvme_path"] = tuple({os.path.normpath(path): path for path in paths if path}.values())
+    fields["max_grad_norm"] = values.get("gradient_clipping", 1.0) or None
+    if (fields["max_grad_norm"] or 1.0) < 0:
+        raise ValueError(
+            f"gradient_clipping holds {values['gradient_clipping']}: expected a positive number, "
+            "or 0 for none"
+        )
     fields["micro_batches"] = batches(values, auto)[1]
     dtype = values.get("data_types.grad_accum_dtype", "bf16")
     fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
@@ -329,60 +348,10 @@ def world_size() -> int:
     return int(given) if given.isascii() and given.isdigit() and int(given) else 1
 
 
-def _conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
-    """Where an optimizer is not what a file asks for."""
-    groups = optimizer.param_groups
-    if "scheduler.type" in expects and any("initial_lr" in group for group in groups):
-        kind = expects["scheduler.type"]
-        yield f"scheduler.type is {kind}, and a scheduler has been made for the optimizer already"
-    if "optimizer.type" not in expects:
-        return
-    asked, mine = str(expects["optimizer.type"]), type(optimizer).__name__
-    params = {
-        name.rpartition(".")[2]: value
-        for name, value in expects.items()
-        if name.startswith("optimizer.params.")
-    }
-    if mine.lower().removeprefix("cpu") not in _SAME.get(asked.lower(), (asked.lower(),)):
-        yield f"optimizer.type is {asked}, and yours is {mine}"
-        return
-    for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
-        there = [_hashable(_plain(_value_in(group, name))) for group in groups if name in group]
-        if name in params and there and _as_number(params[name]) not in there:
-            yield f"optimizer.params.{name} is {_text(params[name])}, and yours is {there[0]}"
-    if not params.get("bias_correction", True):
-        yield "optimizer.params.bias_correction is false, and yours corrects"
-    decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
-    for group in groups if asked.lower() in ("adam", "adamw") else ():
-        if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:
-            way = "decoupled (AdamW)" if decoupled else "within the gradient (Adam)"
-            yield f"optimizer {asked} has its weight decay {way}, and yours has not"
-            return
-
-
-_SAME = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
-"""Kinds of one family: how they decay weights is looked at by itself."""
-
-
-def _value_in(group: Mapping[str, Any], name: str) -> Any:
-    # A scheduler may have moved the learning rate already.
-    return group.get("initial_lr", group["lr"]) if name == "lr" else group[name]
-
-
-def _as_number(value: Any) -> Any:
-    # YAML makes a text of 1e-4.
-    with contextlib.suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if hasattr(value, "item") else value
-
-
-def _hashable(value: Any) -> Any:
+def hashable(value: Any) -> Any:
+    """What a file holds, as a Config can keep it."""
     if isinstance(value, (list, tuple)):
-        return tuple(_hashable(one) for one in value)
+        return tuple(hashable(one) for one in value)
     return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
 
 
@@ -391,7 +360,7 @@ def _key_of(name: str) -> Key:
     return BY_NAME[name] if name in BY_NAME else BY_NAME[name.rpartition(".")[0]]
 
 
-def _text(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value as a file has it, and no longer than a message can bear."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 3]}..."

@@ -8,13 +8,12 @@ docs/deepspeed.md is made from this table.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Kind = Literal["bool", "int", "float", "text", "path", "section", "any"]
-"""What a value is read as. `bool` takes 0 and 1 and texts too, `int` takes 5e8; every kind takes
-"auto" and null, which are the default, and `path` the empty text. `section` holds keys of its own.
-"""
+Kind = Literal["bool", "int", "float", "text", "section", "any"]
+"""What a value is read as. `bool` takes the texts true and false too, `int` takes 5e8; every kind
+takes "auto" and null, which are the default. `section` holds keys of its own."""
 
 Fate = Literal["field", "yours", "nothing"]
 """`field`: it becomes a field of Config. `yours`: your program has it already, and that counts.
@@ -52,7 +51,6 @@ _RANKS = "concerns traffic between ranks; one process drives one device here"
 _MEASURED = "chosen for the drive by itself; `offload bench nvme` shows what was measured"
 _WHOLE = "state_dict() is always whole, whatever lives where"
 _MONITOR = "engine.report() and `offload report` tell where the time goes"
-_SWITCH = "a switch of DeepSpeed's own engine"
 _ELSE = "not a matter of offloading: what it asks for is not done here"
 _DEVICES = ("none", "cpu", "nvme")
 
@@ -86,8 +84,8 @@ def _key(name: str, kind: Kind, default: Any, becomes: str, says: str, **more: A
     return Key(name=name, kind=kind, default=default, fate=fate, becomes=becomes, says=says, **more)
 
 
-def _section(name: str, *aliases: str) -> Key:
-    return Key(name=name, kind="section", default=None, fate="nothing", says="", aliases=aliases)
+def _section(name: str) -> Key:
+    return Key(name=name, kind="section", default=None, fate="nothing", says="")
 
 
 _ZERO = "zero_optimization"
@@ -140,7 +138,7 @@ _LOOP = (
         "refused while the file has one too",
     ),
     _key("scheduler.params", "any", None, "", "arguments of your scheduler"),
-    _section("bf16", "bfloat16"),
+    replace(_section("bf16"), aliases=("bfloat16",)),
     _key("bf16.enabled", "bool", False, "", "model.to(torch.bfloat16); fp32 masters are kept"),
     *_none("bf16", _ALWAYS, "immediate_grad_update=true check_grad_overflow=false|check_overflow"),
     _section("fp16"),
@@ -181,7 +179,7 @@ _OFFLOAD = (
     ),
     _section(_PARAM),
     _key(f"{_PARAM}.device", "text", "none", "params", _TIERS, choices=_DEVICES),
-    _key(f"{_PARAM}.nvme_path", "path", None, "nvme_path", _PATH),
+    _key(f"{_PARAM}.nvme_path", "text", None, "nvme_path", _PATH),
     *_none(_PARAM, _PLANNED, "buffer_count=5 buffer_size=100000000 max_in_cpu=1000000000"),
     *_none(_PARAM, _ALWAYS, "pin_memory=true"),
     _section(_OPTIMIZER),
@@ -193,7 +191,7 @@ _OFFLOAD = (
         f"{_TIERS}; with cpu and nvme `gradients` is cpu, where DeepSpeed has them",
         choices=_DEVICES,
     ),
-    _key(f"{_OPTIMIZER}.nvme_path", "path", None, "nvme_path", _PATH),
+    _key(f"{_OPTIMIZER}.nvme_path", "text", None, "nvme_path", _PATH),
     _key(
         f"{_OPTIMIZER}.ratio",
         "float",
@@ -236,9 +234,7 @@ _OFFLOAD = (
         "stage3_model_persistence_threshold=9223372036854775807|model_persistence_threshold "
         "stage3_max_live_parameters=1000000000|max_live_parameters "
         "stage3_max_reuse_distance=1000000000|max_reuse_distance "
-        "stage3_module_granularity_threshold=0|module_granularity_threshold "
-        "stage3_partition_stream_chunk_size=0|partition_stream_chunk_size "
-        "save_muon_momentum_buffer_in_memory=false",
+        "stage3_module_granularity_threshold=0|module_granularity_threshold",
     ),
     *_none(
         _ZERO,
@@ -260,16 +256,13 @@ _OFFLOAD = (
     ),
     *_none(
         _ZERO,
-        _SWITCH,
+        "a switch of DeepSpeed's own engine",
         "ignore_unused_parameters=true legacy_stage1=false memory_efficient_linear=true "
         "override_module_apply=true log_trace_cache_warnings=false enable_sanity_checks=false "
-        "leaf_module={}",
+        "leaf_module=null save_muon_momentum_buffer_in_memory=false",
     ),
-    *_none(
-        _ZERO,
-        "it hides updates by taking some of them late; here they are hidden and none is late",
-        "zenflow={}",
-    ),
+    *_none(_ZERO, _PLANNED, "stage3_partition_stream_chunk_size=null"),
+    *_none(_ZERO, _ELSE, "zenflow=null"),
 )
 
 _REST = (

@@ -85,8 +85,8 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
     ran_units = [ran for ran in trace.ran if not is_pass(ran.op)]
     inside = [ran for ran in ran_units if since <= ran.start and ran.stop <= until]
     waits = union(clip([(w.start, w.stop) for w in trace.waited], since, until))
-    forwards = sum(ran.op.verb is Verb.FORWARD for ran in inside)
-    if not forwards:
+    trained = _trained(inside)
+    if not trained:
         return None
     each = Counter(
         (op.value.unit, op.verb)
@@ -94,8 +94,8 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
         for op in program.phases[name].ops
         if op.verb in _USER
     )
-    used = sum(count for (_, verb), count in each.items() if verb is Verb.FORWARD)
-    micro_batches = max(1, round(forwards / used / steps))
+    used = sum(verb is Verb.BACKWARD for _, verb in each)
+    micro_batches = max(1, round(trained / used / steps))
     compute, working = _compute(inside, waits)
     _, own = _compute(inside, union([*waits, *clip(trace.called, since, until)]))
     gained = (1 - 1 / WHAT_IF_FACTOR) * (own / working if working else 0.0)
@@ -114,13 +114,29 @@ def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
         )
 
     found = timeline(machine)
-    what_if = {"compute": timeline(machine, 1 - gained).step_seconds}
+    what_if = {}
     for lane, fields in _SPEEDS.items():
         faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in fields}
-        if any(ran.lane is lane and ran.op.verb not in _USER for ran in inside):
-            what_if[lane.value] = timeline(replace(machine, **faster)).step_seconds
-    busy = {lane.value: found.busy(lane) / len(found.steps) for lane in _SPEEDS}
+        # A faster device computes the user's own faster, and what the engine computes there.
+        left = 1 - gained if lane is Lane.COMPUTE else 1.0
+        if lane is Lane.COMPUTE or any(span.lane is lane for span in found.spans):
+            what_if[lane.value] = timeline(replace(machine, **faster), left).step_seconds
+    busy = dict.fromkeys((lane.value for lane in _SPEEDS), 0.0)
+    for span in found.spans:
+        if span.op.verb not in _USER:
+            busy[span.lane.value] += (span.stop - span.start) / len(found.steps)
     return Prediction(found.step_seconds, found.exposed, busy, what_if)
+
+
+def _trained(inside: Sequence[Ran]) -> int:
+    """How often a backward of a unit followed its forward: an evaluation has none."""
+    count, last = 0, dict[int, Verb]()
+    for ran in sorted(inside, key=lambda ran: ran.start):
+        if ran.op.verb in _USER:
+            unit = ran.op.value.unit
+            count += ran.op.verb is Verb.BACKWARD and last.get(unit) is Verb.FORWARD
+            last[unit] = ran.op.verb
+    return count
 
 
 def _compute(

@@ -51,9 +51,12 @@ class Prediction:
     step_s: float
     exposed_s: float
     busy: Mapping[str, float]
-    """By lane, seconds of a step."""
+    """By lane, seconds of a step; the user's own compute is not among them. With micro-batches h2d
+    has some fetches too many: weights that an engine finds in their slots from the backward before.
+    """
     what_if: Mapping[str, float]
-    """By what is thought twice as fast, a lane or `compute`: the step's seconds then."""
+    """By the lane that is thought twice as fast, the step's seconds then; `compute` is the device,
+    the user's own compute included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

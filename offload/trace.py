@@ -11,10 +11,14 @@ from collections import deque
 from typing import NamedTuple
 
 from offload.intervals import Interval
+from offload.profile import Profile
 from offload.program import Lane, Op
 
 SPANS_MAX = 1 << 14
 """Ops that are kept: some megabytes, and of most models the last ten steps or more."""
+
+CHUNK_SPANS_MAX = 48
+"""Of models with so many chunks that three steps would not fit: as many ops for each of them."""
 
 STEPS_MAX = 1 << 10
 
@@ -49,9 +53,10 @@ class Stepped(NamedTuple):
 class Trace:
     """What an engine did last."""
 
-    def __init__(self, called: deque[Interval] | None = None) -> None:
+    def __init__(self, called: deque[Interval] | None = None, profile: Profile | None = None):
         """Nothing yet, but of calls into any engine of the process those of the ring `called`."""
-        self.ran: deque[Ran] = deque(maxlen=SPANS_MAX)
+        chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
+        self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)

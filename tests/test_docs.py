@@ -9,6 +9,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+import torch
 
 import offload
 from offload.cli import COMMANDS, settings
@@ -74,6 +75,39 @@ def test_the_quickstart_runs(capsys):
     exec(compile(code, "quickstart", "exec"), names)
     assert "3 steps" in capsys.readouterr().out
     assert set(names["weights"]) == set(names["model"].state_dict())
+
+
+def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
+    """Saved with states on nvme, resumed with them in memory: the bits of one that never ended."""
+    (block,) = [code for code in blocks(ROOT / "README.md", "python") if "torch.save" in code]
+    save, resume = block.split("\n\n")
+    monkeypatch.chdir(tmp_path)
+
+    def begun(tier):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2))).bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        config = offload.Config(params="cpu", optimizer=tier, nvme_path=str(tmp_path))
+        model, optimizer = offload.attach(model, optimizer, config)
+        return {"torch": torch, "model": model, "optimizer": optimizer}
+
+    def go_on(names):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            names["model"](torch.randn(4, 8).bfloat16()).square().mean().backward()
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+
+    first, second = begun("nvme"), begun("cpu")
+    go_on(first)
+    exec(save, first)
+    go_on(first)
+    exec(resume, second)
+    go_on(second)
+    for one, other in zip(first["model"].parameters(), second["model"].parameters()):
+        assert torch.equal(one, other)
+    for names in (first, second):
+        names["optimizer"].engine.close()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

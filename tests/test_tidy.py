@@ -21,7 +21,7 @@ TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
-PURE += ("deepspeed_keys", "loose_json", "trace", "intervals", "runs", "breakdown")
+PURE += ("deepspeed_keys", "deepspeed_optimizer", "trace", "intervals", "runs", "breakdown")
 PURE += ("disks", "kept", "rows")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
@@ -29,10 +29,12 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "loose_json", "intervals", "kept"),
+    ("deepspeed_keys", "intervals", "kept"),
+    ("deepspeed",),
+    ("deepspeed_optimizer",),
     ("runs", "disks"),
     ("breakdown",),
-    ("interrupt", "outputs", "config", "deepspeed", "profile", "records", "scoreboard", "numa"),
+    ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("rows",),
     ("layout",),

@@ -258,7 +258,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """` (did you mean ...?)` where one of `known` is like `name`, else nothing."""
     import difflib
 
-    close = difflib.get_close_matches(name, known, n=1)
+    lower = {one.lower(): one for one in known}
+    close = [lower[one] for one in difflib.get_close_matches(name.lower(), lower, n=1)]
     return f" (did you mean {close[0]}?)" if close else ""
 
 

@@ -16,10 +16,10 @@ NARROW_COLUMNS = 72
 """Below it, lines leave out what is not needed."""
 
 _LANES = {
-    "compute": "updates of states on the device",
+    "compute": "updates and sums on the device",
     "h2d": "copies to the device",
     "d2h": "copies from the device",
-    "cpu": "updates of states in CPU memory",
+    "cpu": "updates and sums in CPU memory",
     "disk": "reads and writes of the nvme tier",
 }
 """What the lanes do."""

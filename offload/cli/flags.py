@@ -27,9 +27,9 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def path_word(path: str) -> str:
-    """A path as a word of its own on the command line, where a dash would make a flag of it."""
-    return f"{os.curdir}/{path}" if path.startswith("-") else path
+def as_paths(values: Sequence[str]) -> list[str]:
+    """Paths out of a file as they are typed: one that begins with a dash would be a flag."""
+    return [os.path.join(os.curdir, value) if value.startswith("-") else value for value in values]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload import deepspeed
 from offload.cli import BadInput
-from offload.cli.flags import flag, path_word
+from offload.cli.flags import as_paths, flag
 from offload.config import FIELDS, Config
 
 _ADAM = "optimizer.params."
@@ -24,12 +24,6 @@ _SAME = {
     "train_micro_batch_size_per_gpu": "batch",
 }
 """By key of the file, the setting that means the same."""
-
-_WHOLE = ("batch", "steps", "warmup")
-"""Settings that are whole numbers."""
-
-_ALWAYS = {"amsgrad": False, "bias_correction": True, "maximize": False}
-"""What AdamW is here, by argument: another value would be other mathematics."""
 
 _SCHEDULERS = ("WarmupDecayLR", "WarmupLR")
 """What this command's own schedule comes near to."""
@@ -60,49 +54,46 @@ class Adopted:
             ) from error
         except ValueError as error:
             raise BadInput(f"--deepspeed {error}") from None
-        try:
-            return Adopted(path, found, _settings(path, found))
-        except ValueError as error:
-            raise BadInput(f"--deepspeed {path}: {error}") from None
+        return Adopted(path, found, _settings(path, found.values, found.auto))
 
     def flags(self) -> list[str]:
         """What the file says, as flags."""
-        plain, config = Config(), self.translation.config
-        chosen = {name: getattr(config, name) for name in FIELDS}
-        found = []
-        for name, value in (*chosen.items(), *self.settings.items()):
+        plain, found = Config(), list[str]()
+        for name, value in (*self.translation.fields.items(), *self.settings.items()):
             if name == "nvme_path" and value:
-                found += [flag(name), *map(path_word, value)]
+                found += [flag(name), *as_paths(value)]
             elif value is not None and (name not in FIELDS or value != getattr(plain, name)):
                 found.append(f"{flag(name)}={value}")
         return found
 
     def report(self, settings: Any) -> list[str]:
-        """What each key became, a line each, in the settings that came of file and flags."""
-
-        def now(name: str) -> str:
-            value = getattr(settings, name)
-            flagged = name in self.settings and value != self.settings[name]
-            return f"{flag(name)} {value}" + (" (your flag wins)" if flagged else "")
-
-        found = self.translation
-        became = dict.fromkeys(found.values, "ignored: this command has nothing of the kind")
-        became |= {key: now(name) for key, name in _SAME.items()}
-        became |= dict.fromkeys(("optimizer.type", f"{_ADAM}adam_w_mode"), "this command's AdamW")
-        became[f"{_ADAM}betas"] = f"{now('beta1')}, {now('beta2')}"
-        became |= {f"{_ADAM}{name}": "as it is here" for name in _ALWAYS}
+        """What each key became, a line each, with the settings of the command that came of it."""
+        ignored = {
+            key: "ignored: this command has nothing like it"
+            for key in self.translation.values
+            if key.startswith((_ADAM, _WARMUP))
+        }
+        same = {
+            key: f"{flag(name)} {getattr(settings, name)}"
+            for key, name in _SAME.items()
+            if name in self.settings
+        }
+        became = {**ignored, **same}
+        became["optimizer.type"] = "this command's AdamW"
+        became[f"{_ADAM}betas"] = "--beta1 and --beta2"
         became["scheduler.type"] = (
             "this command's own schedule: a linear rise in --warmup steps, then a linear fall to a "
             "twentieth"
         )
-        became |= dict.fromkeys(("bf16.enabled", "fp16.enabled"), now("dtype"))
-        lines = found.report(became, settings.placing)
-        if "train_batch_size" in found.values and "batch" in self.settings:
+        became["bf16.enabled"] = f"--dtype {settings.dtype}"
+        if (whole := "train_batch_size") in self.translation.values:
+            became[whole] = f"--batch {settings.batch} --micro-batches {settings.micro_batches}"
+        placing = {name: getattr(settings.placing, name) for name in self.translation.fields}
+        lines = self.translation.report(became, placing)
+        if "dtype" not in self.settings:
             lines.append(
-                f"a micro-batch of that, on {deepspeed.world_size()} ranks: {now('batch')}"
+                f"bf16 and fp16 say nothing: --dtype {settings.dtype}, as without the file"
             )
-        if "bf16.enabled" not in (*found.values, *found.auto):
-            lines.append(f"bf16.enabled is missing: {now('dtype')}, where DeepSpeed has float32")
         return lines
 
     def refuse_conflicts(self, settings: Any) -> None:
@@ -120,35 +111,38 @@ class Adopted:
                 )
 
 
-def _settings(path: str, found: deepspeed.Translation) -> dict[str, Any]:
-    """What a file says of the settings of the command, beside those of the engine.
-
-    Raises:
-        BadInput: it contradicts itself, or asks for what this command has not.
-        ValueError: a key holds no number where one is needed.
-    """
-    values = found.values
+def _settings(path: str, values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
+    """What a file says of the settings of the command, beside those of the engine."""
     _refuse_others(path, values)
-    chosen: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for key, name in _SAME.items():
         if key not in values:
             continue
-        value = deepspeed.number(key, values[key], whole=name in _WHOLE)
-        if chosen.setdefault(name, value) != value:
+        value = _number(path, key, values[key], whole=name in ("warmup", "steps", "batch"))
+        if name in found and found[name] != value:
             raise BadInput(
-                f"--deepspeed {path}: {key} is {value}, and elsewhere {chosen[name]}: this "
+                f"--deepspeed {path}: {key} is {values[key]}, and elsewhere {found[name]}: this "
                 f"command has one {flag(name)}; make them equal"
             )
+        found[name] = value
     betas = values.get(f"{_ADAM}betas")
     if betas is not None:
         if not isinstance(betas, list) or len(betas) != 2:
             raise BadInput(f"--deepspeed {path}: {_ADAM}betas holds {betas}: expected two numbers")
-        pair = [deepspeed.number(f"{_ADAM}betas", beta) for beta in betas]
-        chosen["beta1"], chosen["beta2"] = pair
+        found["beta1"], found["beta2"] = (
+            _number(path, f"{_ADAM}betas", beta, whole=False) for beta in betas
+        )
     if "bf16.enabled" in values:
-        chosen["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
-    batch, _ = deepspeed.batches(values, found.auto)
-    return chosen if batch is None else chosen | {"batch": batch}
+        found["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
+    batch, _ = deepspeed.batches(values, auto)
+    return found if batch is None else found | {"batch": batch}
+
+
+def _number(path: str, key: str, value: Any, *, whole: bool) -> int | float:
+    try:
+        return deepspeed.number(key, value, whole=whole)
+    except ValueError as error:
+        raise BadInput(f"--deepspeed {path}: {error}") from None
 
 
 def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
@@ -159,12 +153,16 @@ def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
             f"--deepspeed {path}: optimizer.type is {kind}, and this command trains with AdamW "
             "alone: remove the section, or use offload.attach with an optimizer of your own"
         )
-    for name, value in _ALWAYS.items():
-        if values.get(f"{_ADAM}{name}", value) != value:
-            raise BadInput(
-                f"--deepspeed {path}: {_ADAM}{name} is not {str(value).lower()}, as it always is "
-                "in this command: remove it, or use offload.attach with an optimizer of your own"
-            )
+    if (
+        values.get(f"{_ADAM}amsgrad")
+        or values.get(f"{_ADAM}maximize")
+        or values.get(f"{_ADAM}bias_correction") is False
+    ):
+        raise BadInput(
+            f"--deepspeed {path}: optimizer.params asks for amsgrad, maximize or no "
+            "bias_correction, and this command's AdamW has none of that: remove it, or use "
+            "offload.attach"
+        )
     schedule = values.get("scheduler.type", "WarmupLR")
     if schedule not in _SCHEDULERS:
         raise BadInput(

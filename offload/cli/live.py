@@ -79,7 +79,7 @@ def bounded_by(loads: Sequence[Load]) -> str:
     worst = max(waits, key=lambda load: load.exposed, default=None)
     waiting = sum(load.exposed for load in waits)
     if worst is None or worst.exposed < max(0.01, 1 - waiting):
-        return f"bound by compute: {1 - waiting:.0%} of the time the model computes"
+        return f"bound by compute: training waits for no lane {1 - waiting:.0%} of the time"
     return f"bound by {worst.name}: training waits for it {worst.exposed:.0%} of the time"
 
 
@@ -122,7 +122,7 @@ def _head(shown: Shown, columns: int) -> RenderableType:
     for _ in range(2):
         grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, justify="right")
-    loss = f"loss {shown.losses[-1]:.3f}" if shown.losses else ""
+    loss = f"smoothed loss {shown.losses[-1]:.3f}" if shown.losses else ""
     told = loss
     if columns >= _TINY_COLUMNS:
         told += f"  {shown.tokens_per_s:,.0f} tokens/s"
@@ -239,8 +239,8 @@ class Progress:
             self._draw(step, tokens_per_s, left)
             return
         self._console.print(
-            f"step {step}/{self._steps}  loss {self._losses[-1]:.3f}  {tokens_per_s:,.0f} tokens/s "
-            f" {left:.0f} s left",
+            f"step {step}/{self._steps}  smoothed loss {self._losses[-1]:.3f}  "
+            f"{tokens_per_s:,.0f} tokens/s  {left:.0f} s left",
             highlight=False,
             soft_wrap=True,
         )

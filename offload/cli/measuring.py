@@ -72,7 +72,7 @@ def drawing(path: str, module: str) -> Callable[..., str]:
             draw(*shown, path)
         except OSError as error:
             return (
-                f"note: nothing was drawn to {path}: {error.strerror or error}; likely its disk is "
+                f"nothing was drawn to {path}: {error.strerror or error}; likely its disk is "
                 "full, or it is a device; try --plot with a file on another disk"
             )
         return f"drawn to {path}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from offload.cli import BadInput, bad_input, report_html, report_timeline
 from offload.cli.console import Output
 from offload.cli.flags import Flags
 from offload.config import format_bytes
+from offload.kept import write_whole
 from offload.runs import Run
 
 _BAR_COLUMNS = 24
@@ -70,7 +72,8 @@ def command(arguments: Sequence[str]) -> None:
             written.
     """
     asked = FLAGS.parse(arguments)
-    path = Path(asked.run[0]) if asked.run else runs.last_path()
+    with bad_input():
+        path = Path(asked.run[0]) if asked.run else runs.last_path()
     if not path.exists():
         raise BadInput(
             f"{path}: there is no such run; likely "
@@ -87,34 +90,52 @@ def command(arguments: Sequence[str]) -> None:
         return
     console = Output()
     show(console, run, found)
-    page = Path(asked.html or path.with_suffix(".html"))
-    timeline = Path(asked.timeline or path.with_suffix(".trace.json"))
-    with bad_input():
-        page.write_text(report_html.page(run, found), "utf-8")
-        timeline.write_text(json.dumps(report_timeline.timeline(run)), "utf-8")
+    stem = path.with_name(path.name.removesuffix(".json"))
+    page = Path(asked.html or f"{stem}.html")
+    timeline = Path(asked.timeline or f"{stem}.trace.json")
+    if len({os.path.realpath(one) for one in (path, page, timeline)}) < 3:
+        raise BadInput(
+            f"run {path}, page {page} and timeline {timeline}: two of them are one file; likely a "
+            "name was given twice; give --html and --timeline others"
+        )
+    _write(page, report_html.page(run, found), "--html")
+    _write(timeline, json.dumps(report_timeline.timeline(run)), "--timeline")
     for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
         console.print(f"{what}: {where}", highlight=False, soft_wrap=True, markup=False)
 
 
+def _write(path: Path, text: str, option: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise BadInput(
+            f"{path}: {error.strerror}: it cannot be written; likely the folder is another "
+            f"user's, or its drive full; try {option} FILE in a folder of yours"
+        ) from error
+
+
 def show(console: Output, run: Run, found: Breakdown) -> None:
     """The breakdown of a step, the lanes, and what bounds it."""
-    first, last = (mark[0] for mark in (run.stepped[-found.steps - 1], run.stepped[-1]))
-    predicted = f", {run.prediction.step_s:.3f} s predicted" if run.prediction else ""
-    console.print(
-        f"a step took {found.step_s:.3f} s{predicted} (mean of {found.steps}, to step {last}; "
-        f"{run.made})",
-        highlight=False,
-        soft_wrap=True,
+    last = run.stepped[-1][0]
+    console.sentence(
+        f"a step took {found.step_s:.3f} s (mean of {found.steps}, to step {last}; {run.made})"
     )
-    assert first <= last
+    if run.prediction is not None:
+        console.sentence(
+            f"predicted: {run.prediction.step_s:.3f} s, of which {run.prediction.exposed_s:.3f} s "
+            f"waiting (it waited {found.waited_s:.3f} s)"
+        )
     narrow = console.width < NARROW_COLUMNS
     console.print(_parts(found, bars=not narrow))
-    console.print(_lanes(run, found, shares=not narrow))
-    homes = ", ".join(f"{kind}s {format_bytes(size)} {tier}" for kind, tier, size in run.homes)
-    missed = f"; {found.misses} uses of a unit out of the order foreseen" if found.misses else ""
-    console.print(f"lives: {homes}{missed}", highlight=False)
+    if any(found.busy.values()):
+        console.print(_lanes(run, found, shares=not narrow))
+    for tier in run.tiers:
+        if here := [f"{kind}s {format_bytes(size)}" for kind, at, size in run.homes if at == tier]:
+            console.sentence(f"on {tier}: {', '.join(here)}")
+    if found.misses:
+        console.sentence(f"{found.misses} uses of a unit out of the order foreseen")
     for line in verdict(run, found):
-        console.print(line, style="bold", highlight=False)
+        console.sentence(line, style="bold")
 
 
 def _parts(found: Breakdown, *, bars: bool) -> Table:

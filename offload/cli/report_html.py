@@ -21,8 +21,8 @@ def page(run: Run, found: Breakdown) -> str:
         "until": found.until,
         "step": found.step_s,
     }
-    # Within a script element only this could end it.
-    embedded = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # Within a script element what begins with < could end it, or keep it from ending.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     filled = {
         "VERDICT": " ".join(html.escape(line) for line in verdict(run, found)),
         "CARDS": _cards(run, found),

@@ -16,7 +16,7 @@ import tyro
 
 from offload import config
 from offload.cli import BadInput, from_deepspeed, nearest
-from offload.cli.flags import Flags, flag, path_word
+from offload.cli.flags import Flags, as_paths, flag
 from offload.config import Config
 
 NoText = tyro.conf.arg(metavar="PATH", help_behavior_hint="")
@@ -138,10 +138,6 @@ class Train:
         self._check("sample", 0 <= self.sample <= COUNT_MAX, f"0 or more{_SOME}")
         for name in ("plot", "trace_file"):
             self._check(name, getattr(self, name) != "", "the path of a file")
-        if self.trace_file and not self.placing.trace:
-            raise ValueError(
-                f"--trace-file {self.trace_file} contradicts --no-trace: leave out one of the two"
-            )
         self._check("seed", 0 <= self.seed <= SEED_MAX, "0 or more, at most 2**64 - 1")
         self._check("lr", 0 < self.lr <= FACTOR_MAX, "a positive number, at most 1e30")
         self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")
@@ -251,7 +247,7 @@ def _flags_of(path: str, key: str, value: Any) -> list[str]:
         return [f"{flag(key)}={value}"]
     several = key == "nvme_path" and isinstance(value, list)
     if several and all(isinstance(item, str) for item in value):
-        return [flag(key), *map(path_word, value)]
+        return [flag(key), *as_paths(value)]
     wanted = "true or false" if switch else "a number or a text"
     wanted += ", or a list of texts" if key == "nvme_path" else ""
     found = json.dumps(value, ensure_ascii=False)

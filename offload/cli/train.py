@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import offload
-from offload import recorded, runs
 from offload.cli import (
     Signals,
     Stopped,
@@ -27,6 +25,7 @@ from offload.cli import (
     display,
     from_deepspeed,
     gpt,
+    left,
     live,
     measuring,
     memory,
@@ -53,28 +52,27 @@ def command(arguments: Sequence[str]) -> None:
     settings = parse(arguments)
     with bad_input():
         draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
-        if settings.trace_file:
-            measuring.check_place(settings.trace_file)
+        left.check(settings)
         memory.check(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
         lines = from_deepspeed.Adopted.of(settings.deepspeed).report(settings)
-        _note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
-    _note(remarks, corpus.notices)
+        left.note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
+    left.note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
             model, optimizer = build(settings)
         with optimizer.engine as engine:
-            _note(remarks, engine.notices)
+            left.note(remarks, engine.notices)
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
                 with live.Progress(remarks, settings.steps, engine.report) as progress:
                     _train(settings, model, optimizer, corpus, signals, progress, reached)
                 # Before what is no part of training.
-                reached.run = _recorded(remarks, engine)
+                reached.run = left.run_of(engine, remarks)
                 engine.settle()
                 reached.report = engine.report()
                 _judge(settings, model, corpus, reached)
@@ -84,14 +82,14 @@ def command(arguments: Sequence[str]) -> None:
                     # What goes wrong in telling must not take the place of the error.
                     with contextlib.suppress(Exception):
                         _conclude(console, settings, reached, reached.report or engine.report())
-                reached.run = reached.run or _recorded(remarks, engine)
+                reached.run = reached.run or left.run_of(engine, remarks)
                 raise
             else:
                 _conclude(console, settings, reached, reached.report)
             finally:
-                _leave(remarks, settings, reached.run)
+                left.trace(remarks, settings.trace_file, reached.run)
                 if draw and reached.losses:
-                    _note(remarks, [draw(*_drawn(settings, reached))])
+                    left.note(remarks, [draw(*_drawn(settings, reached))])
 
 
 def _train(
@@ -129,15 +127,6 @@ def _ended_by(error: BaseException) -> str:
     return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
 
 
-def _recorded(remarks: Output, engine: Any) -> Run | None:
-    """What the lanes did in the last steps; what is in its way is said and no more."""
-    try:
-        return recorded.run_of(engine)
-    except Exception as error:
-        _note(remarks, [f"no trace is left: {type(error).__name__}: {error}; try --no-trace"])
-        return None
-
-
 @dataclass(slots=True)
 class Reached:
     """How far a run has come, as its summary tells."""
@@ -157,11 +146,6 @@ class Reached:
     stopped_by: str | None = None
     """`Ctrl-C`, the name of another signal or of a kind of error; None for a run that came to its
     end."""
-
-
-def _note(remarks: Output, notices: Sequence[str]) -> None:
-    for notice in notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _introduce(
@@ -190,7 +174,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         "activations and Python included"
     )
     loss = reached.held_out_loss
-    if loss is not None:
+    if loss is None and reached.losses:
+        console.sentence(f"loss {reached.losses[-1]:.4f} nats per byte in step {reached.steps}")
+    elif loss is not None:
         console.sentence(
             f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
             f"mean over {reached.held_out_bytes} bytes"
@@ -211,22 +197,6 @@ def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | No
         return sample.readable(
             sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
         )
-
-
-def _leave(remarks: Output, settings: Train, run: Run | None) -> None:
-    """Leaves a file for `offload report`; what is in its way is said and no more."""
-    if run is None or not run.stepped:
-        return
-    path = settings.trace_file and Path(settings.trace_file)
-    try:
-        path = path or runs.last_path()
-        runs.save(run, path)
-    except OSError as error:
-        told = f"no trace was left at {path or error.filename}: {error.strerror}; "
-        _note(remarks, [told + "try --trace-file, or --no-trace"])
-        return
-    named = f" {path}" if settings.trace_file else ""
-    _note(remarks, [f"offload report{named} shows where the time went"])
 
 
 def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:

@@ -1,0 +1,63 @@
+"""What `offload train` leaves behind: remarks and a trace. What is in its way is told, no more.
+
+By then a run has its result, or an error of its own, which nothing here may take the place of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from offload import recorded, runs
+from offload.cli import measuring
+from offload.cli.console import Output
+from offload.cli.settings import Train
+from offload.runs import Run
+
+
+def note(remarks: Output, notices: Sequence[str]) -> None:
+    """Tells each in a line of its own."""
+    for notice in notices:
+        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
+
+
+def check(settings: Train) -> None:
+    """Refuses a place for the trace in which it could not be left at the end.
+
+    Raises:
+        ValueError: no trace is asked for.
+        OSError: see `measuring.check_place`.
+    """
+    if settings.trace_file is None:
+        return
+    if not settings.placing.trace:
+        raise ValueError(
+            f"--trace-file {settings.trace_file} contradicts --no-trace: leave out one of the two"
+        )
+    measuring.check_place(settings.trace_file)
+
+
+def run_of(engine: Any, remarks: Output) -> Run | None:
+    """What the engine did last; None where that cannot be told."""
+    try:
+        return recorded.run_of(engine)
+    except Exception as error:
+        note(remarks, [f"no trace was left, of an engine that cannot tell what it did: {error}"])
+        return None
+
+
+def trace(remarks: Output, file: str | None, run: Run | None) -> None:
+    """Leaves a file for `offload report`."""
+    if run is None or not run.stepped:
+        return
+    path = file and Path(file)
+    try:
+        path = path or runs.last_path()
+        runs.save(run, path)
+    except OSError as error:
+        told = f"no trace was left at {path or error.filename}: {error.strerror}; "
+        note(remarks, [told + "try --trace-file, or --no-trace"])
+        return
+    named = f" {path}" if file else ""
+    note(remarks, [f"offload report{named} shows where the time went"])
