@@ -91,9 +91,7 @@ class Adopted:
         placing = {name: getattr(settings.placing, name) for name in self.translation.fields}
         lines = self.translation.report(became, placing)
         if "dtype" not in self.settings:
-            lines.append(
-                f"bf16 and fp16 say nothing: --dtype {settings.dtype}, as without the file"
-            )
+            lines.append(f"bf16 and fp16 say nothing: --dtype {settings.dtype} as without it")
         return lines
 
     def refuse_conflicts(self, settings: Any) -> None:
