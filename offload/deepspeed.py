@@ -13,7 +13,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ def translate(content: Any) -> Translation:
     spelled: dict[str, str] = {}
     auto: list[str] = []
     values = dict(_flat(content, "", unknown, spelled, auto))
-    fields = _fields(values)
+    fields = _fields(values, auto)
     expects = tuple(
         (name, hashable(value))
         for name, value in values.items()
@@ -265,7 +265,7 @@ def _wrong(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"{name} holds {shown(value)}: expected {expected}, or auto")
 
 
-def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
     """The fields of Config that a file asks for."""
     places = {"params": _place(values, _PARAM), "optimizer": _place(values, _OPTIMIZER)}
     if places["optimizer"] == "cpu" and values.get(f"{_OPTIMIZER}.ratio", 1.0) < 1:
@@ -290,7 +290,7 @@ def _fields(values: Mapping[str, Any]) -> dict[str, Any]:
             f"gradient_clipping holds {values['gradient_clipping']}: expected a positive number, "
             "or 0 for none"
         )
-    fields["micro_batches"] = _micro_batches(values)
+    fields["micro_batches"] = batches(values, auto)[1]
     dtype = values.get("data_types.grad_accum_dtype", "bf16")
     fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
     return fields
@@ -309,18 +309,24 @@ def _place(values: Mapping[str, Any], section: str) -> str:
     return "device" if now == "none" else str(now)
 
 
-def _micro_batches(values: Mapping[str, Any]) -> int | None:
-    """Backward calls in a step, as DeepSpeed finds the one of three numbers that is missing."""
-    whole = values.get("train_batch_size")
-    micro = values.get("train_micro_batch_size_per_gpu")
-    count = values.get("gradient_accumulation_steps")
+def batches(values: Mapping[str, Any], auto: Sequence[str]) -> tuple[int | None, int | None]:
+    """Samples in a micro-batch of a rank, and backward calls in a step.
+
+    DeepSpeed finds those of three numbers that are missing by the others; where only one of the
+    first two is there, by one backward call. What depends on a number that is "auto" is left to
+    whoever fills it in: None.
+
+    Raises:
+        ValueError: a number is none that can be, or they contradict each other.
+    """
+    whole, micro, count = (values.get(name) for name in _COUNTS)
     for name in _COUNTS:
         if values.get(name, 1) < 1:
             raise ValueError(f"{name} holds {values[name]}: expected a whole number from 1")
-    if whole is None:
-        return count  # type: ignore[no-any-return]
-    if micro is None and count is None:
-        count = 1
+    if (whole is None) != (micro is None) and not set(_COUNTS) & set(auto):
+        count = count or 1
+    if whole is None or (micro is None and count is None):
+        return micro, count
     ranks = world_size()
     found, rest = divmod(whole, (micro or 1) * (count or 1) * ranks)
     if rest or not found or (micro and count and found != 1):
@@ -330,7 +336,7 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
             f"train_batch_size {whole} with {told} on {ranks} ranks (WORLD_SIZE) do not agree: the "
             "first is the product of the others"
         )
-    return count or int(found)
+    return micro or found, count or found
 
 
 _COUNTS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

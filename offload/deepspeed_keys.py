@@ -99,8 +99,8 @@ _LOOP = (
         "int",
         None,
         "micro_batches",
-        "divided by the micro-batch and WORLD_SIZE where gradient_accumulation_steps is missing; "
-        "must agree with them",
+        "divided by the micro-batch and WORLD_SIZE where gradient_accumulation_steps is missing, 1 "
+        "where both are; must agree with them",
     ),
     _key("train_micro_batch_size_per_gpu", "int", None, "", "the batch size of your DataLoader"),
     _key(
@@ -108,7 +108,8 @@ _LOOP = (
         "int",
         None,
         "micro_batches",
-        "backward() calls before each step()",
+        "backward() calls before each step(); 1 where it is missing and nothing else tells, unless "
+        "one of the three is auto",
     ),
     _key(
         "gradient_clipping",
@@ -139,7 +140,7 @@ _LOOP = (
     _key("scheduler.params", "any", None, "", "arguments of your scheduler"),
     replace(_section("bf16"), aliases=("bfloat16",)),
     _key("bf16.enabled", "bool", False, "", "model.to(torch.bfloat16); fp32 masters are kept"),
-    *_none("bf16", _ALWAYS, "immediate_grad_update=true check_grad_overflow=false"),
+    *_none("bf16", _ALWAYS, "immediate_grad_update=true check_grad_overflow=false|check_overflow"),
     _section("fp16"),
     _key(
         "fp16.enabled",

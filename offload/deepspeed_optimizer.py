@@ -29,6 +29,8 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         there = [hashable(_plain(_value_in(group, name))) for group in groups if name in group]
         if name in params and there and _as_number(params[name]) not in there:
             yield f"optimizer.params.{name} is {shown(params[name])}, and yours is {there[0]}"
+    if not params.get("bias_correction", True):
+        yield "optimizer.params.bias_correction is false, and yours corrects"
     decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
     for group in groups if asked.lower() in ("adam", "adamw") else ():
         if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:

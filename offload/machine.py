@@ -266,7 +266,11 @@ class DriveSpeed:
 
 
 def profile_path() -> Path:
-    """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache."""
+    """The file of measured speeds: `OFFLOAD_MACHINE`, else `offload/machine.json` in the cache.
+
+    Raises:
+        OSError: this user has no cache.
+    """
     if given := os.environ.get(MACHINE_VARIABLE):
         return Path(given)
     return in_cache("machine.json")
@@ -291,8 +295,8 @@ def unreadable_speeds() -> str | None:
 
 def _kept() -> tuple[dict[str, DriveSpeed], str | None]:
     """By mount point what was measured, and what is wrong with the file."""
-    kept = profile_path()
     try:
+        kept = profile_path()
         text = kept.read_text("utf-8")
         drives = json.loads(text)["drives"] if text.strip() else {}
         return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}, None

@@ -115,37 +115,72 @@ def test_a_run_whose_output_cannot_be_written(monkeypatch, capsys):
     assert "Traceback" not in errors
 
 
-def test_a_full_disk_costs_the_drawing_and_not_the_result(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    (tmp_path / "full.png").symlink_to("/dev/full")
-    assert run(*SHORT, "--json", "--plot", str(tmp_path / "full.png")) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out.splitlines()[-1])["held_out_loss"] > 0
-    assert "no drawing was left at" in shown.err
-
-
-def test_a_failed_run_leaves_its_trace(monkeypatch, tmp_path, capsys):
-    step = train.train_step
+def test_a_run_that_fails_tells_how_far_it_came(monkeypatch, capsys, tmp_path):
+    step, trace = train.train_step, tmp_path / "run.json"
 
     def failing(*arguments):
         if arguments[-1] == 3:
-            raise ArithmeticError("lost")
+            raise OSError(28, "No space left on device", "/mnt/drive")
         return step(*arguments)
 
     monkeypatch.setattr(train, "train_step", failing)
-    arguments = [one for one in SHORT if one != "--no-trace"]
-    assert run(*arguments, "--trace-file", str(tmp_path / "run.json")) == 1
-    assert (tmp_path / "run.json").is_file()
-    assert run(*arguments, "--trace-file", str(tmp_path)) == 2
-    assert "it is a folder" in capsys.readouterr().err
-    assert run(*SHORT, "--trace-file", str(tmp_path / "run.json")) == 2
-    assert "--no-trace says that there is to be none" in capsys.readouterr().err
+    options = ("--trace", "--trace-file", str(trace), "--optimizer", "cpu")
+    assert run(*SHORT, *options, "--json") == 1
+    shown = capsys.readouterr()
+    *steps, summary = [json.loads(line) for line in shown.out.splitlines()]
+    assert [record["step"] for record in steps] == [1, 2]
+    assert (summary["steps"], summary["stopped_by"]) == (2, "OSError")
+    assert "offload: error: OSError: [Errno 28] No space left on device: '/mnt/drive'" in shown.err
+    assert len(json.loads(trace.read_text())["stepped"]) == 2
+    monkeypatch.setattr("offload.recorded.run_of", lambda _: 1 / 0)
+    monkeypatch.setattr(train, "_conclude", lambda *_: 1 / 0)
+    assert run(*SHORT, *options) == 1
+    told = capsys.readouterr().err
+    assert "note: no trace was left, of an engine that cannot tell what it did" in told
+    assert "offload: error: OSError: [Errno 28]" in told
 
 
-def test_a_user_without_a_home_can_train(monkeypatch, capsys):
-    def none():
-        raise RuntimeError("Could not determine home directory.")
+def test_ctrl_c_twice_within_the_engine_ends_a_run_as_once(monkeypatch, capsys):
+    step = train.train_step
 
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr("pathlib.Path.home", none)
-    assert run(*SHORT) == 0
+    def pressed(*arguments):
+        if arguments[-1] == 2:
+            raise KeyboardInterrupt
+        return step(*arguments)
+
+    monkeypatch.setattr(train, "train_step", pressed)
+    assert run(*SHORT, "--json") == 128 + signal.SIGINT
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out.splitlines()[-1])
+    assert (summary["steps"], summary["stopped_by"]) == (1, "Ctrl-C")
+    assert shown.err.endswith("offload: stopped by Ctrl-C after step 1 of 3\n")
+
+
+def test_a_drawing_that_fails_loses_nothing_else(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "loss.png"
+    picture.symlink_to("/dev/full")
+    assert run(*SHORT, "--plot", str(picture), "--json") == 0
+    shown = capsys.readouterr()
+    summary = json.loads(shown.out.splitlines()[-1])
+    assert (summary["kind"], summary["steps"]) == ("summary", 3)
+    assert f"note: nothing was drawn to {picture}: No space left on device" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--trace-file", "{}"), "{}: it is a folder"),
+        (("--trace-file", "{}/no/run.json"), "{}/no: there is no such folder"),
+        (("--plot", "{}/no/loss.png"), "{}/no: there is no such folder"),
+        (("--no-trace", "--trace-file", "{}/x"), "--trace-file {}/x contradicts --no-trace"),
+    ],
+)
+def test_what_could_not_be_written_at_the_end_is_refused_at_once(options, told, tmp_path, capsys):
+    if "--plot" in options:
+        pytest.importorskip("matplotlib")
+    filled = [option.format(tmp_path) for option in options]
+    assert run("train", *filled) == 2
+    shown = capsys.readouterr().err
+    assert told.format(tmp_path) in shown
+    assert shown.count("\n") == 1

@@ -32,6 +32,11 @@ def test_what_bash_offers():
     assert completed("train", "--params", "") == ["auto", "device", "cpu", "nvme"]
     assert completed("train", "--size", "10m", "--no-j") == ["--no-json"]
     assert completed("train", "--nvme-path", "/") == []
+    for before in (["train", "--data"], ["train", "--lr"], ["report"], ["bench", "nvme"]):
+        assert completed(*before, "") == []  # The shell offers files.
+    assert completed("train", "--size", "=") == completed("train", "--size", "")
+    assert completed("train", "--size", "=", "1") == ["10m", "100m", "1b"]
+    assert {"adam", "nvme"} < set(completed("bench", ""))
     assert completed("bench", "n") == ["nvme"]
     assert completed("bench", "nvme", "--bl") == ["--blocks"]
     assert completed("doctor", "--j") == ["--json"]

@@ -149,15 +149,24 @@ def test_old_switches_and_a_share_on_the_device():
         (64, 4, 8, 2, 8),
         (32, None, 8, 1, 8),
         (None, None, None, 1, None),
-        (32, None, None, 1, 1),
-        (None, 4, None, 1, None),
+        (32, None, None, 2, 1),
+        (None, 4, None, 1, 1),
+        (32, "auto", None, 1, None),
+        (32, None, "auto", 1, None),
+        ("auto", 4, None, 1, None),
+        ("auto", "auto", 4, 1, 4),
     ],
 )
 def test_micro_batches(whole, micro, count, ranks, found, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     content = {"train_batch_size": whole, "train_micro_batch_size_per_gpu": micro}
     content["gradient_accumulation_steps"] = count
-    assert config_of(content).micro_batches == found
+    got = deepspeed.translate(content)
+    assert got.fields["micro_batches"] == found
+    samples, calls = deepspeed.batches(got.values, got.auto)
+    assert calls == found
+    if isinstance(whole, int) and None not in (samples, calls):
+        assert samples * calls * ranks == whole
 
 
 def test_what_people_have_and_deepspeed_takes():
@@ -298,6 +307,7 @@ def test_an_optimizer_that_is_the_file_s():
         ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, torch.optim.AdamW, {}, "betas is"),
         ({"type": "AdamW", "params": {"eps": 1e-6}}, torch.optim.AdamW, {}, "eps is 1e-06"),
         ({"type": "Adam"}, torch.optim.Adam, {"weight_decay": 0.1}, "decoupled (AdamW)"),
+        ({"type": "Adam", "params": {"bias_correction": False}}, torch.optim.AdamW, {}, "corrects"),
         ({"type": "AdamW", "params": {"weight_decay": 0}}, torch.optim.AdamW, {}, "decay is 0"),
         (
             {"type": "Adam", "params": {"adam_w_mode": False}},
@@ -390,6 +400,8 @@ def test_train_says_what_it_does_and_not_what_the_file_has(tmp_path):
     assert (found.batch, found.micro_batches) == (64, 1)
     assert "train_batch_size = 64: --batch 64 --micro-batches 1" in told
     assert "bf16 and fp16 say nothing: --dtype bfloat16" in told
+    open_count = {"train_batch_size": 64, "gradient_accumulation_steps": "auto"}
+    assert adopted(open_count, tmp_path)[0].batch == settings.Train().batch
     found, told = adopted({"gradient_clipping": 2}, tmp_path, "--max-grad-norm", "5")
     assert found.placing.max_grad_norm == 5
     assert "gradient_clipping = 2.0: max_grad_norm=5.0, your own, which counts" in told

@@ -114,7 +114,7 @@ def test_memory_against_the_cgroup(tmp_path):
     lay(tmp_path, {group + "memory.max": 5 * GIB})
     check(findings_host.memory(tmp_path), "ok", "the cgroup leaves 4.00 GiB")
     check(findings_host.memory(tmp_path, 2), "ok", "shared by 2 ranks")
-    check(findings_host.memory(tmp_path, 9), "stop", "too little to train", "end other programs")
+    check(findings_host.memory(tmp_path, 9), "stop", "too little to train", "container's memory")
     lay(tmp_path, {group + "memory.max": GIB + 1000})
     check(findings_host.memory(tmp_path), "stop", "too little", "the container's memory limit")
 

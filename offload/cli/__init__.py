@@ -55,7 +55,8 @@ class Signals:
     """While entered, SIGINT and SIGTERM raise `Stopped`, but never in the middle of a held step.
 
     There the first is kept until the step is over, so that what is stopped is a whole step; a
-    second one does not wait.
+    second one does not wait. Twice within one call of the engine is a KeyboardInterrupt there: it
+    leaves as `Stopped`, too.
     """
 
     def __init__(self) -> None:
@@ -70,9 +71,11 @@ class Signals:
             self._before[number] = signal.signal(number, self._receive)
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if isinstance(error, KeyboardInterrupt):
+            raise Stopped(signal.SIGINT, self.where) from error
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:

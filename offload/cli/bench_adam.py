@@ -158,8 +158,7 @@ def command(arguments: Sequence[str]) -> None:
         console.print(verdict, highlight=False)
         if draw:
             signals.where = "while drawing"
-            draw(groups, heading)
-            remarks.print(f"drawn to {asked.plot}", highlight=False, soft_wrap=True)
+            remarks.print(draw(groups, heading), highlight=False, soft_wrap=True, markup=False)
     if asked.json:
         found = {
             "kind": "bench adam",

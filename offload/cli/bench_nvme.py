@@ -190,8 +190,7 @@ def command(arguments: Sequence[str]) -> None:
         told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
         _note(remarks, _saved(asked, report))
         if draw:
-            draw(report.found)
-            _note(remarks, f"drawn to {asked.plot}")
+            _note(remarks, draw(report.found))
     if asked.json:
         found = {
             "kind": "bench nvme",

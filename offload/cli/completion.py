@@ -27,14 +27,16 @@ _ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
 _BASH = """_offload() {
     local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}
     local command=${COMP_WORDS[1]} words=
+    if [[ $word == "=" ]]; then word=
+    elif [[ $before == "=" ]]; then before=${COMP_WORDS[COMP_CWORD-2]}; fi
     if [[ $command == bench ]] && (( COMP_CWORD > 2 )); then command="bench ${COMP_WORDS[2]}"; fi
     if (( COMP_CWORD == 1 )); then words="@commands@"
     else
         case "$command $before" in
 @values@
-            *) case "$command" in
+            *) if [[ $word == -* || " @words@ " == *" $command "* ]]; then case "$command" in
 @flags@
-            esac ;;
+            esac; fi ;;
         esac
     fi
     COMPREPLY=($(compgen -W "$words" -- "$word"))
@@ -95,7 +97,8 @@ def script(shell: str) -> str:
         for key, kind in _fields(found.kind).items():
             names += [flag(key), *([flag(f"no_{key}")] if kind is bool else [])]
             choices = [str(one) for one in typing.get_args(kind) if isinstance(one, str)]
-            if choices:
+            # Where none are known, files are: the shell's own words. Fish has them without.
+            if choices or (kind is not bool and shell != "fish"):
                 values[f"{name} {flag(key)}"] = choices
         flags[name] = [*names, "--help"]
     text, case = (

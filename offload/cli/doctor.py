@@ -126,8 +126,7 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     yield findings_host.numa(_ROOT, allowed)
     yield findings_host.governor(_ROOT)
     yield from findings_host.threads(os.environ, len(allowed), ranks)
-    kept = profile_path()
-    yield findings.kept_speeds(kept, findings.may_write(kept), unreadable_speeds())
+    yield _speeds()
     usable = []
     for tried in _tried(paths):
         told = findings_drives.directory(tried, findings_drives.mounts(_ROOT), _ROOT)
@@ -135,6 +134,15 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
         yield told
     if torch:
         yield _trained(torch, usable[:1])
+
+
+def _speeds() -> Finding:
+    try:
+        kept = profile_path()
+    except OSError as error:
+        told = f"{error.strerror}; what `offload bench nvme` measures is not kept"
+        return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
+    return findings.kept_speeds(kept, findings.may_write(kept), unreadable_speeds())
 
 
 def _torch() -> tuple[Any, Finding]:

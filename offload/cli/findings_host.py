@@ -44,7 +44,8 @@ def memory(root: Path, ranks: int = 1) -> Finding:
     if ranks > 1:
         told += f", shared by {ranks} ranks"
     if usable < MEMORY_LEAST_BYTES:
-        fix = "raise the container's memory limit" if limit == usable else "end other programs"
+        tight = limit is not None and limit < free
+        fix = "raise the container's memory limit" if tight else "end other programs"
         return Finding("memory", "stop", f"{told}: too little to train anything", fix)
     return Finding("memory", "ok", told)
 

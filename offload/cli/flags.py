@@ -130,6 +130,9 @@ def _switches(kind: type) -> Iterator[str]:
 
 
 _CLEARER = {
+    r"Missing value for argument '(.*)'\. Expected \d+ values?\.": (
+        r"\1 is there without its value: give one, or leave out \1"
+    ),
     r"invalid literal for int\(\) with base 10: (.*)": r"\1 is no whole number",
     r"could not convert string to float: (.*)": r"\1 is no number",
     r"Could not find valid parse for arguments: \[(.*)\]": r"\1 is not what this option takes",

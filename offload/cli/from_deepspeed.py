@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +54,7 @@ class Adopted:
             ) from error
         except ValueError as error:
             raise BadInput(f"--deepspeed {error}") from None
-        return Adopted(path, found, _settings(path, found.values))
+        return Adopted(path, found, _settings(path, found.values, found.auto))
 
     def flags(self) -> list[str]:
         """What the file says, as flags."""
@@ -109,7 +109,7 @@ class Adopted:
                 )
 
 
-def _settings(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(path: str, values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
     """What a file says of the settings of the command, beside those of the engine."""
     _refuse_others(path, values)
     found: dict[str, Any] = {}
@@ -132,10 +132,8 @@ def _settings(path: str, values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "bf16.enabled" in values:
         found["dtype"] = "bfloat16" if values["bf16.enabled"] else "float32"
-    if "train_batch_size" in values and "batch" not in found:
-        count = values.get("gradient_accumulation_steps", 1)
-        found["batch"] = values["train_batch_size"] // (count * deepspeed.world_size())
-    return found
+    batch, _ = deepspeed.batches(values, auto)
+    return found if batch is None else found | {"batch": batch}
 
 
 def _number(path: str, key: str, value: Any, *, whole: bool) -> int | float:
@@ -153,10 +151,15 @@ def _refuse_others(path: str, values: Mapping[str, Any]) -> None:
             f"--deepspeed {path}: optimizer.type is {kind}, and this command trains with AdamW "
             "alone: remove the section, or use offload.attach with an optimizer of your own"
         )
-    if values.get(f"{_ADAM}amsgrad") or values.get(f"{_ADAM}bias_correction") is False:
+    if (
+        values.get(f"{_ADAM}amsgrad")
+        or values.get(f"{_ADAM}maximize")
+        or values.get(f"{_ADAM}bias_correction") is False
+    ):
         raise BadInput(
-            f"--deepspeed {path}: optimizer.params asks for amsgrad, or for no bias_correction, "
-            "and this command's AdamW has neither: remove them, or use offload.attach"
+            f"--deepspeed {path}: optimizer.params asks for amsgrad, maximize or no "
+            "bias_correction, and this command's AdamW has none of that: remove it, or use "
+            "offload.attach"
         )
     schedule = values.get("scheduler.type", "WarmupLR")
     if schedule not in _SCHEDULERS:

@@ -46,15 +46,19 @@ def bar(console: Output) -> Iterator[Callable[[float, str], None]]:
         yield told
 
 
-def drawing(path: str, module: str) -> Callable[..., None]:
+def drawing(path: str, module: str) -> Callable[..., str]:
     """`draw` of a module that needs matplotlib, for the file at `path`, which it takes last.
+
+    What is returned draws and says what came of it: a drawing that fails is no reason to lose what
+    was to be drawn.
 
     Raises:
         ValueError: matplotlib is missing, or knows no such kind of file.
         OSError: the file cannot be written.
     """
     try:
-        _check(path)
+        _check_kind(path)
+        check_place(path)
         draw = importlib.import_module(module).draw
     except ImportError as error:
         raise ValueError(
@@ -62,11 +66,22 @@ def drawing(path: str, module: str) -> Callable[..., None]:
             f"it is an extra of this package; try: {sys.executable} -m pip install "
             "'offload-engine[plot]'"
         ) from error
-    return lambda *shown: draw(*shown, path)
+
+    def drawn(*shown: Any) -> str:
+        try:
+            draw(*shown, path)
+        except OSError as error:
+            return (
+                f"nothing was drawn to {path}: {error.strerror or error}; likely its disk is "
+                "full, or it is a device; try --plot with a file on another disk"
+            )
+        return f"drawn to {path}"
+
+    return drawn
 
 
-def _check(path: str) -> None:
-    """Refuses what could not be written at the end."""
+def _check_kind(path: str) -> None:
+    """Refuses a name that is no picture's."""
     from matplotlib.figure import Figure
 
     known = Figure().canvas.get_supported_filetypes()
@@ -76,13 +91,24 @@ def _check(path: str) -> None:
             f"asked for a drawing by --plot {path}; found no kind of picture in its name; likely "
             f"cause: the ending is missing or misspelt; try: {path.rstrip('.')}.png"
         )
+
+
+def check_place(path: str) -> None:
+    """Refuses a file that could not be written at the end.
+
+    Raises:
+        OSError: it is a folder, or this user may not write it, or there is none to write it in.
+    """
+    folder, exists = os.path.dirname(path) or os.curdir, os.path.exists(path)
     if os.path.isdir(path):
-        raise IsADirectoryError(0, "it is a folder", path)
-    folder = os.path.dirname(path) or os.curdir
+        raise IsADirectoryError(0, "it is a folder; give the name of a file in it", path)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(0, "there is no such folder", folder)
-    if not os.access(folder, os.W_OK):
-        raise PermissionError(0, "this user may not write there", folder)
+        raise FileNotFoundError(0, "there is no such folder; make it, or mend its name", folder)
+    # Devices and pipes are written to, and not made.
+    made = not exists or os.path.isfile(path)
+    for place in ([path] if exists else []) + ([folder] if made else []):
+        if not os.access(place, os.W_OK):
+            raise PermissionError(0, "this user may not write there; give one of your own", place)
 
 
 def once(found: Sequence[Any]) -> tuple[Any, ...]:

@@ -72,7 +72,8 @@ def command(arguments: Sequence[str]) -> None:
             written.
     """
     asked = FLAGS.parse(arguments)
-    path = Path(asked.run[0]) if asked.run else runs.last_path()
+    with bad_input():
+        path = Path(asked.run[0]) if asked.run else runs.last_path()
     if not path.exists():
         raise BadInput(
             f"{path}: there is no such run; likely "

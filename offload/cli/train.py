@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,13 +28,13 @@ from offload.cli import (
     left,
     live,
     measuring,
+    memory,
     sample,
 )
 from offload.cli.console import Output
 from offload.cli.settings import Train, parse
 from offload.config import format_bytes
 from offload.device import compute_device
-from offload.machine import host_free_bytes
 from offload.runs import Run
 from offload.totals import Report
 
@@ -53,7 +53,7 @@ def command(arguments: Sequence[str]) -> None:
     with bad_input():
         draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
         left.check(settings)
-        check_memory(settings)
+        memory.check(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
@@ -69,40 +69,62 @@ def command(arguments: Sequence[str]) -> None:
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
-                with (
-                    contextlib.closing(
-                        steps(settings, model, optimizer, corpus, signals)
-                    ) as records,
-                    live.Progress(remarks, settings.steps, engine.report) as progress,
-                ):
-                    for record in records:
-                        progress.update(record["step"], record["loss"], record["tokens_per_s"])
-                        if settings.json:
-                            _emit(record)
-                        reached.steps = record["step"]
-                        reached.losses.append(record["loss"])
+                with live.Progress(remarks, settings.steps, engine.report) as progress:
+                    _train(settings, model, optimizer, corpus, signals, progress, reached)
                 # Before what is no part of training.
                 reached.run = left.run_of(engine, remarks)
                 engine.settle()
                 reached.report = engine.report()
-                with _out_of_memory("after the last step, on held-out text"):
-                    loss, count = evaluate(settings, model, corpus)
-                _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
-                reached.held_out_loss, reached.held_out_bytes = loss, count
-                reached.sample = _sampled(settings, model, corpus)
-            except Stopped as stop:
-                reached.stopped_by = stop.by
-                _conclude(console, settings, reached, reached.report or engine.report())
+                _judge(settings, model, corpus, reached)
+            except BaseException as error:
+                reached.stopped_by = _ended_by(error)
+                if reached.steps or isinstance(error, Stopped):
+                    # What goes wrong in telling must not take the place of the error.
+                    with contextlib.suppress(Exception):
+                        _conclude(console, settings, reached, reached.report or engine.report())
+                reached.run = reached.run or left.run_of(engine, remarks)
                 raise
             else:
                 _conclude(console, settings, reached, reached.report)
             finally:
-                run = reached.run or left.run_of(engine, remarks)
-                left.trace(remarks, settings.trace_file, run)
+                left.trace(remarks, settings.trace_file, reached.run)
                 if draw and reached.losses:
-                    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
-                    shown = reached.losses, reached.held_out_loss, title
-                    left.drawing(remarks, settings.plot, draw, *shown)
+                    left.note(remarks, [draw(*_drawn(settings, reached))])
+
+
+def _train(
+    settings: Train,
+    model: nn.Module,
+    optimizer: Any,
+    corpus: data.Corpus,
+    signals: Signals,
+    progress: live.Progress,
+    reached: Reached,
+) -> None:
+    """All steps, each told and counted when it is over."""
+    with contextlib.closing(steps(settings, model, optimizer, corpus, signals)) as records:
+        for record in records:
+            progress.update(record["step"], record["loss"], record["tokens_per_s"])
+            if settings.json:
+                _emit(record)
+            reached.steps = record["step"]
+            reached.losses.append(record["loss"])
+
+
+def _judge(settings: Train, model: nn.Module, corpus: data.Corpus, reached: Reached) -> None:
+    """The held-out loss, and a sample."""
+    with memory.short("after the last step, on held-out text"):
+        loss, count = evaluate(settings, model, corpus)
+    _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
+    reached.held_out_loss, reached.held_out_bytes = loss, count
+    reached.sample = _sampled(settings, model, corpus)
+
+
+def _ended_by(error: BaseException) -> str:
+    """What a run was ended by, as its summary tells."""
+    if isinstance(error, Stopped):
+        return error.by
+    return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
 
 
 @dataclass(slots=True)
@@ -122,7 +144,8 @@ class Reached:
     report: Report | None = None
     """What they did in all of training, once it is over."""
     stopped_by: str | None = None
-    """`Ctrl-C`, or the name of another signal; None for a run that came to its end."""
+    """`Ctrl-C`, the name of another signal or of a kind of error; None for a run that came to its
+    end."""
 
 
 def _introduce(
@@ -170,32 +193,16 @@ def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | No
         return None
     window = settings.seq_len
     prompt = bytes(corpus.held_out[:window])
-    with _out_of_memory("for the sample"):
+    with memory.short("for the sample"):
         return sample.readable(
             sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
         )
 
 
-def check_memory(settings: Train) -> None:
-    """Refuses a micro-batch whose activations cannot fit, in place of dying of it later.
-
-    Raises:
-        ValueError: it needs more than is free, at the very least.
-    """
-    shape, value_bytes = gpt.SIZES[settings.size], getattr(torch, settings.dtype).itemsize
-    needed = gpt.activation_bytes_least(shape, value_bytes, settings.recompute)
-    needed *= settings.batch * settings.seq_len
-    free = compute_device().free_bytes()
-    free = host_free_bytes() if free is None else free
-    if needed > free:
-        raise ValueError(
-            f"--batch {settings.batch} windows of --seq-len {settings.seq_len} need "
-            f"{format_bytes(needed)} of memory for activations at the least, and "
-            f"{format_bytes(free)} are free: {_SMALLER}"
-        )
-
-
-_SMALLER = "lower --batch (and raise --micro-batches instead), or --seq-len, or give --recompute"
+def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
+    """What a drawing of the run shows."""
+    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
+    return reached.losses, live.smoothed(reached.losses), reached.held_out_loss, title
 
 
 def build(settings: Train) -> tuple[nn.Module, Any]:
@@ -246,7 +253,7 @@ def steps(
         record: dict[str, Any] = {"kind": "step", "step": step}
         with signals.hold():  # Until its record is told, too.
             record["lr"] = scheduler.get_last_lr()[0]
-            with _out_of_memory(f"in step {step}"):
+            with memory.short(f"in step {step}"):
                 record["loss"] = train_step(settings, model, optimizer, corpus, step)
             if settings.placing.max_grad_norm is not None:
                 record["grad_norm"] = optimizer.grad_norm()
@@ -265,23 +272,6 @@ def _check_finite(loss: float, found: str, settings: Train) -> None:
             f"{found}: training has diverged. Try a lower --lr than {settings.lr:g}, or "
             "--max-grad-norm 1"
         )
-
-
-@contextlib.contextmanager
-def _out_of_memory(where: str) -> Iterator[None]:
-    """Names what to try where torch or numpy are refused memory.
-
-    Raises:
-        MemoryError: they were.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        # Of the CPU torch raises a plain RuntimeError.
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if known or "DefaultCPUAllocator" in str(error):
-            raise MemoryError(f"no memory is left {where}: {_SMALLER}") from error
-        raise
 
 
 def train_step(
