@@ -1,0 +1,391 @@
+"""The waits of the engine: where each stands in the source, and the source without it.
+
+Not among them is what bounds and does not order: pieces under way (`copies`), a step that waits for
+the updates of the one before (`engine`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Wait(NamedTuple):
+    """A wait, and the source without it."""
+
+    name: str
+    file: str
+    present: str
+    absent: str
+    tests: tuple[str, ...] = ()
+    """Files with tests that are meant for it, beside those of all."""
+
+
+WAITS = (
+    Wait(
+        "user: for the tasks before its compute",
+        "lanes",
+        "            self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))\n",
+        "            task.state = type(task.state)('ready')\n"
+        "            self._books.begin(task, 0.0)\n",
+    ),
+    Wait(
+        "user: its stream for computes on other streams",
+        "lanes",
+        "        for fence in task.fences:\n            fence.wait()\n        task.streams",
+        "        task.streams",
+    ),
+    Wait(
+        "user: another stream of its compute, for the same",
+        "lanes",
+        "            for fence in task.fences:\n                fence.wait()\n"
+        "            task.streams.append",
+        "            task.streams.append",
+    ),
+    Wait(
+        "user: fences on all streams of its compute",
+        "lanes",
+        "for stream in task.streams]",
+        "for stream in task.streams[-1:]]",
+    ),
+    Wait(
+        "user: any fence of its compute",
+        "lanes",
+        "[fence for fence in fences if fence is not None]",
+        "[]",
+    ),
+    Wait(
+        "user: until tasks are over",
+        "lanes",
+        "                self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))\n",
+        "                pass\n",
+    ),
+    Wait(
+        "user: until tasks are over on the device",
+        "lanes",
+        "                fence.synchronize()\n        self.check()",
+        "                pass\n        self.check()",
+    ),
+    Wait(
+        "lane: for fences before its op",
+        "lanes",
+        "            for fence in task.fences:\n                fence.synchronize()\n"
+        "            work =",
+        "            work =",
+    ),
+    Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
+    Wait(
+        "schedule: fences of tasks that were over",
+        "schedule",
+        "                task.fences += other.fences\n",
+        "                pass\n",
+    ),
+    Wait(
+        "schedule: fences of tasks that end",
+        "schedule",
+        "            follower.fences += task.fences\n",
+        "",
+    ),
+    Wait("schedule: a task for others", "schedule", "task.missing or task.state", "task.state"),
+    Wait(
+        "schedule: what a cancelled task waited for",
+        "schedule",
+        "                if other not in follower.waits:\n",
+        "                if False:\n",
+    ),
+    Wait(
+        "schedule: a chunk for its slot",
+        "schedule",
+        "            elif self._free:\n                heapq.heappop(self._waiting)\n"
+        "                passage.slot = self._free.pop()\n",
+        "            elif True:\n                heapq.heappop(self._waiting)\n"
+        "                passage.slot = self._free.pop() if self._free else 0\n",
+    ),
+    Wait(
+        "schedule: a chunk for what is outside it",
+        "schedule",
+        "            task.passage.missing += 1\n",
+        "            task.passage.missing += 0 * task.serial\n",
+    ),
+    Wait("order: a read for the last write", "scoreboard", "if wrote or writing:", "if writing:"),
+    Wait(
+        "order: a write for the reads",
+        "scoreboard",
+        "if wrote or writing:",
+        "if wrote:",
+    ),
+    Wait(
+        "order: a write for the last write",
+        "scoreboard",
+        "if wrote or writing:",
+        "if not (wrote and writing):",
+    ),
+    Wait(
+        "order: past a write that was taken back",
+        "scoreboard",
+        "                    if taken_back(task):\n                        continue\n",
+        "",
+    ),
+    Wait(
+        "order: past a write that may be taken back",
+        "scoreboard",
+        "if wrote and self._fixed(other) and not self._taken_back(other):",
+        "if wrote:",
+    ),
+    Wait(
+        "order: tasks over on the host only",
+        "task",
+        "return self.over and not (self.fences and self.fenced)",
+        "return self.over",
+    ),
+    Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
+    Wait(
+        "home: until nobody writes or reads it",
+        "executor",
+        "        self.lanes.wait(self._board.waits(reads, writes))\n",
+        "        self._board.waits(reads, writes)\n",
+    ),
+    Wait(
+        "home: until nobody reads it",
+        "executor",
+        "((), touched) if to_write",
+        "(touched, ()) if to_write",
+    ),
+    Wait(
+        "weights: of a unit beside the slot",
+        "inuse",
+        '        self._executor.quiesce("weight", bound.index, to_write=False)\n',
+        "",
+        ("test_in_use",),
+    ),
+    Wait(
+        "weights: before a private copy",
+        "exposure",
+        '            self._executor.quiesce("weight", unit, to_write=False)\n            copied',
+        "            copied",
+    ),
+    Wait(
+        "weights: before edits are looked for",
+        "exposure",
+        '        self._executor.quiesce("weight", unit)\n        for',
+        "        for",
+    ),
+    Wait(
+        "weights: before they are read",
+        "exposure",
+        '        self._executor.quiesce("weight", unit, to_write=False)\n        with',
+        "        with",
+    ),
+    Wait(
+        "weights: after they are read",
+        "exposure",
+        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "",
+    ),
+    Wait(
+        "weights: before copies are renewed",
+        "exposure",
+        '            self._executor.quiesce("weight", unit, to_write=False)\n            for',
+        "            for",
+    ),
+    Wait(
+        "weights: after a private copy",
+        "exposure",
+        "            self._executor.device.drain()  # Other streams look at it, and write what was "
+        "read.\n",
+        "",
+    ),
+    Wait(
+        "weights: after copies are renewed",
+        "exposure",
+        "copy_(self._read(unit, parameter))\n            self._executor.device.drain()\n",
+        "copy_(self._read(unit, parameter))\n",
+    ),
+    Wait(
+        "states: for updates before they are read",
+        "optimizer",
+        "        self.engine.settle()\n        self.engine.settle_edits",
+        "        self.engine.settle_edits",
+    ),
+    Wait(
+        "states: for updates before they are written",
+        "optimizer",
+        "        self.engine.settle()\n        for",
+        "        for",
+    ),
+    Wait(
+        "updates: until all are done",
+        "updates",
+        "        self._executor.lanes.wait(self._pending)\n",
+        "",
+    ),
+    Wait(
+        "updates: until the norm is known",
+        "updates",
+        "        self._executor.lanes.wait([self._normed])\n        return",
+        "        return",
+        ("test_exact",),
+    ),
+    Wait(
+        "residents: until the norm is known",
+        "updates",
+        "            self._executor.lanes.wait([self._normed])\n        try",
+        "            pass\n        try",
+    ),
+    Wait(
+        "residents: for updates in a lane, in the same workspace",
+        "updates",
+        "            self.settle()  # The user's stream is about to use the workspace.\n",
+        "            pass\n",
+    ),
+    Wait(
+        "residents: before a lane uses the workspace",
+        "updates",
+        "            device.drain()  # Before a lane uses the workspace.\n",
+        "            pass\n",
+    ),
+    Wait("residents: until through", "updates", "            self._queued.synchronize()\n", ""),
+    Wait(
+        "residents: asleep, until their squares are summed",
+        "resident",
+        "        device.drain()  # Whose host sleeps; a copy's would spin.\n",
+        "",
+    ),
+    Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
+    Wait(
+        "weights: before changes in use are put home",
+        "inuse",
+        '        self._executor.quiesce("weight", unit)\n        changed',
+        "        changed",
+        ("test_in_use",),
+    ),
+    Wait(
+        "states: after they are read",
+        "states",
+        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "",
+    ),
+    Wait(
+        "gradients: before they are shown",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        now = self._showing(unit)\n'
+        "        if parameter",
+        "        now = self._showing(unit)\n        if parameter",
+    ),
+    Wait(
+        "gradients: before they are read",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        self._settle(unit)',
+        "        self._settle(unit)",
+    ),
+    Wait(
+        "gradients: before one is replaced",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        window = self._seen',
+        "        window = self._seen",
+    ),
+    Wait(
+        "gradients: before those shown are put home",
+        "gradients",
+        '        self._executor.quiesce("gradient", unit)\n        for parameter, shown',
+        "        for parameter, shown",
+    ),
+    Wait(
+        "gradients: before those held are renewed",
+        "gradients",
+        '            self._executor.quiesce("gradient", unit)\n            if now.copied',
+        "            if now.copied",
+    ),
+    Wait(
+        "gradients: for the place where they are collected",
+        "collected",
+        "            self._executor.lanes.begin(task)\n        except",
+        "            self._executor.lanes.begin(self._executor.reserve(type(known)("
+        "known.op, known.reads, (), None), self._passes.number))\n        except",
+    ),
+    Wait(
+        "sleep: for a piece before it is filled again",
+        "bounce",
+        "        if before is not None:\n            before.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: for a piece before it is emptied",
+        "bounce",
+        "            if fence is not None:\n                fence.synchronize()\n",
+        "",
+    ),
+    Wait(
+        "sleep: until the last piece is through",
+        "bounce",
+        "        left[turn % 2] = device.fence(device.stream())\n    device.drain()\n",
+        "        left[turn % 2] = device.fence(device.stream())\n",
+    ),
+    Wait(
+        "sleep: for a copy on the device",
+        "bounce",
+        "            _at_once(into, source)\n            device.drain()\n",
+        "            _at_once(into, source)\n",
+    ),
+    Wait(
+        "sleep: for all that touches a home",
+        "sleep",
+        "        engine.executor.quiesce(kind, unit)\n",
+        "        pass\n",
+        ("test_sleep",),
+    ),
+    Wait(
+        "sleep: after a copy that failed, or of a resident",
+        "bounce",
+        "        device.drain()  # A copy may be under way: after an error, or of who goes on by "
+        "himself.\n",
+        "",
+    ),
+    Wait(
+        "memory: before it is given back",
+        "arena",
+        '        if tier == "device":\n            self._device.settle()\n',
+        "",
+        ("test_arena",),
+    ),
+    Wait(
+        "memory: before all of it is given back",
+        "arena",
+        "            self._device.settle()\n        self._homes, self._slots",
+        "            pass\n        self._homes, self._slots",
+        ("test_arena",),
+    ),
+    Wait(
+        "store: until a piece is through",
+        "store",
+        "        try:\n            ticket.wait()\n",
+        "        try:\n            pass\n",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until none is under way",
+        "store",
+        "            aio.wait_all(ticket for pieces in parts for _, ticket in pieces)\n",
+        "            pass\n",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until a header is read",
+        "store",
+        "extent.header_offset).wait()",
+        "extent.header_offset)",
+        ("test_store",),
+    ),
+    Wait(
+        "store: until a header is written",
+        "store",
+        "write_from(block, offset).wait()",
+        "write_from(block, offset)",
+        ("test_store",),
+    ),
+    Wait(
+        "device: after zeros were written",
+        "device",
+        "        self.drain()\n        return made",
+        "        return made",
+    ),
+)
