@@ -80,8 +80,7 @@ class NativeTicket(Ticket):
         code, cause, offset, count, tries, last_code, free = found
         text, why = None, None
         if cause == _END_OF_FILE:
-            where = "within the block at" if tries else "at"
-            text, why = f"the file ends {where} {offset}", SHORTENED
+            text, why = f"the file ends at {offset}", SHORTENED
         elif cause == _NO_PROGRESS:
             reason = os.strerror(last_code) if last_code else "nothing was transferred"
             text = f"{reason}, {tries} times in a row"

@@ -116,7 +116,7 @@ class Request:
 class Piece:
     """What the system moves by one call or, where that falls short, several: what is left of it."""
 
-    __slots__ = ("began", "bytes", "due", "offset", "request", "tries", "view")
+    __slots__ = ("began", "bytes", "due", "offset", "request", "rest", "tries", "view")
 
     def __init__(self, request: Request, view: memoryview, offset: int) -> None:
         self.request = request
@@ -124,11 +124,13 @@ class Piece:
         self.offset = offset
         self.bytes = view.nbytes  # held of those in flight, to its end
         self.tries = 0  # in a row without progress
+        self.rest = 0  # of the last answer, what is no whole block
         self.due = self.began = 0.0
 
     def moved(self, count: int) -> int:
         """The system moved so many bytes: how many of them count, in whole blocks of the file."""
-        count -= count % self.request.file.offset_align_bytes  # the rest must start aligned again
+        self.rest = count % self.request.file.offset_align_bytes
+        count -= self.rest  # the rest must start aligned again
         self.view = self.view[count:]
         self.offset += count
         self.tries = 0 if count else self.tries + 1
@@ -151,6 +153,9 @@ class Piece:
         """What to raise where that goes on for too long; `code`: 0, or the last answer's errno."""
         if self.tries <= RETRIES_MAX:
             return None
+        if self.rest and not self.request.writing:  # The same again and again: it ends in a block.
+            self.offset, self.view = self.offset + self.rest, self.view[self.rest :]
+            return self.at_end_of_file(io)
         reason = os.strerror(code) if code else "nothing was transferred"
         return self.failed(io, errno.EIO, f"{reason}, {self.tries} times in a row")
 

@@ -98,10 +98,14 @@ def users_modes() -> Iterator[None]:
 
 
 def _pop() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Take all modes off."""
+    """Take all modes off, but those that imitate a device (`is_device`), as no user has them."""
     pop: Callable[[], Any] = _functions._pop_torch_function_stack
     functions = tuple(pop() for _ in range(_functions_active()))
-    return functions, tuple(_dispatch._pop_mode() for _ in range(_dispatchers_active()))
+    found = [_dispatch._pop_mode() for _ in range(_dispatchers_active())]
+    for mode in reversed(found):
+        if getattr(mode, "is_device", False):
+            _dispatch._push_mode(mode)
+    return functions, tuple(mode for mode in found if not getattr(mode, "is_device", False))
 
 
 def _push(functions: tuple[Any, ...], dispatchers: tuple[Any, ...]) -> None:

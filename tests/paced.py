@@ -224,6 +224,8 @@ class Paced(Device):
 
 
 class _Mode(TorchDispatchMode):
+    is_device = True  # It stays where the engine takes off the modes of users.
+
     def __init__(self, device: Paced):
         super().__init__()
         self._device = device
