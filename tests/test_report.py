@@ -21,9 +21,10 @@ from offload.breakdown import OTHER, bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
 from offload.kept import write_whole
+from offload.program import Lane
 from offload.runs import Prediction, Run, Span, Wait
 from offload.simulate import seconds_of
-from offload.trace import SPANS_MAX, Ran, Stepped, Trace
+from offload.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
 from tests.command import SHORT, run
 
@@ -302,7 +303,7 @@ def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
         engine.settle()
         trace = engine.executor.lanes.traced()
         first = min(ran.start for ran in trace.ran)
-        trace.waited.appendleft(trace.waited[0]._replace(start=first - 1))
+        trace.waited.appendleft(Waited(Lane.H2D, first - 1, first))
         monkeypatch.setattr(engine.executor.lanes, "traced", lambda: trace)
         made = recorded.run_of(engine)
     assert min(one.start for one in (*made.spans, *made.waits)) == 0
