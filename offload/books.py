@@ -6,10 +6,11 @@ do are woken: each once, however much was queued for it, as a lane that wakes ta
 queues. What is raised under the lock leaves the books half written, and ends everything.
 
 [Note: Compiled books]
-The books are kept in C++ (`offload/src`) where the compiler was there and the device is the host:
-the same order of starts and the same waits, which a test holds against those here for random ops.
-Lanes then wait without the GIL, and copy within CPU memory without Python at all, so the user's
-thread pays for a copy only when it is queued. Fences of a device are Python's, so its books are.
+The books are kept in C++ (`offload/src`) where that is asked for (`OFFLOAD_BOOKS=compiled`), the
+compiler was there and the device is the host: the same order of starts and the same waits, which a
+test holds against those here for random ops. Lanes then wait without the GIL, and copy within CPU
+memory without Python at all, so the user's thread pays for a copy only when it is queued. Fences of
+a device are Python's, so its books are.
 """
 
 from __future__ import annotations
@@ -158,6 +159,9 @@ class Books:
             for wake in self._wake.values() if closing else ():
                 wake.notify_all()
             self.changed.notify_all()
+
+    def forget(self) -> None:
+        """Let go of all tasks, once no lane runs any more."""
 
     # -- the lock -----------------------------------------------------------------------------
 

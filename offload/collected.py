@@ -153,6 +153,8 @@ class Collector:
         try:
             self._executor.lanes.begin(task)
         except BaseException:
+            if task.begun:
+                self._executor.lanes.finish(task)
             self._executor.lanes.cancel([task])
             raise
         self._units[unit].task = task

@@ -15,7 +15,10 @@ from offload.task import Fence, Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"
-"""Environment variable: `python` keeps the books by the reference."""
+"""Environment variable: `compiled` keeps the books in C++ where they can serve.
+
+Not by itself: of that code no sanitizer has seen two threads yet.
+"""
 
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
@@ -53,9 +56,9 @@ class CompiledBooks:
     ) -> Task:
         """Queue an op behind `waits`; what has `spans` its lane copies on its own."""
         if spans is not None:
-            self._number = number = (self._number + 1) % SPANS_MAX
-            self._copies[number] = op
-            task = self._make(_NUMBER[op.lane], key, False, passage, spans, number)
+            self._number += 1
+            self._copies[self._number % SPANS_MAX] = op
+            task = self._make(_NUMBER[op.lane], key, False, passage, spans, self._number)
         else:
             task = self._make(_NUMBER[op.lane], key, run is None, passage, None, 0)
             task.op, task.run = op, run
@@ -87,14 +90,20 @@ class CompiledBooks:
 
     def ran(self) -> list[Ran]:
         """The last copies since that was asked."""
-        ended = [(self._copies[number], start, stop) for number, start, stop in self._books.ran()]
-        return [Ran(op.lane, op, start, stop) for op, start, stop in ended if op is not None]
+        kept = self._number - SPANS_MAX  # Of older ones the place is another's.
+        return [
+            Ran(op.lane, op, start, stop)
+            for number, start, stop in self._books.ran()
+            if number > kept and (op := self._copies[number % SPANS_MAX]) is not None
+        ]
 
     def stop(self, *, closing: bool) -> None:
         """Start nothing more."""
         self._books.stop(closing)
-        if closing:
-            self._books.forget()  # What Python's garbage collector does not see.
+
+    def forget(self) -> None:
+        """Let go of all tasks, which Python's garbage collector does not see; no lane runs."""
+        self._books.forget()
 
     def together(self) -> AbstractContextManager[None]:
         """Lanes begin at once: those that copy disturb nobody."""
@@ -104,8 +113,8 @@ class CompiledBooks:
 def books_of(
     lanes: Iterable[Lane], fail: Callable[[BaseException], None], device: Device
 ) -> Books | CompiledBooks:
-    """The compiled books where they can serve, else the reference."""
+    """The compiled books where they are asked for and can serve, else the reference."""
     plain = type(device) is Device  # Else it may have fences.
-    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) != "python":
+    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) == "compiled":
         return CompiledBooks()
     return Books(lanes, fail)

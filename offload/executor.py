@@ -219,6 +219,10 @@ class Executor:
         reads, writes = ((), touched) if to_write else (touched, ())
         self.lanes.wait(self._board.waits(reads, writes))
 
+    def idle(self) -> None:
+        """Block until no task touches any place, homes and slots and what is staged."""
+        self.lanes.wait(self._board.all())
+
     def peek(self, value: Value) -> torch.Tensor:
         """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""
         home = self.plan.home(value.kind, value.unit)

@@ -162,7 +162,8 @@ class Lanes:
             self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
         for fence in task.fences:
             fence.wait()
-        task.streams = [] if self._device.is_host else [self._device.stream()]
+        if not self._device.is_host:
+            task.streams = [self._device.stream()]
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -174,7 +175,8 @@ class Lanes:
     def finish(self, task: Task) -> None:
         """The user's compute `task` is over (on the host; the device may have work left)."""
         self.join(task)
-        fences = [self._device.fence(stream) for stream in task.streams]
+        streams = [] if self._device.is_host else task.streams
+        fences = [self._device.fence(stream) for stream in streams]
         self._books.finish(task, [fence for fence in fences if fence is not None])
         if self._trace is not None:
             self.note(task.op, task.began_at, time.perf_counter())
@@ -258,6 +260,7 @@ class Lanes:
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
+        self._books.forget()
         then()
 
     def together(self) -> AbstractContextManager[None]:

@@ -357,7 +357,7 @@ def lay_out_memory(
         memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
     for kind, u in itertools.product(KINDS, own):  # Behind all that is cut from the arena.
         if kind != "state":
-            settle(kind, u, sizes.apart[kind][u])
+            settle(kind, u, max(sizes.apart[kind][u], sizes.value[kind][u]))
     return memory
 
 

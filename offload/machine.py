@@ -258,7 +258,7 @@ class DriveSpeed:
 
     def __post_init__(self) -> None:
         rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
-        if not all(0 < rate < math.inf for rate in rates):
+        if not all(0 < float(rate) < math.inf for rate in rates):
             raise ValueError(f"speeds of a drive must be positive and finite: {self}")
         block, depth = operator.index(self.block_bytes), operator.index(self.depth)
         if block % 4096 or not (0 < block <= 1 << 30 and 0 < depth <= 1024):
@@ -293,16 +293,25 @@ def unreadable_speeds() -> str | None:
     return _kept()[1]
 
 
+_NOT_OURS = (
+    *(OSError, ValueError, TypeError, KeyError, AttributeError),
+    *(ArithmeticError, RecursionError),
+)
+"""What reading something else as measured speeds may raise."""
+
+
 def _kept() -> tuple[dict[str, DriveSpeed], str | None]:
     """By mount point what was measured, and what is wrong with the file."""
     try:
         kept = profile_path()
+        if kept.exists() and not kept.is_file() and str(kept) != os.devnull:  # May never end.
+            raise OSError(errno.EINVAL, "no regular file")
         text = kept.read_text("utf-8")
         drives = json.loads(text)["drives"] if text.strip() else {}
         return {str(mount): DriveSpeed(**found) for mount, found in drives.items()}, None
     except (FileNotFoundError, NotADirectoryError):
         return {}, None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except _NOT_OURS as error:
         return {}, (
             f"asked {kept} for the measured speeds of drives; found none that can be read "
             f"({type(error).__name__}: {error}), so it is as if no drive had been measured; likely "

@@ -52,6 +52,10 @@ class Scoreboard(Generic[Task]):
                         break
         return list(found)
 
+    def all(self) -> list[Task]:
+        """Tasks to wait for before anybody else has the places."""
+        return self.waits((), tuple(self._accesses))
+
     def note(self, task: Task, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
         for cell in reads:

@@ -12,7 +12,6 @@ others have taken leaves it asleep.
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 from typing import Literal
 
@@ -26,7 +25,6 @@ from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
 from offload.program import Use, Value
-from offload.records import KINDS
 from offload.touch import ParameterHome
 
 
@@ -105,8 +103,7 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.gradients.let_go()
     engine.collector.forget_places()
     engine.passes.forget()
-    for kind, unit in itertools.product(KINDS, range(len(engine.units))):
-        engine.executor.quiesce(kind, unit)
+    engine.executor.idle()
     for bound in engine.units:
         bound.close()
 

@@ -375,7 +375,8 @@ class Script:
                 if device is not None:
                     device.change(**delays)
                 for action in (*before, backward_only, *between, step_only, *after, evaluate):
-                    if device is not None and action is not step_only:
+                    # Residents are torch's own parameters: before a step, too, the user waits.
+                    if device is not None and (action is not step_only or placement == RESIDENT):
                         device.wait_for_those_aside()
                     action(loop)
             result = result_of(run)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from offload.books import Books
-from offload.compiled import CompiledBooks, books_of
+from offload.compiled import BOOKS_VARIABLE, CompiledBooks, books_of
 from offload.device import CPU, Device
 from offload.program import Lane, Op, Value, Verb
 from offload.scoreboard import Scoreboard
@@ -199,10 +199,11 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
         books.begin(mine, 0.0)
 
 
-def test_devices_with_fences_have_their_books_in_python() -> None:
+def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fenced(Device):
         is_host = False
 
     fenced = Fenced(torch.device("cpu"))
+    monkeypatch.setenv(BOOKS_VARIABLE, "compiled")
     assert isinstance(books_of(LANES, print, CPU), CompiledBooks)
     assert isinstance(books_of(LANES, print, fenced), Books)

@@ -247,6 +247,13 @@ def test_damaged_speeds_are_as_none_and_said_to_be(
     assert list(saved_speeds().values()) == [SPEED]
 
 
+def test_what_never_ends_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, told in ((tmp_path / "pipe", True), ("/dev/zero", True), (os.devnull, False)):
+        monkeypatch.setenv("OFFLOAD_MACHINE", str(path))
+        assert bool(unreadable_speeds()) is told
+
+
 def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -> None:
     """Drives /a, /b ... that read at 4, write at 2 and do both at 3 times such rates."""
     unit = replace(SPEED, read_bytes_per_s=4.0, write_bytes_per_s=2.0, both_bytes_per_s=3.0)

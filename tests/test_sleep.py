@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import itertools
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 
 import offload
 from offload.arena import host_tensor
+from offload.device import Device
 from offload.exposure import use_count
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
@@ -312,3 +316,28 @@ def test_a_held_gradient_keeps_no_memory_of_the_arena(tier: Any, tmp_path: Path)
         assert all(same_bits(a, b) for a, b in zip(held, before, strict=True))  # type: ignore
         offload.wake(run.model)
         plain(run, 0)
+
+
+def test_sleep_waits_for_a_copy_into_a_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_books: None
+) -> None:
+    """Of a unit whose turn never came: nothing at home waits for it, and its slot goes."""
+    go_on, held = threading.Event(), threading.Event()
+    copies, plainly = itertools.count(), Device.copy
+
+    def slowly(device: Device, into: torch.Tensor, source: torch.Tensor) -> None:
+        if threading.current_thread().name.startswith("offload") and next(copies):
+            held.set()
+            go_on.wait(timeout=30)
+        plainly(device, into, source)
+
+    with attached(("nvme", "cpu", "cpu"), tmp_path) as run, ThreadPoolExecutor(1) as other:
+        monkeypatch.setattr(Device, "copy", slowly)
+        model: Any = run.model
+        model.embed(batch(torch.Generator().manual_seed(1)))
+        assert held.wait(timeout=30)
+        asleep = other.submit(offload.sleep, run.model, "cpu")
+        assert not wait([asleep], timeout=0.3).done
+        go_on.set()
+        asleep.result()
+        offload.wake(run.model)

@@ -31,8 +31,8 @@ WAITS = (
     Wait(
         "user: its stream for computes on other streams",
         "lanes",
-        "        for fence in task.fences:\n            fence.wait()\n        task.streams",
-        "        task.streams",
+        "        for fence in task.fences:\n            fence.wait()\n        if not",
+        "        if not",
     ),
     Wait(
         "user: another stream of its compute, for the same",
@@ -44,8 +44,8 @@ WAITS = (
     Wait(
         "user: fences on all streams of its compute",
         "lanes",
-        "for stream in task.streams]",
-        "for stream in task.streams[-1:]]",
+        "for stream in streams]",
+        "for stream in streams[-1:]]",
     ),
     Wait(
         "user: any fence of its compute",
@@ -327,10 +327,10 @@ WAITS = (
         "            _at_once(into, source)\n",
     ),
     Wait(
-        "sleep: for all that touches a home",
+        "sleep: for all that is under way",
         "sleep",
-        "        engine.executor.quiesce(kind, unit)\n",
-        "        pass\n",
+        "    engine.executor.idle()\n",
+        "",
         ("test_sleep",),
     ),
     Wait(

@@ -28,7 +28,8 @@ enum class State { WAITING, READY, RUNNING, DONE, CANCELLED };
 
 struct Task;
 
-struct Passage {
+// Shared with Python as Task is: else the last to let go would need the GIL.
+struct Passage : std::enable_shared_from_this<Passage> {
     int slot = -1;
     std::vector<Task*> tasks;
     int left = 0, missing = 1;
