@@ -158,7 +158,8 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     if gain >= GAIN_LEAST:
         help_ = HELP["compute" if name == MODEL else name]
         told.append(
-            f"Twice as fast it would save {gain:.0%} of the step, says the simulator. Try {help_}."
+            f"{'A device' if name == MODEL else f'The {name} lane'} twice as fast would save "
+            f"{gain:.0%} of the step, says the simulator. Try {help_}."
         )
     elif gains:
         told.append("No lane alone would make it faster by much.")

@@ -35,6 +35,7 @@ def run_of(engine: Engine) -> Run | None:
     starts = [ran.start for ran in trace.ran] + [one.at for one in trace.stepped]
     starts += [wait.start for wait in trace.waited]  # may begin before the op that it is for
     zero = min(starts, default=0.0)
+    since = _since(trace, zero)
     calls = union(call for call in trace.called if call[0] >= max(zero, trace.since))
     names = [unit.name for unit in engine.plan.profile.units]
     return Run(
@@ -54,9 +55,19 @@ def run_of(engine: Engine) -> Run | None:
         ],
         waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
         stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],
-        since=max(0.0, trace.since - zero),
-        prediction=_predicted(engine, trace),
+        since=since - zero,
+        prediction=_predicted(engine, trace, since),
     )
+
+
+def _since(trace: Trace, zero: float) -> float:
+    """The moment from which steps are alike.
+
+    The updates of the first step begin after it, those of others inside their backward, once it
+    has shown what is final: from the first `step()` to the second there are two steps' updates.
+    """
+    first = trace.stepped[1].at if len(trace.stepped) > 2 and trace.stepped[0].number == 1 else 0.0
+    return max(first, trace.since, zero)
 
 
 def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
@@ -70,16 +81,16 @@ def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
     return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes, tier)
 
 
-def _predicted(engine: Engine, trace: Trace) -> Prediction | None:
-    """The simulator's word on the last steps, at the speeds that were seen in them.
+def _predicted(engine: Engine, trace: Trace, since: float) -> Prediction | None:
+    """The simulator's word on the steps after `since`, at the speeds that were seen in them.
 
     The engine's own work within a unit's stretch of compute is taken for compute, but a faster
     device would not make it faster.
     """
-    kept = [one for one in trace.stepped if one.at >= trace.since]
+    kept = [one for one in trace.stepped if one.at >= since]
     program = engine.program
     ops = sum(len(phase.ops) for phase in program.phases.values())
-    if len(kept) < 3 or ops > SIMULATED_OPS_MAX:
+    if len(trace.stepped) < 3 or len(kept) < 2 or ops > SIMULATED_OPS_MAX:
         return None
     since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
     ran_units = [ran for ran in trace.ran if not is_pass(ran.op)]

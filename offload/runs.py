@@ -107,7 +107,7 @@ def _row(one: Span | Wait) -> list[Any]:
     return [round(value, 6) if isinstance(value, float) else value for value in values]
 
 
-def load(path: Path) -> Run:
+def load(path: str | os.PathLike[str]) -> Run:
     """Reads a run that `save` wrote.
 
     Raises:
@@ -115,7 +115,7 @@ def load(path: Path) -> Run:
         ValueError: it is no such file, or one of another version.
     """
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(Path(path).read_text("utf-8"))
         kind, version = content.pop("format"), content.pop("version")
     except (ValueError, AttributeError, KeyError, TypeError):
         raise ValueError(f"{path} is no run: likely another kind of file") from None
