@@ -1,6 +1,6 @@
 """The compiled kernels: addresses and sizes in, nothing kept. See src/module.cpp."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +24,14 @@ def run(
     rows: npt.NDArray[np.int64],
     factors: npt.NDArray[np.float32],
     checksums: npt.NDArray[np.uint32] | None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> None:
     """Do one operation on many spans, by all threads, without the GIL.
 
     gradient: 0 bfloat16 (or none), 1 float16, 2 float32. rows: a span each: elements, row of
     factors, first element in its parameter, then the address of each array. Addresses are not
-    checked.
+    checked. meanwhile: called once, when the other threads have begun; what it raises is raised
+    when all is done.
     """
 
 def answers_are(

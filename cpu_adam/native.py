@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import numpy as np
@@ -125,8 +126,8 @@ class UpdateTable:
     The memory of weights, slots and gradients of its own is taken when they are handed over, and
     held: a tensor that is given other memory later (`set_`, `data =`) is not followed, one whose
     storage is resized is refused. Per span and on top of the memory's time a call costs one to two
-    microseconds with such gradients (half of it to count versions up), more where each step brings
-    its own, less where it brings their addresses, too.
+    microseconds with such gradients (some of it to count versions up, which the calling thread does
+    while the others have begun), more where each step brings its own, less with their addresses.
     """
 
     def __init__(
@@ -219,9 +220,9 @@ class UpdateTable:
         rows = self._rows.copy()  # Other threads may be in a call of their own.
         rows[:, ADDRESS_COLUMNS] = addresses
         factors = _factors(chosen, turns, gradient_scale)
-        # Before the call: an update leaves nothing of many tensors in cache.
-        torch.autograd.graph.increment_version(self._written)
-        return _run(chosen, self._format.name, gradients[0].dtype, rows, factors, checksums)
+        count_up = partial(torch.autograd.graph.increment_version, self._written)
+        what = chosen, self._format.name, gradients[0].dtype
+        return _run(*what, rows, factors, checksums, count_up)
 
     def _check(self, gradients: Sequence[Tensor]) -> None:
         """Raise ValueError if these are no gradients of the spans."""
@@ -293,11 +294,8 @@ def sum_of_squares(
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
         return reference.sum_of_squares(readable(gradient), workspace, wait)
-    number = _GRADIENTS[gradient.dtype]
-    found: float = chosen.native.sum_of_squares(
-        chosen.index, number, gradient.data_ptr(), gradient.numel()
-    )
-    return found
+    at = gradient.data_ptr(), gradient.numel()
+    return float(chosen.native.sum_of_squares(chosen.index, _GRADIENTS[gradient.dtype], *at))
 
 
 def is_finite(gradient: Tensor) -> bool:
@@ -385,13 +383,15 @@ def _run(
     rows: npt.NDArray[np.int64],
     factors: npt.NDArray[np.float32],
     checksums: bool = False,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Checksums | None:
     """One native call; the checksums of every array but the first, where they are asked for."""
     assert chosen.native is not None
     number = chosen.native.OPERATIONS.index(operation)
     written = rows.shape[1] - ADDRESS_COLUMNS - 1
     found = np.zeros((len(rows), written), np.uint32) if checksums else None
-    chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors, found)
+    what = chosen.index, number, _GRADIENTS[gradient]
+    chosen.native.run(*what, rows, factors, found, meanwhile)
     return found
 
 

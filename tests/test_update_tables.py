@@ -83,6 +83,28 @@ def test_calls_of_one_table_do_not_share_rows(monkeypatch: pytest.MonkeyPatch) -
     assert [first.data_ptr(), second.data_ptr()] == [int(row[0, 3]) for row in rows]
 
 
+@pytest.mark.skipif(cpu_adam.kernel().native is None, reason="no compiled kernels")
+@pytest.mark.parametrize("elements", [7, 1 << 20])
+def test_a_failure_to_count_versions_is_told_when_all_is_done(
+    elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    for fails in (False, True):
+        weight, built, hyper = table(elements)
+        built.set_gradients([torch.ones(elements)])
+        before = weight._version
+        if fails:
+            monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda xs: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                built.update([(hyper, 1)])
+        else:
+            built.update([(hyper, 1)])
+            assert weight._version > before
+        weights.append(weight)
+    assert torch.equal(*weights)
+    assert (weights[0] < 1).all()
+
+
 @pytest.mark.parametrize("at", range(3))
 def test_spans_that_share_memory_are_refused(at: int) -> None:
     """An element of a weight or of a moment."""

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -48,8 +49,9 @@ static std::vector<std::string> kernel_names() {
     return names;
 }
 
+// meanwhile: called with the GIL while the other threads are at work already.
 static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors,
-                const std::optional<Checksums>& checksums) {
+                const std::optional<Checksums>& checksums, const nb::object& meanwhile) {
     if (operation < 0 || operation >= OPERATIONS_COUNT || gradient < 0 || gradient >= GRADIENTS)
         throw nb::index_error("no such operation");
     const Action& chosen = kernel_at(kernel).operations[operation].of[gradient];
@@ -70,9 +72,21 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
                       int64_t(checksums->shape(1)) != chosen.arrays - 1))
         throw nb::value_error("the checksums do not fit the table");
     uint32_t* const sums = checksums ? checksums->data() : nullptr;
-    const WithoutGil released;
-    if (sums != nullptr) sweep_with_checksums(chosen, table, crc32c_of(kernel_at(kernel)), sums);
-    else sweep(chosen, table);
+    std::optional<WithoutGil> released;
+    std::exception_ptr failed;
+    auto begun = [&] {
+        try {
+            if (!meanwhile.is_none()) meanwhile();
+        } catch (...) {
+            failed = std::current_exception();  // what is under way is first done
+        }
+        released.emplace();
+    };
+    if (sums != nullptr)
+        sweep_with_checksums(chosen, table, crc32c_of(kernel_at(kernel)), sums, begun);
+    else sweep(chosen, table, begun);
+    released.reset();
+    if (failed) std::rethrow_exception(failed);
 }
 
 // See [Note: Asked in C] in memory.py. A question takes a handle, gives a number and returns 0.
@@ -128,7 +142,8 @@ NB_MODULE(_kernels, m) {
     m.attr("SUM_BLOCK_ELEMENTS") = SUM_BLOCK_ELEMENTS;
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
-          nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none());
+          nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none(),
+          nb::arg("meanwhile") = nb::none());
     m.def("answers_are", &answers_are, nb::arg("questions"), nb::arg("handles"),
           nb::arg("expected"));
     m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),

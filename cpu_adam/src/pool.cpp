@@ -166,11 +166,13 @@ void Pool::serve(Place place, int64_t generation) {
     }
 }
 
-void Pool::run(int64_t pieces, const std::function<void(int64_t)>& piece) {
+void Pool::run(int64_t pieces, const std::function<void(int64_t)>& piece,
+               const std::function<void()>& begun) {
     FloatState state;
     std::unique_lock lock(mutex_);
     if (pieces <= 1 || places_.size() == 1) {
         lock.unlock();
+        begun();
         for (int64_t i = 0; i < pieces; i++) piece(i);
         return;
     }
@@ -181,6 +183,7 @@ void Pool::run(int64_t pieces, const std::function<void(int64_t)>& piece) {
     lock.unlock();
     if (pieces == 2) work_.notify_one();
     else work_.notify_all();
+    begun();
     job.work(node);
     lock.lock();
     jobs_.erase(here);

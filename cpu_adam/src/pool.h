@@ -42,8 +42,10 @@ public:
     int threads();
 
     // Call `piece(0)` ... `piece(pieces - 1)`, each once, on any threads, and return when all are
-    // done. `piece` must not throw, and must not call `run`.
-    void run(int64_t pieces, const std::function<void(int64_t)>& piece);
+    // done. `begun` is called once by the caller, before it takes a piece itself: the others are at
+    // work by then. Neither may throw, or call `run`.
+    void run(int64_t pieces, const std::function<void(int64_t)>& piece,
+             const std::function<void()>& begun = [] {});
 
 private:
     void start_missing_threads();

@@ -86,23 +86,24 @@ void run_part(const Action& operation, const Table& table, int64_t row, int64_t 
 
 }  // namespace
 
-void sweep(const Action& operation, const Table& table) {
+void sweep(const Action& operation, const Table& table, const std::function<void()>& begun) {
     const Cuts cuts(table);
-    Pool::get().run(cuts.pieces(), [&](int64_t piece) {
+    auto sweep_piece = [&](int64_t piece) {
         cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
             run_part(operation, table, row, first, last);
         });
-    });
+    };
+    Pool::get().run(cuts.pieces(), sweep_piece, begun);
 }
 
 // Parts follow one another in rows and in pieces, so that no two have the same sum of both numbers:
 // that is where the CRCs of a part lie until all are there and those of a span can be combined.
 void sweep_with_checksums(const Action& operation, const Table& table, Crc32c function,
-                          uint32_t* checksums) {
+                          uint32_t* checksums, const std::function<void()>& begun) {
     const Cuts cuts(table);
     const int64_t written = operation.arrays - 1;
     std::vector<uint32_t> found(size_t((table.count + cuts.pieces()) * written));
-    Pool::get().run(cuts.pieces(), [&](int64_t piece) {
+    auto sweep_piece = [&](int64_t piece) {
         cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
             uint32_t* crcs = found.data() + (row + piece) * written;
             for (int64_t at = first; at < last; at += BLOCK_ELEMENTS) {
@@ -113,7 +114,8 @@ void sweep_with_checksums(const Action& operation, const Table& table, Crc32c fu
                                            bytes_of(operation, k, end - at));
             }
         });
-    });
+    };
+    Pool::get().run(cuts.pieces(), sweep_piece, begun);
     std::fill_n(checksums, table.count * written, 0);
     for (int64_t piece = 0; piece < cuts.pieces(); piece++) {
         cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
