@@ -200,8 +200,9 @@ def _bounding(name: str, found: Breakdown) -> str:
         return f"{told} {_MORE_TOKENS}, or larger blocks."
     if name == OTHER:
         return (
-            f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss "
-            "and Python. Try more workers of the DataLoader first, or less work between steps."
+            f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss, "
+            "Python, and other models if there are any. Try more workers of the DataLoader first, "
+            "or less work between steps."
         )
     return (
         f"The {name} lane bounds the step: it works {share(found.busy.get(name, 0.0))} of the "

@@ -398,3 +398,18 @@ def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, capsys, monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert run(*SHORT, "--trace", "--steps", "1") == 0
     assert "note: no trace was left at" in capsys.readouterr().err
+
+
+def test_calls_into_another_engine_are_not_this_one_s():
+    """What the other one's lanes are waited for takes the time of `other`: paced, most of it."""
+    (model, optimizer), (beside, theirs) = attached(layers=2), attached(layers=6)
+    with optimizer.engine as engine, theirs.engine as other:
+        other.executor.lanes._pace = lambda op: 0.002
+        for _ in range(4):
+            stepped(model, optimizer, 1)
+            stepped(beside, theirs, 1)
+        made, of_other = recorded.run_of(engine), recorded.run_of(other)
+    found, slow = breakdown(made), breakdown(of_other)
+    assert found.parts["engine"] + found.waited_s < 0.3 * found.step_s
+    assert slow.parts["engine"] + slow.waited_s > 0.5 * slow.step_s
+    assert bound(made, found) == OTHER
