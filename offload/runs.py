@@ -51,9 +51,7 @@ class Prediction:
     step_s: float
     exposed_s: float
     busy: Mapping[str, float]
-    """By lane, seconds of a step; the user's own compute is not among them. With micro-batches h2d
-    has some fetches too many: weights that an engine finds in their slots from the backward before.
-    """
+    """By lane, seconds of a step; the user's own compute is not among them."""
     what_if: Mapping[str, float]
     """By the lane that is thought twice as fast, the step's seconds then; `compute` is the device,
     the user's own compute included."""

@@ -21,9 +21,10 @@ from offload.breakdown import OTHER, bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
 from offload.kept import write_whole
+from offload.machine import Machine
 from offload.program import Lane
 from offload.runs import Prediction, Run, Span, Wait
-from offload.simulate import seconds_of
+from offload.simulate import seconds_of, simulate
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
 from tests.command import SHORT, run
@@ -413,3 +414,31 @@ def test_calls_into_another_engine_are_not_this_one_s():
     assert found.parts["engine"] + found.waited_s < 0.3 * found.step_s
     assert slow.parts["engine"] + slow.waited_s > 0.5 * slow.step_s
     assert bound(made, found) == OTHER
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_the_simulator_moves_what_the_engine_does(micro_batches):
+    """Weights that a micro-batch finds in their slots from the backward before are not copied."""
+    model, optimizer = attached(layers=5, micro_batches=micro_batches)
+
+    def step():
+        for _ in range(micro_batches):
+            model(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.settle()
+        return {name: use.bytes for name, use in engine.report().lanes.items()}
+
+    with optimizer.engine as engine:
+        step()
+        before, after = step(), step()
+        made = simulate(
+            engine.program,
+            Machine(device_bytes=0, cpu_bytes=0),
+            lambda unit, verb: 0.1,
+            steps=2,
+            micro_batches=micro_batches,
+        )
+    moved = {name: after[name] - before[name] for name in after}
+    assert moved["h2d"]
+    assert moved == {lane.value: made.bytes(lane) // 2 for lane in Lane if lane != Lane.COMM}
