@@ -286,7 +286,7 @@ def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
 def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert run(*SHORT, "--optimizer", "nvme", "--nvme-path", str(tmp_path)) == 0
     shown = capsys.readouterr()
-    for expected in ("What lives where", "Lanes", "Peak memory", "held-out loss", "budget"):
+    for expected in ("What lives where", "Lanes", "peak memory", "held-out loss", "budget"):
         assert expected in shown.out
     assert "activations and Python included" in shown.out
     assert "exposed: training had to wait for it" in shown.out

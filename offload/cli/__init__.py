@@ -62,6 +62,8 @@ class Signals:
     def __init__(self) -> None:
         self.where = "before the first step"
         """How far the run has come, for the message."""
+        self.hurried = False
+        """Whether a second one came, which did not wait for the end of the step."""
         self._held = False
         self._kept: int | None = None
         self._before: dict[int, Any] = {}
@@ -96,6 +98,7 @@ class Signals:
             told = b"offload: stopping after this step; once more to stop at once"
             os.write(2, b"\r\x1b[2K" + told if os.isatty(2) else b"\n" + told + b"\n")
             return
+        self.hurried |= self._held
         raise Stopped(number, self.where)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,10 @@ DRAWN_INTERVAL_S = 0.2
 """Least time between two drawings on a terminal: drawing takes time from training."""
 
 WINDOW_S = 5.0
-"""Loads are shares of about the last so many seconds."""
+"""Loads are shares of about the last so many seconds, and speeds are means over them, but over some
+steps at least."""
+
+_RECENT_STEPS = 10
 
 WIDE_COLUMNS = 96
 """From here on the curve stands beside the lanes, not above."""
@@ -208,7 +212,9 @@ class Progress:
         self._report = report
         self._mean = _Mean()
         self._losses: list[float] = []
-        self._started = self._spoken = time.monotonic()
+        self._spoken = time.monotonic()
+        self._ends = deque([self._spoken])
+        """When the last steps ended, behind the moment when the first of them began."""
         self._looks: list[tuple[float, Mapping[str, tuple[float, float]]]] = []
         self._live = Live(
             console=console,
@@ -226,21 +232,25 @@ class Progress:
     def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows that `step` (from 1) is done."""
+    def update(self, step: int, loss: float, tokens: int) -> None:
+        """Shows that `step` (from 1), of so many tokens, is done."""
         self._losses.append(self._mean.of(loss))
         now = time.monotonic()
+        self._ends.append(now)
+        while len(self._ends) > _RECENT_STEPS + 1 and now - self._ends[1] > WINDOW_S:
+            self._ends.popleft()
         interval = DRAWN_INTERVAL_S if self._console.is_terminal else PLAIN_INTERVAL_S
         if step not in (1, self._steps) and now - self._spoken < interval:
             return
         self._spoken = now
-        left = (now - self._started) / step * (self._steps - step)
+        mean_s = max(now - self._ends[0], 1e-9) / (len(self._ends) - 1)
+        tokens_per_s, left = tokens / mean_s, mean_s * (self._steps - step)
         if self._console.is_terminal:
             self._draw(step, tokens_per_s, left)
             return
         self._console.print(
             f"step {step}/{self._steps}  smoothed loss {self._losses[-1]:.3f}  "
-            f"{tokens_per_s:,.0f} tokens/s  {left:.0f} s left",
+            f"{tokens_per_s:,.0f} tokens/s  {_clock(left)} left",
             highlight=False,
             soft_wrap=True,
         )
