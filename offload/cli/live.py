@@ -78,12 +78,13 @@ class Shown:
 
 
 def bounded_by(loads: Sequence[Load]) -> str:
-    """What bounds the step, in a line: the model's compute, or what it waits for most."""
+    """What bounds the step, in a line: what is waited for, or none of the lanes."""
     waits = [load for load in loads if load.name != "model"]
     worst = max(waits, key=lambda load: load.exposed, default=None)
     waiting = sum(load.exposed for load in waits)
     if worst is None or worst.exposed < max(0.01, 1 - waiting):
-        return f"bound by compute: training waits for no lane {1 - waiting:.0%} of the time"
+        most = f", and for {worst.name} most" if worst and worst.exposed >= 0.01 else ""
+        return f"bound by no lane: training waits {waiting:.0%} of the time{most}"
     return f"bound by {worst.name}: training waits for it {worst.exposed:.0%} of the time"
 
 
