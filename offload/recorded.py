@@ -81,7 +81,8 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
 
 def _program() -> list[str]:
     """The name of the program that runs, where it has one."""
-    name = Path(sys.argv[0]).name if sys.argv else ""
+    path = Path(sys.argv[0] if sys.argv else "")
+    name = path.parent.name if path.name == "__main__.py" else path.name
     return [] if name in ("", "-c", "-m") else [name]
 
 

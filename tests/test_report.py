@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -240,13 +241,17 @@ def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
-def test_an_engine_s_run(micro_batches):
+def test_an_engine_s_run(micro_batches, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["here/train.py", "--token", "secret"])
     model, optimizer = attached(micro_batches=micro_batches)
     with optimizer.engine as engine:
         stepped(model, optimizer, 5)
         engine.settle()
         made, report = recorded.run_of(engine), engine.report()
     assert [number for number, _, _ in made.stepped] == [1, 2, 3, 4, 5]
+    assert made.command == ["train.py"]  # Of its arguments nothing.
+    assert made.model == "3,168 parameters in float32, 3 units"
+    assert (made.device_is_host, made.versions["torch"]) == (True, torch.__version__)
     for lane, use in report.lanes.items():
         own = [span for span in made.spans if span.lane == lane]
         assert len(own) == use.operations
