@@ -27,6 +27,7 @@ from offload.runs import Prediction, Run, Span, Wait
 from offload.simulate import seconds_of, simulate
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
+from tests.paced import paced
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
 
@@ -419,3 +420,20 @@ def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypat
     assert tried[1].prediction.what_if == {}
     assert len(tried[3].prediction.what_if) == 2
     assert "compute" in tried[3].prediction.what_if
+
+
+def test_a_run_on_an_accelerator():
+    with paced() as device:
+        model, optimizer = attached(micro_batches=1)
+        with optimizer.engine as engine:
+            for _ in range(4):
+                device.backward(model(torch.ones(4, 32)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.settle()
+            made = recorded.run_of(engine)
+        device.timeline.finish()
+    assert not made.device_is_host
+    assert OTHER not in breakdown(made).parts
+    assert {"h2d", "d2h", "cpu"} == set(made.prediction.what_if)
+    assert "Times are those of the host's thread" in verdict(made, breakdown(made))[-1]
