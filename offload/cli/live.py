@@ -47,6 +47,7 @@ _TINY_COLUMNS = 56
 _CURVE_ROWS = 7
 _BAR_COLUMNS = 16
 _EDGE_COLUMNS = 6
+_NAME_COLUMNS = 13
 _RIGHT_COLUMNS = 58
 """Of lanes and memory, and what stands between."""
 
@@ -160,7 +161,7 @@ def loss_curve(losses: Sequence[float], columns: int, rows: int = _CURVE_ROWS) -
 
 def _lanes(loads: Sequence[Load], width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True, min_width=12)
+    grid.add_column(no_wrap=True, min_width=_NAME_COLUMNS)
     grid.add_column(width=width)
     for _ in range(2):
         grid.add_column(no_wrap=True, justify="right", min_width=8)
@@ -175,13 +176,14 @@ def _lanes(loads: Sequence[Load], width: int) -> RenderableType:
 
 def _memory(tiers: Sequence[tuple[str, int, int]], width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True, min_width=12)
+    grid.add_column(no_wrap=True, min_width=_NAME_COLUMNS)
     grid.add_column(width=width)
     grid.add_column(no_wrap=True)
     for name, taken, budget in tiers:
         if budget:
             bar = ProgressBar(total=budget, completed=taken, width=width)
-            grid.add_row(name, bar, f"{format_bytes(taken)} of {format_bytes(budget)}")
+            title = f"{name} {'space' if name == 'nvme' else 'memory'}"  # Lanes have its name, too.
+            grid.add_row(title, bar, f"{format_bytes(taken)} of {format_bytes(budget)}")
     return grid
 
 
