@@ -71,8 +71,8 @@ def test_loads_are_shares_of_the_time_between_two_looks():
 @pytest.mark.parametrize(
     ("disk", "cpu", "told"),
     [
-        (0.0, 0.0, "bound by no lane: training waits 0% of the time"),
-        (0.3, 0.1, "bound by no lane: training waits 40% of the time, and for disk most"),
+        (0.0, 0.0, "bound by no lane: training waits 0%"),
+        (0.3, 0.1, "bound by no lane: training waits 40%, for disk most"),
         (0.5, 0.2, "bound by disk: training waits for it 50%"),
         (0.2, 0.6, "bound by cpu: training waits for it 60%"),
     ],
@@ -83,7 +83,7 @@ def test_what_bounds_the_step(disk, cpu, told):
 
 
 def test_nothing_is_known_yet():
-    assert live.bounded_by([]) == "bound by no lane: training waits 0% of the time"
+    assert live.bounded_by([]) == "bound by no lane: training waits 0%"
 
 
 SHOWN = Shown(

@@ -85,8 +85,8 @@ def bounded_by(loads: Sequence[Load]) -> str:
     worst = max(waits, key=lambda load: load.exposed, default=None)
     waiting = sum(load.exposed for load in waits)
     if worst is None or worst.exposed < max(0.01, 1 - waiting):
-        most = f", and for {worst.name} most" if worst and worst.exposed >= 0.01 else ""
-        return f"bound by no lane: training waits {waiting:.0%} of the time{most}"
+        most = f", for {worst.name} most" if worst and worst.exposed >= 0.01 else ""
+        return f"bound by no lane: training waits {waiting:.0%}{most}"
     return f"bound by {worst.name}: training waits for it {worst.exposed:.0%} of the time"
 
 
