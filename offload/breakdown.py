@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.intervals import Interval, clip, length, overlap, union
-from offload.runs import Run
+from offload.runs import LANES, Run
 
 MODEL, ENGINE, OTHER = "model", "engine", "other"
 """The user's forward and backward; what the engine does in the user's thread meanwhile; and what
 is neither of them nor a wait: data, loss, Python. The last alone is not measured but what is left.
+Where an accelerator computes, the user's thread only queues the first, and waits for it in the last
+(the loss is read): so both are told as the first.
 """
 
 HELP = {
@@ -25,6 +27,13 @@ HELP = {
 and backward, and what the engine computes on it."""
 
 _TITLES = {MODEL: "forward and backward", ENGINE: "engine", OTHER: "data, loss, Python"}
+_QUEUED = "forward, backward, data, loss"
+
+MEASURED = (
+    "Times are those of the host's thread: {device} computes beside it, and forward and backward, "
+    "which are queued there, cannot be told from what waits for them."
+)
+"""What is to be said of a run on an accelerator."""
 
 GAIN_LEAST = 0.02
 """Share of the step that something must save to be worth naming."""
@@ -57,8 +66,10 @@ class Breakdown:
         return sum(seconds for name, seconds in self.parts.items() if name not in own)
 
 
-def title_of(part: str) -> str:
-    """A part of a step, for people."""
+def title_of(part: str, run: Run) -> str:
+    """A part of a step of `run`, for people."""
+    if part == MODEL and not run.device_is_host:
+        return _QUEUED
     return _TITLES.get(part, f"waiting for {part}")
 
 
@@ -81,7 +92,7 @@ def breakdown(run: Run) -> Breakdown:
     def within(found: list[Interval]) -> list[Interval]:
         return union(clip(found, since, until))
 
-    lanes = list(dict.fromkeys(span.lane for span in run.spans))
+    lanes = sorted({span.lane for span in run.spans}, key=LANES.index)
     busy = {
         lane: within([(s.start, s.stop) for s in run.spans if s.lane == lane]) for lane in lanes
     }
@@ -95,10 +106,12 @@ def breakdown(run: Run) -> Breakdown:
     working = busy.pop(MODEL, [])
     parts = {
         MODEL: length(working) - overlap(working, blocked),
-        **{lane: length(found) for lane, found in waits.items()},
+        **{lane: length(waits[lane]) for lane in LANES if lane in waits},
         ENGINE: length(blocked) - length(waited),
     }
     parts[OTHER] = max(0.0, until - since - sum(parts.values()))
+    if not run.device_is_host:
+        parts[MODEL] += parts.pop(OTHER)
     moved: dict[str, float] = {}
     ways: dict[str, float] = {}
     for span in run.spans:
@@ -152,7 +165,7 @@ def _gains(run: Run) -> dict[str, float]:
 def verdict(run: Run, found: Breakdown) -> list[str]:
     """What bounds the step, and what would help most, in a sentence each."""
     name = bound(run, found)
-    told = [_bounding(name, found)]
+    told = [_bounding(name, run, found)]
     gains = _gains(run)
     gain = gains.get("compute" if name == MODEL else name, 0.0)
     if gain >= GAIN_LEAST:
@@ -162,21 +175,22 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
             f"{gain:.0%} of the step, says the simulator. Try {help_}."
         )
     elif gains:
-        told.append("No lane alone would make it faster by much.")
+        left = [lane for lane in found.busy if found.busy[lane] and lane not in gains]
+        beside = f" ({', '.join(left)} not tried: a step has many operations)" if left else ""
+        told.append(f"No lane alone would make it faster by much{beside}.")
     elif not found.busy:
         told.append("Nothing had to be moved: all that it needs lives on the device.")
     else:
-        told.append(
-            "What would help was not simulated: likely all units live on the device, too few whole "
-            "steps were kept, or a step has too many operations."
-        )
+        told.append(f"What would help was not simulated: {run.unpredicted}.")
+    if not run.device_is_host:
+        told.append(MEASURED.format(device=run.device))
     return told
 
 
 _MORE_TOKENS = "The engine takes as long for few tokens as for many: try more in a step (--batch)"
 
 
-def _bounding(name: str, found: Breakdown) -> str:
+def _bounding(name: str, run: Run, found: Breakdown) -> str:
     """What it means for the step that `name` bounds it, in numbers."""
 
     def share(seconds: float) -> str:
@@ -185,10 +199,10 @@ def _bounding(name: str, found: Breakdown) -> str:
     part, waits = found.parts.get(name, 0.0), found.waited_s
     if name == MODEL:
         engine = found.parts.get(ENGINE, 0.0)
+        own = "The model's own compute" if run.device_is_host else "What is not the engine's"
         told = (
-            "The model's own compute bounds the step, as it would without offloading: "
-            f"{share(part)} of it. Waiting for lanes takes {share(waits)}, the engine itself "
-            f"{share(engine)}."
+            f"{own} bounds the step, as it would without offloading: {share(part)} of it. "
+            f"Waiting for lanes takes {share(waits)}, the engine itself {share(engine)}."
         )
         worth = engine > max(waits, GAIN_LEAST * found.step_s)
         return f"{told} {_MORE_TOKENS}." if worth else told
@@ -200,8 +214,9 @@ def _bounding(name: str, found: Breakdown) -> str:
         return f"{told} {_MORE_TOKENS}, or larger blocks."
     if name == OTHER:
         return (
-            f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss "
-            "and Python. Try more workers of the DataLoader first, or less work between steps."
+            f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss, "
+            "Python, and other models if there are any. Try more workers of the DataLoader first, "
+            "or less work between steps."
         )
     return (
         f"The {name} lane bounds the step: it works {share(found.busy.get(name, 0.0))} of the "

@@ -45,9 +45,17 @@ _torn: list[str] = []
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
 
-calls: deque[tuple[float, float]] = deque(maxlen=CALLS_MAX)
-"""When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`).
-On threads other than the main one those within a call are here, too."""
+calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
+"""When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
+and whose they were, see `belongs`. On threads other than the main one those within a call are here,
+too."""
+_owner: object = None
+
+
+def belongs(to: object) -> None:
+    """The call that is under way is one of that engine's, as are those after it that do not say."""
+    global _owner
+    _owner = to
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -81,7 +89,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
             try:
                 return function(*args, **kwargs)
             finally:
-                calls.append((since, time.perf_counter()))
+                calls.append((since, time.perf_counter(), _owner))
         if _inside:
             return function(*args, **kwargs)
         since = time.perf_counter()
@@ -108,7 +116,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         finally:
             if _inside or _came:
                 _end(found)
-            calls.append((since, time.perf_counter()))
+            calls.append((since, time.perf_counter(), _owner))
 
     return run
 

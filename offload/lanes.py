@@ -21,6 +21,7 @@ import torch
 from offload.books import Spans
 from offload.compiled import books_of
 from offload.device import Device
+from offload.interrupt import belongs
 from offload.program import Lane, Op
 from offload.task import Key, Passage, Run, Task
 from offload.trace import Ran, Stepped, Trace, Waited
@@ -77,6 +78,7 @@ class Lanes:
         """Whether copies within CPU memory need no more than `spans`."""
         self._pace = pace
         self._trace = trace
+        self._owner = trace and trace.key
         self._device = device
         self._closing = False
         self._failure: BaseException | None = None
@@ -126,6 +128,7 @@ class Lanes:
         With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
         lanes copy, it is that copy.
         """
+        belongs(self._owner)
         return self._books.submit(op, waits, key, run, passage, spans)
 
     def seal(self, passage: Passage) -> None:
@@ -145,11 +148,12 @@ class Lanes:
     # -- the user's thread --------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise if a lane has failed.
+        """Raise if a lane has failed. Every call into the engine begins so, or submits something.
 
         Raises:
             EngineError: with the lane's error as its cause.
         """
+        belongs(self._owner)
         if self._failure is not None:
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from offload.breakdown import ENGINE, MODEL
 from offload.engine import Engine
 from offload.intervals import Interval, clip, length, overlap, union
+from offload.lanes import LaneUse
 from offload.machine import Machine
 from offload.marks import is_pass
 from offload.program import Lane, Op, Verb
@@ -20,14 +25,21 @@ from offload.trace import Ran, Trace
 WHAT_IF_FACTOR = 2.0
 """By how much a lane is thought faster, to see what would help."""
 
-SIMULATED_OPS_MAX = 4000
-"""Programs with more ops are not simulated: that would take more than some seconds."""
+SIMULATED_STEPS = 3
+"""The third is like those after it."""
+
+SIMULATED_OPS_MAX = 400_000
+"""In all steps of all that is simulated: about ten seconds. A larger step is not simulated, and of
+a large one fewer lanes are thought faster."""
 
 _USER = (Verb.FORWARD, Verb.BACKWARD)
 
 
-def run_of(engine: Engine) -> Run | None:
-    """What `engine` did last; None where Config.trace is False."""
+def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
+    """What `engine` did last; None where Config.trace is False.
+
+    `command` is what was typed; without it the program's name, as arguments may be secret.
+    """
     trace = engine.executor.lanes.traced()
     if trace is None:
         return None
@@ -37,9 +49,15 @@ def run_of(engine: Engine) -> Run | None:
     zero = min(starts, default=0.0)
     since = _since(trace, zero)
     calls = union(call for call in trace.called if call[0] >= max(zero, trace.since))
-    names = [unit.name for unit in engine.plan.profile.units]
+    names = [_printable(unit.name) for unit in engine.plan.profile.units]
+    prediction, unpredicted = _predicted(engine, trace, since)
     return Run(
         made=datetime.now().isoformat(timespec="seconds"),
+        command=[_printable(word) for word in (_program() if command is None else command)],
+        model=_model(engine),
+        device=str(engine.executor.device.torch_device),
+        device_is_host=engine.executor.device.is_host,
+        versions=_versions(),
         steps=report.steps,
         wall_s=report.wall_s,
         misses=report.misses,
@@ -56,8 +74,38 @@ def run_of(engine: Engine) -> Run | None:
         waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
         stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],
         since=since - zero,
-        prediction=_predicted(engine, trace, since),
+        prediction=prediction,
+        unpredicted=unpredicted,
     )
+
+
+def _program() -> list[str]:
+    """The name of the program that runs, where it has one."""
+    path = Path(sys.argv[0] if sys.argv else "")
+    name = path.parent.name if path.name == "__main__.py" else path.name
+    return [] if name in ("", "-c", "-m") else [name]
+
+
+def _printable(text: str) -> str:
+    """Without what would move a cursor, or is no character."""
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _model(engine: Engine) -> str:
+    units = engine.plan.profile.units
+    inside = [one for unit in units for one in unit.parameters]
+    dtypes = ", ".join(dict.fromkeys(one.dtype for one in inside))
+    return f"{sum(one.elements for one in inside):,} parameters in {dtypes}, {len(units)} units"
+
+
+def _versions() -> dict[str, str]:
+    found = {"Python": platform.python_version()}
+    for shown, name in (("torch", "torch"), ("offload", "offload-engine")):
+        try:
+            found[shown] = version(name)
+        except PackageNotFoundError:  # Run from its sources.
+            found[shown] = "unknown"
+    return dict(reversed(found.items()))
 
 
 def _since(trace: Trace, zero: float) -> float:
@@ -81,24 +129,23 @@ def _span(ran: Ran, zero: float, names: Sequence[str]) -> Span:
     return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes, tier)
 
 
-def _predicted(engine: Engine, trace: Trace, since: float) -> Prediction | None:
-    """The simulator's word on the steps after `since`, at the speeds that were seen in them.
+def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction | None, str]:
+    """The simulator's word on the steps after `since`, at the speeds that were seen in them, or
+    why it has none.
 
     The engine's own work within a unit's stretch of compute is taken for compute, but a faster
     device would not make it faster.
     """
     kept = [one for one in trace.stepped if one.at >= since]
     program = engine.program
-    ops = sum(len(phase.ops) for phase in program.phases.values())
-    if len(trace.stepped) < 3 or len(kept) < 2 or ops > SIMULATED_OPS_MAX:
-        return None
+    if len(trace.stepped) < 3 or len(kept) < 2:
+        return None, "too few whole steps were kept"
     since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
     ran_units = [ran for ran in trace.ran if not is_pass(ran.op)]
     inside = [ran for ran in ran_units if since <= ran.start and ran.stop <= until]
-    waits = union(clip([(w.start, w.stop) for w in trace.waited], since, until))
     trained = _trained(inside)
     if not trained:
-        return None
+        return None, "all units live on the device"
     each = Counter(
         (op.value.unit, op.verb)
         for name in ("forward", "backward_first")
@@ -107,31 +154,58 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> Prediction | None:
     )
     used = sum(verb is Verb.BACKWARD for _, verb in each)
     micro_batches = max(1, round(trained / used / steps))
+    ops = {name: len(phase.ops) for name, phase in program.phases.items()}
+    count = sum(ops.values()) + (micro_batches - 1) * ops["forward"]
+    count += (micro_batches - 2) * ops["backward_next"]
+    most = SIMULATED_OPS_MAX // (SIMULATED_STEPS * count)
+    if not most:
+        told = f"a step has {count:,} operations, more than the simulator takes on"
+        return None, f"{told} ({SIMULATED_OPS_MAX // SIMULATED_STEPS:,})"
+
+    waits = union(clip([(w.start, w.stop) for w in trace.waited], since, until))
     compute, working = _compute(inside, waits)
     _, own = _compute(inside, union([*waits, *clip(trace.called, since, until)]))
     gained = (1 - 1 / WHAT_IF_FACTOR) * (own / working if working else 0.0)
     seconds = {key: compute.get(key, 0.0) / (n * steps * micro_batches) for key, n in each.items()}
     idle = max(0.0, until - since - length(waits) - working) / steps
-    machine = _machine(inside, device_is_cpu=engine.executor.device.is_host)
 
     def timeline(machine: Machine, left: float = 1.0) -> Timeline:
         return simulate(
             program,
             machine,
             lambda unit, verb: seconds[unit, verb] * left,
+            steps=SIMULATED_STEPS,
             micro_batches=micro_batches,
             host_seconds=idle,
             updates_in_backward=engine.finality.counts,
         )
 
+    machine = _machine(inside, device_is_cpu=engine.executor.device.is_host)
+    return _asked(timeline, machine, gained, most, engine.report().lanes), ""
+
+
+def _asked(
+    timeline: Callable[..., Timeline],
+    machine: Machine,
+    gained: float,
+    most: int,
+    uses: Mapping[str, LaneUse],
+) -> Prediction:
+    """The step on `machine`, and on those where a lane is faster, at `most` so many in all.
+
+    The device goes first, then what training waited for. It computes the user's own faster, so that
+    `gained` of it is gone, and what the engine computes there; of an accelerator, whose time is not
+    known, nothing is said.
+    """
     found = timeline(machine)
+    moved = {span.lane for span in found.spans}
+    lanes = [lane for lane in _SPEEDS if lane in moved and lane is not Lane.COMPUTE]
+    lanes.sort(key=lambda lane: (-uses[lane.value].exposed_s, -uses[lane.value].busy_s))
     what_if = {}
-    for lane, fields in _SPEEDS.items():
-        faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in fields}
-        # A faster device computes the user's own faster, and what the engine computes there.
+    for lane in [*[Lane.COMPUTE] * machine.device_is_cpu, *lanes][: most - 1]:
+        faster = {name: getattr(machine, name) * WHAT_IF_FACTOR for name in _SPEEDS[lane]}
         left = 1 - gained if lane is Lane.COMPUTE else 1.0
-        if lane is Lane.COMPUTE or any(span.lane is lane for span in found.spans):
-            what_if[lane.value] = timeline(replace(machine, **faster), left).step_seconds
+        what_if[lane.value] = timeline(replace(machine, **faster), left).step_seconds
     busy = dict.fromkeys((lane.value for lane in _SPEEDS), 0.0)
     for span in found.spans:
         if span.op.verb not in _USER:

@@ -19,13 +19,14 @@ compute takes the time that is given for it.
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.machine import Machine
-from offload.program import Lane, Op, Program, Verb, by_chunk, cells, staged
+from offload.program import Lane, Op, Program, Verb, by_chunk, cells, compute_phase, staged
 from offload.schedule import Schedule
 from offload.scoreboard import Scoreboard
 from offload.task import Passage, State, Task
@@ -138,7 +139,13 @@ def simulate(
         )
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)
     early = updates_in_backward and not program.plan.clips
-    return simulation.run(steps, micro_batches, early)
+    collecting = gc.isenabled()
+    gc.disable()  # Tasks by the hundred thousand, see `compile_program`: half the time.
+    try:
+        return simulation.run(steps, micro_batches, early)
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def seconds_of(op: Op, machine: Machine) -> float:
@@ -174,6 +181,10 @@ class _Simulation:
         self, program: Program, machine: Machine, seconds: ComputeSeconds, host_seconds: float
     ):
         self._program, self._machine, self._host_seconds = program, machine, host_seconds
+        held = dict(program.phases["backward_first"].exit)
+        order = program.plan.profile.forward
+        self._forward_next = compute_phase(program.plan, "forward", order, held)
+        """Of a later micro-batch: no weight has changed, so some are found in their slots."""
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
         self._templates: dict[int, tuple[list[object], list[object], float]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
@@ -219,9 +230,11 @@ class _Simulation:
             updates, before, begun = self._updates_by_unit(), begun, []
             for batch in range(micro_batches):
                 backward = "backward_first" if batch == 0 else "backward_next"
-                for name in ("forward", backward):
-                    left = Counter(op.value.unit for op in phases[name].ops if op.verb in _USER)
-                    queued = self._issue(phases[name].ops, name, step, number)
+                ahead = phases["forward"] if batch == 0 else self._forward_next
+                for phase in (ahead, phases[backward]):
+                    name = phase.name
+                    left = Counter(op.value.unit for op in phase.ops if op.verb in _USER)
+                    queued = self._issue(phase.ops, name, step, number)
                     for task in (task for task in queued if task.of_user):
                         yield task
                         unit = task.op.value.unit

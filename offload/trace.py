@@ -50,29 +50,41 @@ class Stepped(NamedTuple):
     """Uses so far that the compiled order did not foresee."""
 
 
+Called = tuple[float, float, object]
+"""A call into an engine, from when to when, and whose: the key of its trace."""
+
+
 class Trace:
     """What an engine did last."""
 
-    def __init__(self, called: deque[Interval] | None = None, profile: Profile | None = None):
-        """Nothing yet, but of calls into any engine of the process those of the ring `called`."""
+    def __init__(self, called: deque[Called] | None = None, profile: Profile | None = None):
+        """Nothing yet; calls into the engine are among those of the ring `called`."""
+        self.key = object()
+        """Of calls, those with it are this engine's."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
         self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self.called: deque[Interval] = deque() if called is None else called
+        self._called: deque[Called] = deque() if called is None else called
 
     def copy(self) -> Trace:
         """The same as of now; whoever records must not do so meanwhile."""
-        copied = Trace(self.called.copy())
+        copied = Trace(self._called.copy())
+        copied.key = self.key
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
         copied.stepped = self.stepped.copy()
         return copied
 
     @property
+    def called(self) -> list[Interval]:
+        """Calls into this engine."""
+        return [(start, stop) for start, stop, of in self._called if of is self.key]
+
+    @property
     def since(self) -> float:
         """From here on nothing is missing; 0.0 where nothing has been forgotten."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
-        if len(self.called) == self.called.maxlen:
-            full.append(self.called[0][1])
+        if len(self._called) == self._called.maxlen:
+            full.append(self._called[0][1])
         return max(full, default=0.0)

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import re
+import shutil
 import sys
 
 import pytest
 import torch
 
+from offload import cli
 from offload.cli import EXIT_BAD_INPUT, console, data, gpt, live, settings, train
 from offload.config import FIELDS
 from tests.command import SHORT, run
@@ -286,7 +288,7 @@ def test_a_bar_on_the_terminal_leaves_standard_output_alone(monkeypatch):
 def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert run(*SHORT, "--optimizer", "nvme", "--nvme-path", str(tmp_path)) == 0
     shown = capsys.readouterr()
-    for expected in ("What lives where", "Lanes", "Peak memory", "held-out loss", "budget"):
+    for expected in ("What lives where", "Lanes", "peak memory", "held-out loss", "budget"):
         assert expected in shown.out
     assert "activations and Python included" in shown.out
     assert "exposed: training had to wait for it" in shown.out
@@ -391,3 +393,18 @@ def test_the_least_memory_of_a_batch_is_no_more_than_a_step_keeps(recompute, dty
     found = sum(kept.values()) + logits
     assert found / 3 < least <= found
     del loss
+
+
+def test_on_a_terminal_lines_are_broken_between_words(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_: os.terminal_size((40, 24)))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    for arguments in ((), ("report", "--help"), ("nosuch",)):
+        run(*arguments)
+        shown = capsys.readouterr()
+        plain = re.sub(r"\x1b\[[0-9;]*m", "", shown.out + shown.err)
+        assert max(map(len, plain.splitlines())) <= 40
+    assert "offload: error: there is no command\n'nosuch'" in plain
+    path = "/a/path/" + "that/is/long/" * 4
+    told = cli.in_lines(f"  {path} is\x1b[31m no more\x1b[0m\n\nx", sys.stdout, "  ")
+    assert told == f"  {path}\n  is\x1b[31m no more\x1b[0m\n\nx"

@@ -6,10 +6,12 @@ import re
 import signal
 import sys
 import threading
+from functools import partial
 
 import pytest
 
 from offload.cli import Signals, Stopped, train
+from offload.program import Lane
 from tests.command import SHORT, run, start
 
 
@@ -73,7 +75,7 @@ def test_a_run_stopped_in_a_step_ends_with_what_it_has_reached(monkeypatch, caps
     assert run(*SHORT, *options) == 128 + signal.SIGINT
     shown = capsys.readouterr()
     assert shown.err.endswith("offload: stopped by Ctrl-C after step 2 of 3\n")
-    assert "Peak memory" in shown.err + shown.out
+    assert "peak memory" in shown.err + shown.out
     assert "held-out loss" not in shown.err + shown.out
     assert options or re.search(r"^loss \d\.\d{4} nats per byte in step 2$", shown.out, re.M)
     if options:
@@ -132,7 +134,7 @@ def test_a_run_that_fails_tells_how_far_it_came(monkeypatch, capsys, tmp_path):
     assert (summary["steps"], summary["stopped_by"]) == (2, "OSError")
     assert "offload: error: OSError: [Errno 28] No space left on device: '/mnt/drive'" in shown.err
     assert len(json.loads(trace.read_text())["stepped"]) == 2
-    monkeypatch.setattr("offload.recorded.run_of", lambda _: 1 / 0)
+    monkeypatch.setattr("offload.recorded.run_of", lambda *_: 1 / 0)
     monkeypatch.setattr(train, "_conclude", lambda *_: 1 / 0)
     assert run(*SHORT, *options) == 1
     told = capsys.readouterr().err
@@ -184,3 +186,28 @@ def test_what_could_not_be_written_at_the_end_is_refused_at_once(options, told, 
     shown = capsys.readouterr().err
     assert told.format(tmp_path) in shown
     assert shown.count("\n") == 1
+
+
+def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, capsys):
+    """On a slow lane they are under way when it is stopped. Who presses twice does not wait."""
+    build, step = train.build, train.train_step
+
+    def slow(settings):
+        model, optimizer = build(settings)
+        optimizer.engine.executor.lanes._pace = lambda op: 0.02 * (op.lane is Lane.CPU)
+        return model, optimizer
+
+    def pressed(presses, *arguments):
+        loss = step(*arguments)
+        for _ in range(presses):
+            signal.raise_signal(signal.SIGINT)
+        return loss
+
+    monkeypatch.setattr(train, "build", slow)
+    updates = {}
+    for presses in (0, 1, 2):
+        monkeypatch.setattr(train, "train_step", partial(pressed, presses))
+        run(*SHORT, "--steps", "1", "--optimizer", "cpu", "--json")
+        summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+        updates[presses] = summary["lanes"]["cpu"]["operations"]
+    assert updates[0] == updates[1] > updates[2]

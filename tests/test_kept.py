@@ -59,7 +59,7 @@ def test_a_user_without_a_home_trains_and_is_told(homeless, tmp_path, capsys):
     assert probe((str(tmp_path),)).disk_read_bytes_per_s > 0
     assert run(*SHORT, "--trace", "--steps", "1", "--optimizer", "cpu") == 0
     told = capsys.readouterr().err
-    assert "note: no trace was left at ~/.cache/offload/last-run.json: this user has" in told
+    assert "note: no trace was left at ~/.cache/offload/runs: this user has" in told
     assert run("report") == 2
     assert "no home directory: set HOME or XDG_CACHE_HOME" in capsys.readouterr().err
     found = doctor._speeds()

@@ -71,8 +71,8 @@ def test_loads_are_shares_of_the_time_between_two_looks():
 @pytest.mark.parametrize(
     ("disk", "cpu", "told"),
     [
-        (0.0, 0.0, "bound by compute: training waits for no lane 100% of the time"),
-        (0.3, 0.1, "bound by compute: training waits for no lane 60% of the time"),
+        (0.0, 0.0, "bound by no lane: training waits 0%"),
+        (0.3, 0.1, "bound by no lane: training waits 40%, for disk most"),
         (0.5, 0.2, "bound by disk: training waits for it 50%"),
         (0.2, 0.6, "bound by cpu: training waits for it 60%"),
     ],
@@ -83,7 +83,7 @@ def test_what_bounds_the_step(disk, cpu, told):
 
 
 def test_nothing_is_known_yet():
-    assert live.bounded_by([]) == "bound by compute: training waits for no lane 100% of the time"
+    assert live.bounded_by([]) == "bound by no lane: training waits 0%"
 
 
 SHOWN = Shown(
@@ -123,8 +123,8 @@ def test_a_terminal_is_drawn_and_then_left_clean(monkeypatch):
     out = io.StringIO()
     terminal = Output(file=out, force_terminal=True, width=100, height=40)
     with live.Progress(terminal, 2) as progress:
-        progress.update(1, 3.0, 10.0)
-        progress.update(2, 2.0, 10.0)
+        progress.update(1, 3.0, 10)
+        progress.update(2, 2.0, 10)
     assert "step 2/2" in out.getvalue()
     assert "bound by" in out.getvalue()
 
@@ -161,3 +161,18 @@ def test_the_loss_is_drawn(tmp_path, capsys):
     assert run("train", "--plot", str(tmp_path / "loss.pgn")) == 2
     assert "no kind of picture" in capsys.readouterr().err
     train_plot.draw([2.0], [2.0], None, "a run", str(tmp_path / "one.svg"))
+
+
+def test_speed_and_time_left_are_of_the_last_steps(monkeypatch):
+    """A slow first step is forgotten, and both are told of the same steps."""
+    now = [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with live.Progress(Output(file=out, width=200, force_terminal=False), 1000) as progress:
+        for step in range(1, 200):
+            now[0] += 300.0 if step == 1 else 1.0
+            progress.update(step, 1.0, 50)
+    last = out.getvalue().splitlines()[-1]
+    step = int(last.split("/")[0].removeprefix("step "))
+    left = divmod(1000 - step, 60)
+    assert last.endswith(f"  50 tokens/s  {left[0]}:{left[1]:02} left")

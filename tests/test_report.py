@@ -1,13 +1,14 @@
 """`offload report`: what a trace holds, shares that add up, the page and the timeline."""
 
 import json
-import os
 import re
+import sys
 import time
 from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,17 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload import recorded, runs
+from offload import recorded
 from offload.breakdown import OTHER, bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
-from offload.kept import write_whole
+from offload.machine import Machine
 from offload.program import Lane
 from offload.runs import Prediction, Run, Span, Wait
-from offload.simulate import seconds_of
+from offload.simulate import seconds_of, simulate
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
-from tests.command import SHORT, run
+from tests.paced import paced
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
 
@@ -47,6 +48,11 @@ def test_intervals_are_sets_of_seconds(one, other, since, until):
 
 MADE = Run(
     made="2026-11-21T12:00:00",
+    command=["offload", "train", "--data", "a file"],
+    model="1,000 parameters in bfloat16, 2 units",
+    device="cpu",
+    device_is_host=True,
+    versions={"torch": "2.13.0"},
     steps=3,
     wall_s=40.0,
     misses=5,
@@ -68,6 +74,7 @@ MADE = Run(
     stepped=[(1, 10.0, 1), (2, 20.0, 3), (3, 30.0, 4)],
     since=0.0,
     prediction=Prediction(9.5, 1.0, {"disk": 4.0}, {"compute": 8.0, "disk": 6.0, "cpu": 9.5}),
+    unpredicted="",
 )
 """Two whole steps, from 10 to 30."""
 
@@ -116,7 +123,10 @@ def test_what_bounds_the_step_is_what_would_help():
     nothing = replace(MADE, prediction=Prediction(9.5, 0, {}, {"compute": 9.45}))
     assert bound(nothing, found) == "other"
     assert "No lane alone" in verdict(nothing, found)[-1]
-    assert "not simulated: likely all" in verdict(replace(MADE, prediction=None), found)[-1]
+    alone = replace(MADE, prediction=None, unpredicted="for a reason")
+    assert verdict(alone, found)[-1] == "What would help was not simulated: for a reason."
+    some = replace(nothing, prediction=Prediction(9.5, 0, {}, {"disk": 9.45}))
+    assert verdict(some, found)[-1].endswith("by much (cpu not tried: a step has many operations).")
     idle = replace(found, parts={"model": 9.9, "engine": 0.1}, busy={})
     assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
 
@@ -133,46 +143,6 @@ def test_what_bounds_the_step_takes_most_of_it_or_would_help(model, disk, engine
         assert parts[name] == max(parts.values())
     told = " ".join(verdict(replace(MADE, prediction=prediction), found))
     assert ("as it would without offloading" in told) == (name == "model")
-
-
-def test_a_file_holds_all_of_a_run(tmp_path):
-    path = tmp_path / "deep" / "run.json"
-    runs.save(MADE, path)
-    assert runs.load(path) == MADE
-    runs.save(replace(MADE, prediction=None), path)
-    assert runs.load(path).prediction is None
-    assert list(path.parent.iterdir()) == [path]
-
-
-def test_a_link_stays_one_and_a_device_a_device(tmp_path):
-    (tmp_path / "link").symlink_to(tmp_path / "there")
-    runs.save(MADE, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert runs.load(tmp_path / "there") == MADE
-    os.mkfifo(tmp_path / "pipe")
-    with open(os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK), "rb", buffering=0) as pipe:
-        write_whole(tmp_path / "pipe", "x")
-        assert pipe.read(1) == b"x"
-    assert (tmp_path / "pipe").is_fifo()
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("", "is no run"),
-        ("[]", "is no run"),
-        ('{"format": "x", "version": 1}', "is 'x' of version 1"),
-        ('{"format": "offload run", "version": 9}', "another release wrote it"),
-        ('{"format": "offload run", "version": 1}', "is a damaged run"),
-    ],
-)
-def test_what_is_no_run(text, told, tmp_path, capsys):
-    path = tmp_path / "run.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=told):
-        runs.load(path)
-    assert run("report", str(path)) == 2
-    assert told in capsys.readouterr().err
 
 
 def test_the_timeline_is_what_its_format_asks():
@@ -213,7 +183,7 @@ class Elements(HTMLParser):
 
 
 def test_the_page_is_whole_and_asks_for_nothing():
-    text = report_html.page(MADE, breakdown(MADE))
+    text = report_html.page(MADE, breakdown(MADE), Path("a<b.json"))
     page = Elements()
     page.feed(text)
     assert page.open == []
@@ -221,6 +191,9 @@ def test_the_page_is_whole_and_asks_for_nothing():
     assert not re.search(r"<!--[A-Z]", text)
     assert "The disk lane bounds the step" in page.text
     assert "waiting for disk: 1.500 s (15.0%)" in page.text
+    for about in ("offload train --data 'a file'", "1,000 parameters", "2.13.0", "a<b.json"):
+        assert about in page.text
+    assert "<title>offload report, 2026-11-21 12:00:00</title>" in text
     (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     found = json.loads(data)
     assert [name for name, _ in found["rows"]] == ROWS
@@ -269,13 +242,17 @@ def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
-def test_an_engine_s_run(micro_batches):
+def test_an_engine_s_run(micro_batches, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["here/train.py", "--token", "secret"])
     model, optimizer = attached(micro_batches=micro_batches)
     with optimizer.engine as engine:
         stepped(model, optimizer, 5)
         engine.settle()
         made, report = recorded.run_of(engine), engine.report()
     assert [number for number, _, _ in made.stepped] == [1, 2, 3, 4, 5]
+    assert made.command == ["train.py"]  # Of its arguments nothing.
+    assert made.model == "3,168 parameters in float32, 3 units"
+    assert (made.device_is_host, made.versions["torch"]) == (True, torch.__version__)
     for lane, use in report.lanes.items():
         own = [span for span in made.spans if span.lane == lane]
         assert len(own) == use.operations
@@ -366,35 +343,97 @@ def test_a_ring_says_from_when_it_is_whole():
     assert (len(copied.ran), copied.since, len(copied.stepped)) == (SPANS_MAX, 10.5, 1)
 
 
-def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert run("report") == 2
-    assert "there is no such run; likely nothing was trained yet" in capsys.readouterr().err
-    assert run(*SHORT, "--trace", "--optimizer", "cpu") == 0
-    assert "note: offload report shows where the time went" in capsys.readouterr().err
-    assert run("report") == 0
-    shown = capsys.readouterr().out
-    for told in ("a step took", "forward and backward", "Lanes, in a step", "bounds the step"):
-        assert told in shown
-    folder = tmp_path / "offload"
-    names = {"last-run.json", "last-run.html", "last-run.trace.json"}
-    assert {path.name for path in folder.iterdir()} == names
-    assert json.loads((folder / "last-run.trace.json").read_text())["traceEvents"]
-    assert run("report", str(folder / "last-run.json"), "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert sum(found["parts"].values()) == pytest.approx(found["step_s"])
-    assert run("report", str(folder / "last-run.json"), "--html", "/dev/null/x.html") == 2
-    assert "try --html FILE in a folder of yours" in capsys.readouterr().err
-    assert (
-        run("report", str(folder / "last-run.json"), "--html", str(folder / "last-run.json")) == 2
-    )
-    assert "two of them are one file" in capsys.readouterr().err
-    assert run("report", "a", "b") == 2
-    assert "expected one file" in capsys.readouterr().err
+def test_calls_into_another_engine_are_not_this_one_s():
+    """What the other one's lanes are waited for takes the time of `other`: paced, most of it."""
+    (model, optimizer), (beside, theirs) = attached(layers=2), attached(layers=6)
+    with optimizer.engine as engine, theirs.engine as other:
+        other.executor.lanes._pace = lambda op: 0.002
+        for _ in range(4):
+            stepped(model, optimizer, 1)
+            stepped(beside, theirs, 1)
+        made, of_other = recorded.run_of(engine), recorded.run_of(other)
+    found, slow = breakdown(made), breakdown(of_other)
+    assert found.parts["engine"] + found.waited_s < 0.3 * found.step_s
+    assert slow.parts["engine"] + slow.waited_s > 0.5 * slow.step_s
+    assert bound(made, found) == OTHER
 
 
-def test_a_cache_that_cannot_be_written_is_a_note(tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert run(*SHORT, "--trace", "--steps", "1") == 0
-    assert "note: no trace was left at" in capsys.readouterr().err
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_the_simulator_moves_what_the_engine_does(micro_batches):
+    """Weights that a micro-batch finds in their slots from the backward before are not copied."""
+    model, optimizer = attached(layers=5, micro_batches=micro_batches)
+
+    def step():
+        for _ in range(micro_batches):
+            model(torch.ones(4, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.settle()
+        return {name: use.bytes for name, use in engine.report().lanes.items()}
+
+    with optimizer.engine as engine:
+        step()
+        before, after = step(), step()
+        made = simulate(
+            engine.program,
+            Machine(device_bytes=0, cpu_bytes=0),
+            lambda unit, verb: 0.1,
+            steps=2,
+            micro_batches=micro_batches,
+        )
+    moved = {name: after[name] - before[name] for name in after}
+    assert moved["h2d"]
+    assert moved == {lane.value: made.bytes(lane) // 2 for lane in Lane if lane != Lane.COMM}
+
+
+def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):
+    """Queueing and waiting for it are one part, and nothing is said of a faster device."""
+    made = replace(MADE, device="cuda:0", device_is_host=False)
+    made = replace(made, prediction=replace(MADE.prediction, what_if={"disk": 9.4}))
+    found = breakdown(made)
+    assert found.parts == {"model": 7.0, "disk": 1.5, "cpu": 0.25, "engine": 1.25}
+    told = " ".join(verdict(made, found))
+    assert "What is not the engine's bounds the step, as it would without offloading: 70%" in told
+    assert "Times are those of the host's thread: cuda:0 computes beside it" in told
+    page = report_html.page(made, found, Path("run.json"))
+    assert "forward, backward, data, loss" in page
+    assert "Times are those" not in " ".join(verdict(MADE, breakdown(MADE)))
+
+
+def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypatch):
+    """One of fewer has fewer lanes thought faster: the device, then what was waited for."""
+    model, optimizer = attached()
+    with optimizer.engine as engine:
+        stepped(model, optimizer, 5)
+        engine.settle()
+        each = sum(
+            len(phase.ops)
+            for name, phase in engine.program.phases.items()
+            if name != "backward_next"
+        )
+        tried = {}
+        for count in (0, 1, 3):
+            monkeypatch.setattr(recorded, "SIMULATED_OPS_MAX", 3 * each * count + 1)
+            tried[count] = recorded.run_of(engine)
+    assert tried[0].prediction is None
+    assert f"a step has {each:,} operations, more than the simulator" in tried[0].unpredicted
+    assert tried[1].prediction.what_if == {}
+    assert len(tried[3].prediction.what_if) == 2
+    assert "compute" in tried[3].prediction.what_if
+
+
+def test_a_run_on_an_accelerator():
+    with paced() as device:
+        model, optimizer = attached(micro_batches=1)
+        with optimizer.engine as engine:
+            for _ in range(4):
+                device.backward(model(torch.ones(4, 32)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            engine.settle()
+            made = recorded.run_of(engine)
+        device.timeline.finish()
+    assert not made.device_is_host
+    assert OTHER not in breakdown(made).parts
+    assert {"h2d", "d2h", "cpu"} == set(made.prediction.what_if)
+    assert "Times are those of the host's thread" in verdict(made, breakdown(made))[-1]

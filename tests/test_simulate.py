@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from offload.layout import Placement, Plan, lay_out, site
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice, profile_of
-from offload.program import Lane, Op, Program, Verb, compile_program
+from offload.program import Lane, Op, Program, Verb, compile_program, compute_phase
 from offload.records import KINDS
 from offload.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, all_placements, blocks, plans, program_of, unit
@@ -224,7 +224,10 @@ def test_rules_and_bounds(
         program, machine, lambda u, v: compute, steps=steps, micro_batches=micro_batches
     )
     count = sum(len(p.ops) for name, p in program.phases.items() if name != "backward_next")
-    count += (micro_batches - 1) * len(program.phases["forward"].ops)
+    again = compute_phase(
+        plan, "forward", plan.profile.forward, dict(program.phases["backward_first"].exit)
+    )
+    count += (micro_batches - 1) * len(again.ops)
     count += (micro_batches - 1) * len(program.phases["backward_next"].ops)
     assert len(timeline.spans) == steps * count
     lane_stops: dict[str, float] = {}
@@ -315,8 +318,9 @@ def _expected_bytes(plan: Plan, micro_batches: int) -> dict[Lane, int]:
     placement, count = plan.placements[0], len(plan.profile.units)
     weight, gradient, state = (plan.bytes_of(kind, 0) for kind in KINDS)
     h2d = d2h = disk = cpu = compute = 0
-    # In both directions all units but the one that is still in the slot at the turn.
-    fetches = (2 * count - 1) * micro_batches
+    # In both directions all units but the one that is still in the slot at each turn: that of the
+    # next step's forward was updated.
+    fetches = 2 * (count - 1) * micro_batches + 1
     if placement.weight != "device":
         h2d += fetches * weight
     if placement.weight == "nvme":

@@ -22,14 +22,14 @@ TEST_FILE_LINES_MAX = 500
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
 PURE += ("deepspeed_keys", "deepspeed_optimizer", "trace", "intervals", "runs", "breakdown")
-PURE += ("disks", "kept", "rows", "blocks")
+PURE += ("disks", "kept", "rows", "blocks", "shapes")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "kept", "aside"),
+    ("deepspeed_keys", "intervals", "kept", "aside", "shapes"),
     ("deepspeed",),
     ("deepspeed_optimizer",),
     ("runs", "disks"),

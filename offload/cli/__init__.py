@@ -6,6 +6,7 @@ import contextlib
 import errno
 import importlib
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -62,6 +63,8 @@ class Signals:
     def __init__(self) -> None:
         self.where = "before the first step"
         """How far the run has come, for the message."""
+        self.hurried = False
+        """Whether a second one came, which did not wait for the end of the step."""
         self._held = False
         self._kept: int | None = None
         self._before: dict[int, Any] = {}
@@ -96,6 +99,7 @@ class Signals:
             told = b"offload: stopping after this step; once more to stop at once"
             os.write(2, b"\r\x1b[2K" + told if os.isatty(2) else b"\n" + told + b"\n")
             return
+        self.hurried |= self._held
         raise Stopped(number, self.where)
 
 
@@ -235,8 +239,11 @@ class Menu:
     def _help(self) -> str:
         name = self.kind.upper()
         lines = [f"usage: {self.typed} {name} [OPTIONS]", "", self.purpose, ""]
-        lines += [f"  {name:<10} {purpose}" for name, purpose in self.commands.items()]
-        return "\n".join([*lines, "", f"{self.typed} {name} --help says more{self.more}."])
+        indent = " " * 13
+        for known, purpose in self.commands.items():
+            lines.append(in_lines(f"  {known:<10} {purpose}", sys.stdout, indent))
+        more = f"{self.typed} {name} --help says more{self.more}."
+        return "\n".join([*lines, "", in_lines(more, sys.stdout)])
 
 
 MENU = Menu(
@@ -251,7 +258,36 @@ MENU = Menu(
 
 def _say(message: str) -> None:
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr)
+        print(in_lines(message, sys.stderr), file=sys.stderr)
+
+
+def in_lines(text: str, stream: TextIO, indent: str = "") -> str:
+    """A text broken between words where `stream` is a terminal: else its lines are as they were.
+
+    What is one word stays one, so that a path can be copied; lines but the first have an `indent`.
+    """
+    if not stream.isatty():
+        return text
+    import shutil  # With all kinds of archives: only where it is needed.
+
+    columns = shutil.get_terminal_size().columns
+    return "\n".join(_broken(line, columns, indent) for line in text.split("\n"))
+
+
+def _broken(line: str, columns: int, indent: str) -> str:
+    """One line as several of at most `columns`; colours take no place."""
+    lines, first = [""], True
+    for word in line.split(" "):
+        wider = lines[-1] + " " * (not first) + word
+        if len(_COLOURS.sub("", wider)) <= columns or not lines[-1].strip():
+            lines[-1] = wider
+        else:
+            lines.append(indent + word)
+        first = False
+    return "\n".join(lines)
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def nearest(name: str, known: Sequence[str]) -> str:

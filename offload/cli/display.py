@@ -76,19 +76,6 @@ def lanes_caption(uses: Mapping[str, LaneUse]) -> str:
     return "\n".join([*told, *("; ".join(seen[k : k + 2]) for k in range(0, len(seen), 2))])
 
 
-def peaks(uses: Iterable[TierUse], *, device_is_cpu: bool) -> Table:
-    """The most that was taken of each tier, against its budget."""
-    table = Table(title="Peak memory", title_justify="left")
-    table.add_column("tier")
-    for name in ("taken", "budget", "share"):
-        table.add_column(name, justify="right")
-    for use in uses:
-        share = f"{taken(use) / use.budget_bytes:.0%}" if use.budget_bytes else "-"
-        title = _title(use.tier, device_is_cpu)
-        table.add_row(title, _amount(taken(use)), _amount(use.budget_bytes), share)
-    return table
-
-
 def peak_rss_bytes() -> int:
     """The most memory that this process has had in use so far, whoever took it."""
     try:

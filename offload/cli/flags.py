@@ -8,13 +8,14 @@ import io
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TextIO, TypeVar
 
 import tyro
 
-from offload.cli import BadInput, nearest
+from offload.cli import BadInput, in_lines, nearest
 
 WIDE_COLUMNS = 100_000
 """A terminal in which no message is wrapped."""
@@ -59,11 +60,16 @@ class Flags(Generic[Settings]):
             BadInput: a flag is no setting or has a value that it cannot have.
             SystemExit: help was asked for, and shown.
         """
+        shown = _Shown(sys.stdout)
         try:
-            with contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stderr(io.StringIO()),
+                contextlib.redirect_stdout(shown),  # type: ignore[type-var]
+            ):
                 return self._parse(flags)
         except (SystemExit, ValueError) as stop:
             if isinstance(stop, SystemExit) and not stop.code:
+                sys.stdout.write(in_lines(shown.text, sys.stdout))
                 raise
         raise BadInput(self.complaint(flags))
 
@@ -119,6 +125,22 @@ class Flags(Generic[Settings]):
             f"{name} belongs to no option: each takes one value, {none} none ({contrary} for the "
             "contrary)"
         )
+
+
+class _Shown:
+    """What is to be shown on a stream, kept until it is broken between words."""
+
+    def __init__(self, stream: TextIO):
+        self.text = ""
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """As of any stream."""
+        self.text += text
+        return len(text)
 
 
 def _switches(kind: type) -> Iterator[str]:

@@ -5,8 +5,8 @@ By then a run has its result, or an error of its own, which nothing here may tak
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from offload import recorded, runs
@@ -38,10 +38,10 @@ def check(settings: Train) -> None:
     measuring.check_place(settings.trace_file)
 
 
-def run_of(engine: Any, remarks: Output) -> Run | None:
+def run_of(engine: Any, remarks: Output, command: Sequence[str]) -> Run | None:
     """What the engine did last; None where that cannot be told."""
     try:
-        return recorded.run_of(engine)
+        return recorded.run_of(engine, command)
     except Exception as error:
         note(remarks, [f"no trace was left, of an engine that cannot tell what it did: {error}"])
         return None
@@ -51,13 +51,14 @@ def trace(remarks: Output, file: str | None, run: Run | None) -> None:
     """Leaves a file for `offload report`."""
     if run is None or not run.stepped:
         return
-    path = file and Path(file)
     try:
-        path = path or runs.last_path()
-        runs.save(run, path)
+        if file:
+            runs.save(run, file)
+        else:
+            runs.keep(run)
     except OSError as error:
-        told = f"no trace was left at {path or error.filename}: {error.strerror}; "
+        told = f"no trace was left at {file or error.filename}: {error.strerror}; "
         note(remarks, [told + "try --trace-file, or --no-trace"])
         return
-    named = f" {path}" if file else ""
+    named = f" {shlex.quote(file)}" if file else ""
     note(remarks, [f"offload report{named} shows where the time went"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,10 @@ DRAWN_INTERVAL_S = 0.2
 """Least time between two drawings on a terminal: drawing takes time from training."""
 
 WINDOW_S = 5.0
-"""Loads are shares of about the last so many seconds."""
+"""Loads are shares of about the last so many seconds, and speeds are means over them, but over some
+steps at least."""
+
+_RECENT_STEPS = 10
 
 WIDE_COLUMNS = 96
 """From here on the curve stands beside the lanes, not above."""
@@ -42,6 +47,7 @@ _TINY_COLUMNS = 56
 _CURVE_ROWS = 7
 _BAR_COLUMNS = 16
 _EDGE_COLUMNS = 6
+_NAME_COLUMNS = 13
 _RIGHT_COLUMNS = 58
 """Of lanes and memory, and what stands between."""
 
@@ -74,12 +80,13 @@ class Shown:
 
 
 def bounded_by(loads: Sequence[Load]) -> str:
-    """What bounds the step, in a line: the model's compute, or what it waits for most."""
+    """What bounds the step, in a line: what is waited for, or none of the lanes."""
     waits = [load for load in loads if load.name != "model"]
     worst = max(waits, key=lambda load: load.exposed, default=None)
     waiting = sum(load.exposed for load in waits)
     if worst is None or worst.exposed < max(0.01, 1 - waiting):
-        return f"bound by compute: training waits for no lane {1 - waiting:.0%} of the time"
+        most = f", for {worst.name} most" if worst and worst.exposed >= 0.01 else ""
+        return f"bound by no lane: training waits {waiting:.0%}{most}"
     return f"bound by {worst.name}: training waits for it {worst.exposed:.0%} of the time"
 
 
@@ -135,7 +142,7 @@ def _head(shown: Shown, columns: int) -> RenderableType:
 
 
 def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
+    minutes, rest = divmod(math.ceil(round(seconds, 1)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
@@ -154,7 +161,7 @@ def loss_curve(losses: Sequence[float], columns: int, rows: int = _CURVE_ROWS) -
 
 def _lanes(loads: Sequence[Load], width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True, min_width=12)
+    grid.add_column(no_wrap=True, min_width=_NAME_COLUMNS)
     grid.add_column(width=width)
     for _ in range(2):
         grid.add_column(no_wrap=True, justify="right", min_width=8)
@@ -169,13 +176,14 @@ def _lanes(loads: Sequence[Load], width: int) -> RenderableType:
 
 def _memory(tiers: Sequence[tuple[str, int, int]], width: int) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
-    grid.add_column(no_wrap=True, min_width=12)
+    grid.add_column(no_wrap=True, min_width=_NAME_COLUMNS)
     grid.add_column(width=width)
     grid.add_column(no_wrap=True)
     for name, taken, budget in tiers:
         if budget:
             bar = ProgressBar(total=budget, completed=taken, width=width)
-            grid.add_row(name, bar, f"{format_bytes(taken)} of {format_bytes(budget)}")
+            title = f"{name} {'space' if name == 'nvme' else 'memory'}"  # Lanes have its name, too.
+            grid.add_row(title, bar, f"{format_bytes(taken)} of {format_bytes(budget)}")
     return grid
 
 
@@ -208,7 +216,9 @@ class Progress:
         self._report = report
         self._mean = _Mean()
         self._losses: list[float] = []
-        self._started = self._spoken = time.monotonic()
+        self._spoken = time.monotonic()
+        self._ends = deque([self._spoken])
+        """When the last steps ended, behind the moment when the first of them began."""
         self._looks: list[tuple[float, Mapping[str, tuple[float, float]]]] = []
         self._live = Live(
             console=console,
@@ -226,21 +236,25 @@ class Progress:
     def __exit__(self, *raised: object) -> None:
         self._live.stop()
 
-    def update(self, step: int, loss: float, tokens_per_s: float) -> None:
-        """Shows that `step` (from 1) is done."""
+    def update(self, step: int, loss: float, tokens: int) -> None:
+        """Shows that `step` (from 1), of so many tokens, is done."""
         self._losses.append(self._mean.of(loss))
         now = time.monotonic()
+        self._ends.append(now)
+        while len(self._ends) > _RECENT_STEPS + 1 and now - self._ends[1] > WINDOW_S:
+            self._ends.popleft()
         interval = DRAWN_INTERVAL_S if self._console.is_terminal else PLAIN_INTERVAL_S
         if step not in (1, self._steps) and now - self._spoken < interval:
             return
         self._spoken = now
-        left = (now - self._started) / step * (self._steps - step)
+        mean_s = max(now - self._ends[0], 1e-9) / (len(self._ends) - 1)
+        tokens_per_s, left = tokens / mean_s, mean_s * (self._steps - step)
         if self._console.is_terminal:
             self._draw(step, tokens_per_s, left)
             return
         self._console.print(
             f"step {step}/{self._steps}  smoothed loss {self._losses[-1]:.3f}  "
-            f"{tokens_per_s:,.0f} tokens/s  {left:.0f} s left",
+            f"{tokens_per_s:,.0f} tokens/s  {_clock(left)} left",
             highlight=False,
             soft_wrap=True,
         )

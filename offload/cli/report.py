@@ -17,9 +17,10 @@ from rich.table import Table
 
 from offload import runs
 from offload.breakdown import Breakdown, breakdown, title_of, verdict
-from offload.cli import BadInput, bad_input, report_html, report_timeline
+from offload.cli import BadInput, bad_input, report_html, report_list, report_timeline
 from offload.cli.console import Output
 from offload.cli.flags import Flags
+from offload.cli.report_list import about
 from offload.config import format_bytes
 from offload.kept import write_whole
 from offload.runs import Run
@@ -29,7 +30,11 @@ _BAR_COLUMNS = 24
 NARROW_COLUMNS = 68
 """On narrower terminals bars and shares are left out."""
 
-_Run = tyro.conf.arg(metavar="[RUN]", help_behavior_hint="", help="A file that a run has left.")
+_Run = tyro.conf.arg(
+    metavar="[RUN]",
+    help_behavior_hint="",
+    help="A file that a run has left, or the name of one in --list.",
+)
 _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 
 
@@ -37,7 +42,7 @@ _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 class Report:
     """Show where the time of a step went, what bounds it and what would help most; write a page to
     look at (lanes over time, waits in red) and a timeline for ui.perfetto.dev or chrome://tracing.
-    Without RUN it is about the last run of offload train.
+    Without RUN it is about the last run of offload train that has left one.
     """
 
     run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
@@ -48,12 +53,17 @@ class Report:
     timeline: Annotated[str | None, _Optional] = None
     """The timeline. Default: beside the run, ending in .trace.json."""
 
+    list: bool = False
+    """The last runs, instead of one."""
+
     json: bool = False
     """One JSON object on standard output, nothing else there; no files."""
 
     def __post_init__(self) -> None:
         if len(self.run) > 1:
             raise ValueError(f"RUN {' '.join(self.run)}: expected one file")
+        if self.list and self.run:
+            raise ValueError(f"RUN {self.run[0]} contradicts --list: leave out one of the two")
 
 
 FLAGS = Flags(
@@ -72,24 +82,24 @@ def command(arguments: Sequence[str]) -> None:
             written.
     """
     asked = FLAGS.parse(arguments)
-    with bad_input():
-        path = Path(asked.run[0]) if asked.run else runs.last_path()
-    if not path.exists():
-        raise BadInput(
-            f"{path}: there is no such run; likely "
-            + ("it is misspelt" if asked.run else "nothing was trained yet")
-            + "; try: offload train"
-        )
+    if asked.list:
+        with bad_input():
+            report_list.show(runs.kept(), as_json=asked.json)
+        return
+    path = _path(asked.run)
     with bad_input():
         run = runs.load(path)
         found = breakdown(run)
     if asked.json:
-        told = {"run": str(path), **asdict(found), "verdict": verdict(run, found)}
-        prediction = run.prediction and asdict(run.prediction)
-        sys.stdout.write(json.dumps({**told, "prediction": prediction}, indent=2) + "\n")
+        names = ("made", "command", "model", "device", "device_is_host", "versions")
+        told = {"run": str(path), **{name: getattr(run, name) for name in names}}
+        told |= {**asdict(found), "verdict": verdict(run, found)}
+        told["prediction"] = run.prediction and asdict(run.prediction)
+        told["unpredicted"] = run.unpredicted
+        sys.stdout.write(json.dumps(told, indent=2) + "\n")
         return
     console = Output()
-    show(console, run, found)
+    show(console, run, found, path)
     stem = path.with_name(path.name.removesuffix(".json"))
     page = Path(asked.html or f"{stem}.html")
     timeline = Path(asked.timeline or f"{stem}.trace.json")
@@ -98,10 +108,35 @@ def command(arguments: Sequence[str]) -> None:
             f"run {path}, page {page} and timeline {timeline}: two of them are one file; likely a "
             "name was given twice; give --html and --timeline others"
         )
-    _write(page, report_html.page(run, found), "--html")
+    _write(page, report_html.page(run, found, path), "--html")
     _write(timeline, json.dumps(report_timeline.timeline(run)), "--timeline")
     for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
         console.print(f"{what}: {where}", highlight=False, soft_wrap=True, markup=False)
+
+
+def _path(asked: Sequence[str]) -> Path:
+    """The file of the run that is asked for.
+
+    Raises:
+        BadInput: there is none.
+    """
+    with bad_input():
+        if not asked:
+            if kept := runs.kept():
+                return kept[0]
+            raise BadInput(
+                f"{runs.folder()} holds no run; likely nothing was trained yet, or with "
+                "--no-trace; try: offload train"
+            )
+        path = Path(asked[0])
+        if path.name == asked[0] and not path.exists():
+            path = runs.folder() / f"{asked[0].removesuffix('.json')}.json"
+        if not path.exists():
+            raise BadInput(
+                f"{asked[0]}: there is no such run; likely it is misspelt; try: offload report "
+                "--list"
+            )
+    return path
 
 
 def _write(path: Path, text: str, option: str) -> None:
@@ -114,19 +149,20 @@ def _write(path: Path, text: str, option: str) -> None:
         ) from error
 
 
-def show(console: Output, run: Run, found: Breakdown) -> None:
-    """The breakdown of a step, the lanes, and what bounds it."""
+def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
+    """Which run it is, the breakdown of a step, the lanes, and what bounds it."""
+    for word, told in about(run, path):
+        console.sentence(f"{word} {told}" if word in ("on", "left") else told)
     last = run.stepped[-1][0]
-    console.sentence(
-        f"a step took {found.step_s:.3f} s (mean of {found.steps}, to step {last}; {run.made})"
-    )
+    steps = "one step" if found.steps == 1 else f"{found.steps} steps"
+    console.sentence(f"\na step took {found.step_s:.3f} s (mean of {steps}, to step {last})")
     if run.prediction is not None:
         console.sentence(
             f"predicted: {run.prediction.step_s:.3f} s, of which {run.prediction.exposed_s:.3f} s "
             f"waiting (it waited {found.waited_s:.3f} s)"
         )
     narrow = console.width < NARROW_COLUMNS
-    console.print(_parts(found, bars=not narrow))
+    console.print(_parts(run, found, bars=not narrow))
     if any(found.busy.values()):
         console.print(_lanes(run, found, shares=not narrow))
     for tier in run.tiers:
@@ -138,7 +174,7 @@ def show(console: Output, run: Run, found: Breakdown) -> None:
         console.sentence(line, style="bold")
 
 
-def _parts(found: Breakdown, *, bars: bool) -> Table:
+def _parts(run: Run, found: Breakdown, *, bars: bool) -> Table:
     table = Table(title="A step", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
@@ -149,26 +185,26 @@ def _parts(found: Breakdown, *, bars: bool) -> Table:
         share = seconds / found.step_s
         style = "red" if name in found.busy and share >= 0.05 else ""
         bar = [ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)] * bars
-        table.add_row(title_of(name), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
+        table.add_row(title_of(name, run), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
     return table
 
 
 def _lanes(run: Run, found: Breakdown, *, shares: bool) -> Table:
     table = Table(title="Lanes, in a step", title_justify="left")
     table.add_column("lane")
-    for title in ("busy", *["of it"] * shares, "moved", "speed", "predicted"):
+    for title in ("busy", *["of step", "predicted"] * shares, "moved", "speed"):
         table.add_column(title, justify="right", no_wrap=True)
     predicted = run.prediction.busy if run.prediction else {}
     for lane, busy in found.busy.items():
         if not busy:
             continue
         moved = found.bytes.get(lane, 0.0)
+        foretold = f"{predicted[lane]:.3f} s" if lane in predicted else "-"
         table.add_row(
             lane,
             f"{busy:.3f} s",
-            *[f"{busy / found.step_s:.0%}"] * shares,
+            *[f"{busy / found.step_s:.0%}", foretold] * shares,
             format_bytes(round(moved)) if moved else "-",
             f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
-            f"{predicted[lane]:.3f} s" if lane in predicted else "-",
         )
     return table

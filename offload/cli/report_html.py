@@ -5,14 +5,15 @@ from __future__ import annotations
 import html
 import json
 from importlib import resources
+from pathlib import Path
 
 from offload.breakdown import ENGINE, MODEL, OTHER, Breakdown, title_of, verdict
-from offload.cli import report_timeline
+from offload.cli import report_list, report_timeline
 from offload.config import format_bytes
 from offload.runs import Run
 
 
-def page(run: Run, found: Breakdown) -> str:
+def page(run: Run, found: Breakdown, path: Path) -> str:
     """The page as HTML."""
     data = {
         "rows": report_timeline.in_rows(run),
@@ -26,12 +27,13 @@ def page(run: Run, found: Breakdown) -> str:
     filled = {
         "VERDICT": " ".join(html.escape(line) for line in verdict(run, found)),
         "CARDS": _cards(run, found),
-        "PARTS": _parts(found),
+        "PARTS": _parts(run, found),
         "LANES": _lanes(run, found),
         "HOMES": _homes(run),
         "WAYS": _ways(found),
         "WHAT_IF": _what_if(run),
-        "MADE": html.escape(run.made),
+        "ABOUT": _about(run, path),
+        "TITLE": html.escape(run.made.replace("T", " ")),
         "DATA": embedded,
     }
     text = resources.files("offload.cli").joinpath("report.html").read_text("utf-8")
@@ -40,12 +42,20 @@ def page(run: Run, found: Breakdown) -> str:
     return text
 
 
+def _about(run: Run, path: Path) -> str:
+    # Its age is that of the page as soon as somebody opens it again.
+    rows = [(name, told) for name, told in report_list.about(run, path, aged=False)]
+    return "".join(
+        f"<dt>{html.escape(name)}</dt><dd>{html.escape(told)}</dd>" for name, told in rows
+    )
+
+
 def _cards(run: Run, found: Breakdown) -> str:
     cards = [("a step", f"{found.step_s:.3f} s")]
     if run.prediction is not None:
         cards.append(("predicted", f"{run.prediction.step_s:.3f} s"))
     cards += [
-        ("forward and backward", f"{found.parts.get('model', 0) / found.step_s:.0%}"),
+        (title_of(MODEL, run), f"{found.parts.get(MODEL, 0) / found.step_s:.0%}"),
         ("steps looked at", str(found.steps)),
         ("misses", str(found.misses)),
     ]
@@ -54,12 +64,12 @@ def _cards(run: Run, found: Breakdown) -> str:
     )
 
 
-def _parts(found: Breakdown) -> str:
+def _parts(run: Run, found: Breakdown) -> str:
     bars, legend = [], []
     for name, seconds in found.parts.items():
         share = seconds / found.step_s
         kind = name if name in (MODEL, ENGINE, OTHER) else "wait"
-        told = f"{html.escape(title_of(name))}: {seconds:.3f} s ({share:.1%})"
+        told = f"{html.escape(title_of(name, run))}: {seconds:.3f} s ({share:.1%})"
         bars.append(f'<i class="{kind}" style="width:{100 * share:.2f}%" title="{told}"></i>')
         legend.append(f'<span><i class="{kind}"></i>{told}</span>')
     return f"<div class=bar>{''.join(bars)}</div><div class=legend>{''.join(legend)}</div>"
@@ -122,7 +132,7 @@ def _ways(found: Breakdown) -> str:
 
 def _what_if(run: Run) -> str:
     if run.prediction is None:
-        return "<p>Too few steps were kept to say.</p>"
+        return f"<p>It was not asked: {html.escape(run.unpredicted)}.</p>"
     base = run.prediction.step_s
     rows = [
         [f"{name} twice as fast", f"{seconds:.3f} s", _change(seconds / base - 1)]

@@ -6,12 +6,13 @@ what overlaps without nesting (units in use together) stands in rows of its own.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from offload.runs import Run, Span
+from offload.runs import LANES, Run, Span
 
-ORDER = ("model", "engine", "waiting", "compute", "h2d", "d2h", "cpu", "disk")
+ORDER = (*LANES[:2], "waiting", *LANES[2:])
 """Lanes from top to bottom."""
 
 _PROCESS = 1
@@ -36,7 +37,7 @@ def lanes(run: Run) -> list[tuple[str, list[Span]]]:
     found: dict[str, list[Span]] = {}
     for span in (*run.spans, *waits):
         found.setdefault(span.lane, []).append(span)
-    names = sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    names = sorted(found, key=ORDER.index)
     titled = []
     for name in names:
         parts = rows(found[name])
@@ -56,7 +57,11 @@ def timeline(run: Run) -> dict[str, Any]:
         {**moment, "name": f"step {number}", "ts": _nanoseconds(at) / 1e3}
         for number, at, _ in run.stepped
     ]
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"made": run.made}}
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {"made": run.made, "command": shlex.join(run.command), "model": run.model},
+    }
 
 
 def _meta(kind: str, thread: int, **arguments: Any) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class Train:
     """Also draw the loss to this file (.png, .svg, .pdf); needs matplotlib."""
 
     trace_file: Annotated[str | None, NoText] = None
-    """Where to leave what the lanes did, for offload report. Default: in your cache, in place of
-    the run before."""
+    """Where to leave what the lanes did, for offload report. Default: in your cache, where the last
+    ten are kept."""
 
     config: Annotated[str | None, NoText] = None
     """JSON file of settings, keys named like the flags (seq_len). Flags win over the file."""

@@ -49,7 +49,7 @@ def command(arguments: Sequence[str]) -> None:
         BadInput: the arguments, the data, a path or a budget; nothing has been trained.
         Stopped: by Ctrl-C or SIGTERM.
     """
-    settings = parse(arguments)
+    settings, typed = parse(arguments), ["offload", "train", *arguments]
     with bad_input():
         draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
         left.check(settings)
@@ -72,17 +72,20 @@ def command(arguments: Sequence[str]) -> None:
                 with live.Progress(remarks, settings.steps, engine.report) as progress:
                     _train(settings, model, optimizer, corpus, signals, progress, reached)
                 # Before what is no part of training.
-                reached.run = left.run_of(engine, remarks)
+                reached.run = left.run_of(engine, remarks, typed)
                 engine.settle()
                 reached.report = engine.report()
                 _judge(settings, model, corpus, reached)
             except BaseException as error:
                 reached.stopped_by = _ended_by(error)
+                # What goes wrong in telling must not take the place of the error.
+                if isinstance(error, Stopped) and not signals.hurried:
+                    with contextlib.suppress(Exception, Stopped, KeyboardInterrupt):
+                        engine.settle()  # The last step's updates are part of what is told.
                 if reached.steps or isinstance(error, Stopped):
-                    # What goes wrong in telling must not take the place of the error.
                     with contextlib.suppress(Exception):
                         _conclude(console, settings, reached, reached.report or engine.report())
-                reached.run = reached.run or left.run_of(engine, remarks)
+                reached.run = reached.run or left.run_of(engine, remarks, typed)
                 raise
             else:
                 _conclude(console, settings, reached, reached.report)
@@ -104,7 +107,7 @@ def _train(
     """All steps, each told and counted when it is over."""
     with contextlib.closing(steps(settings, model, optimizer, corpus, signals)) as records:
         for record in records:
-            progress.update(record["step"], record["loss"], record["tokens_per_s"])
+            progress.update(record["step"], record["loss"], _tokens(settings))
             if settings.json:
                 _emit(record)
             reached.steps = record["step"]
@@ -168,7 +171,6 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
     console.print(display.lanes(report.lanes))
     console.sentence(display.lanes_caption(report.lanes), style="dim")
-    console.print(display.peaks(report.tiers, device_is_cpu=compute_device().is_host))
     console.sentence(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
         "activations and Python included"
@@ -247,7 +249,7 @@ def steps(
         Stopped: between two steps, when the record of the one before has been dealt with.
     """
     scheduler = LambdaLR(optimizer, lambda step: rate(settings, step))
-    tokens = settings.batch * settings.seq_len * settings.micro_batches
+    tokens = _tokens(settings)
     started = time.perf_counter()
     for step in range(1, settings.steps + 1):
         record: dict[str, Any] = {"kind": "step", "step": step}
@@ -264,6 +266,11 @@ def steps(
             record |= {"step_s": now - started, "tokens_per_s": tokens / (now - started)}
             started = now
             yield record
+
+
+def _tokens(settings: Train) -> int:
+    """Tokens in a step."""
+    return settings.batch * settings.seq_len * settings.micro_batches
 
 
 def _check_finite(loss: float, found: str, settings: Train) -> None:
