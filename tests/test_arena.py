@@ -136,6 +136,22 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: 
     assert driver.released == [address for address, _ in driver.calls[: fail_at - 1]]
 
 
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("interrupt_at", [1, 2])
+def test_ctrl_c_while_memory_is_registered_leaves_none_registered(interrupt_at: int) -> None:
+    class Interrupted(FakeDriver):
+        def pin(self, address: int, size: int) -> None:
+            super().pin(address, size)
+            if len(self.calls) == interrupt_at:  # What it was asked is done by then.
+                raise KeyboardInterrupt
+
+    driver = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        Arena(3 << 20, CPU, driver=driver, edges=EDGES)
+    assert len(driver.calls) == interrupt_at
+    assert sorted(driver.released) == sorted(address for address, _ in driver.calls)
+
+
 @pytest.mark.parametrize("offered", ["always madvise [never]", "always [madvise] never", None])
 def test_it_is_told_how_long_much_memory_took_and_on_what_pages(
     offered: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
