@@ -110,8 +110,12 @@ class Arena:
         since = time.perf_counter()
         self.tensor = host_tensor(size, node=driver.numa_node())
         touched = time.perf_counter()
-        if size:
-            self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
+        try:
+            if size:
+                self._pin(driver, pieces(size, edges, PIN_BYTES_MAX))
+        except BaseException:  # Ctrl-C: it takes long, and what is unmapped must not stay pinned.
+            self.close()
+            raise
         if size >= TOLD_BYTES_LEAST:
             self._tell(touched - since, time.perf_counter() - touched)
 
@@ -128,18 +132,22 @@ class Arena:
         """Register the memory, so that copies run beside compute; what cannot be stays pageable."""
         for start, size in parts:
             address = self.tensor.data_ptr() + start
+            self._pinned.append((address, size))  # First: whatever comes meanwhile gives it back.
             try:
                 driver.pin(address, size)
             except PinError as error:
+                self._pinned.pop()
                 left = self.bytes - self.pinned_bytes
+                remedy = (
+                    "; likely the system pins no more for this process; raise the memlock limit "
+                    "(ulimit -l), or lower --cpu-memory"
+                )
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
-                    f"pinned ({error}): copies of it hold up the lanes and are slower; likely the "
-                    "system pins no more for this process; raise the memlock limit (ulimit -l), "
-                    "or lower --cpu-memory"
+                    f"pinned ({error}): copies of it hold up the lanes and are slower"
+                    f"{remedy if driver.registers else ''}"
                 )
                 return
-            self._pinned.append((address, size))
 
     def _tell(self, touch_s: float, pin_s: float) -> None:
         """Let it be known what taking the memory took, and what would make it less."""

@@ -21,6 +21,7 @@ import torch
 
 from offload.config import format_bytes
 from offload.driver import Driver, driver_of
+from offload.scaler import wait_for_numbers
 from offload.task import Fence
 
 
@@ -99,6 +100,7 @@ class Accelerator(Device):
         """As torch names it, with its index."""
         super().__init__(torch_device)
         self.driver: Driver = driver_of(torch_device)
+        wait_for_numbers()
 
     def free_bytes(self) -> int | None:
         """Free memory in bytes."""
@@ -147,8 +149,13 @@ class Accelerator(Device):
         event.synchronize()
 
     def settle(self) -> None:
-        """Let the host wait for all that is queued on any stream."""
-        torch.accelerator.synchronize(self.torch_device)
+        """Let the host wait for all that is queued on any stream.
+
+        Torch's call ends by making that device current which was, and so makes a context on the
+        first one, for good, in a thread that never chose a device: see `driver`.
+        """
+        with torch.accelerator.device_index(self.torch_device.index):
+            torch.accelerator.synchronize(self.torch_device)
 
     def refuse_capture(self) -> None:
         """Refuse to work while what the thread queues is recorded."""
@@ -160,10 +167,14 @@ CPU = Device(torch.device("cpu"))
 
 
 def compute_device() -> Device:
-    """The accelerator that torch finds, else the CPU."""
+    """The accelerator that torch finds, else the CPU.
+
+    One that cannot tell how much of its memory is free, as MPS, has no streams for lanes either:
+    there the CPU computes.
+    """
     if torch.accelerator.is_available():
         found = torch.accelerator.current_accelerator()
-        if found is not None:
+        if found is not None and hasattr(getattr(torch, found.type, None), "mem_get_info"):
             index = torch.accelerator.current_device_index()
             return Accelerator(torch.device(found.type, index))
     return CPU

@@ -40,6 +40,9 @@ class PinError(OSError):
 class Driver:
     """An accelerator of which no more is known than `torch.accelerator` tells."""
 
+    registers = False
+    """Whether there is a call that registers memory."""
+
     def __init__(self, device: torch.device):
         """For one device, with its index."""
         self.device = device
@@ -101,6 +104,8 @@ def driver_of(device: torch.device) -> Driver:
 
 class _Cuda(Driver):
     """CUDA, or ROCm under its names."""
+
+    registers = True
 
     def stream(self) -> Any:
         return torch.cuda.current_stream(self.device)

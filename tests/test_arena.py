@@ -83,6 +83,8 @@ def test_memory_that_is_not_there_is_one_clear_error() -> None:
 class FakeDriver(Driver):
     """Registers memory, or refuses it at a certain call."""
 
+    registers = True
+
     def __init__(self, fail_at: int = 0):
         super().__init__(CPU.torch_device)
         self.fail_at = fail_at
@@ -134,6 +136,28 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: 
     made.tensor.fill_(1)
     made.close()
     assert driver.released == [address for address, _ in driver.calls[: fail_at - 1]]
+
+
+def test_where_no_call_registers_memory_no_limit_is_blamed() -> None:
+    (notice,) = Arena(1 << 20, CPU, driver=Driver(torch.device("xpu", 0))).notices
+    assert "no call that registers memory for xpu" in notice
+    assert "likely" not in notice
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("interrupt_at", [1, 2])
+def test_ctrl_c_while_memory_is_registered_leaves_none_registered(interrupt_at: int) -> None:
+    class Interrupted(FakeDriver):
+        def pin(self, address: int, size: int) -> None:
+            super().pin(address, size)
+            if len(self.calls) == interrupt_at:  # What it was asked is done by then.
+                raise KeyboardInterrupt
+
+    driver = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        Arena(3 << 20, CPU, driver=driver, edges=EDGES)
+    assert len(driver.calls) == interrupt_at
+    assert sorted(driver.released) == sorted(address for address, _ in driver.calls)
 
 
 @pytest.mark.parametrize("offered", ["always madvise [never]", "always [madvise] never", None])

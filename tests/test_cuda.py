@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from offload.driver import PinError
 from offload.engine import Engine
 from tests.adam_states import VARIANTS, State, hyper_of
 from tests.adam_states import assert_same as assert_same_numbers
-from tests.faults import in_child
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
@@ -315,17 +314,6 @@ def test_pageable_memory_trains_to_the_same_bits(
         assert_same(result_of(run), expected)
 
 
-def test_a_fork_beside_a_registered_arena(tmp_path: Path) -> None:
-    expected = train(MIXED, tmp_path)
-    with attached(MIXED, tmp_path) as run:
-        torch.manual_seed(2)
-        for number in range(3):
-            assert in_child(lambda: None) == 0
-            plain(run, number)
-        assert run.engine.executor.memory.arenas["cpu"].tensor.is_pinned()
-        assert_same(result_of(run), expected)
-
-
 @pytest.mark.parametrize("states", ["auto", "cpu", "nvme"])
 def test_device_memory_is_a_hard_cap(states: Any, tmp_path: Path) -> None:
     """Half a gigabyte of weights and two and a half of states in 400 MB of the device."""
@@ -412,74 +400,3 @@ def test_a_sleeping_model_leaves_the_device_and_comes_back(tmp_path: Path) -> No
         offload.wake(run.model)
 
     assert_same(train(RESIDENT, tmp_path, napping), train(RESIDENT, tmp_path))
-
-
-# -- company ----------------------------------------------------------------------------------
-
-
-def test_two_engines_on_one_device(tmp_path: Path) -> None:
-    expected = train(CPU_TIER, tmp_path), train(MIXED, tmp_path)
-    with attached(CPU_TIER, tmp_path) as one, attached(MIXED, tmp_path) as other:
-        for number in range(3):
-            for run in (one, other):
-                plain(run, number)
-        for run, alone in zip((one, other), expected):
-            assert_same(result_of(run), alone)
-
-
-def out_of_memory(*_: Any) -> None:
-    torch.empty(1 << 50, dtype=torch.uint8, device=device().torch_device)
-
-
-def in_forward(block: nn.Module) -> Any:
-    return block.register_forward_hook(out_of_memory)
-
-
-def in_backward(block: nn.Module) -> Any:
-    return block.register_full_backward_hook(out_of_memory)
-
-
-@pytest.mark.parametrize("where", [in_forward, in_backward])
-@pytest.mark.parametrize("placement", [CPU_TIER, MIXED])
-def test_running_out_of_memory_leaves_the_engine_usable(
-    where: Callable[[nn.Module], Any], placement: tuple[str, str, str], tmp_path: Path
-) -> None:
-    expected = train(placement, tmp_path)
-    with attached(placement, tmp_path) as run:
-        torch.manual_seed(2)
-        for number in range(3):
-            state = run.generator.get_state()
-            handle = where(run.model.blocks[2])  # type: ignore[index,arg-type]
-            with pytest.raises(torch.OutOfMemoryError):
-                loss_of(run.model, batch(run.generator)).backward()
-            handle.remove()
-            run.optimizer.zero_grad()
-            run.generator.set_state(state)
-            plain(run, number)
-        assert_same(result_of(run), expected)
-
-
-def test_an_attached_model_is_not_captured_and_goes_on(tmp_path: Path) -> None:
-    expected = train(CPU_TIER, tmp_path, steps=2)
-    tokens = batch(torch.Generator().manual_seed(3)).to(device().torch_device)
-    with attached(CPU_TIER, tmp_path) as run:
-        torch.manual_seed(2)
-        for number in range(2):
-            run.engine.settle()
-            graph = torch.cuda.CUDAGraph()
-            with pytest.raises(RuntimeError, match="Capture nothing"), torch.cuda.graph(graph):
-                run.model(tokens)
-            plain(run, number)
-        assert_same(result_of(run), expected)
-
-
-def test_the_model_and_its_states_come_back_to_the_device(tmp_path: Path) -> None:
-    with attached(CPU_TIER, tmp_path) as run:
-        plain(run, 0)
-        _, original = offload.detach(run.model)
-        assert original is not None
-        for parameter in run.model.parameters():
-            assert parameter.device == device().torch_device
-            state = original.state[parameter]
-            assert {x.device for name, x in state.items() if name != "step"} == {parameter.device}
-        original.step()

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from offload import driver, numa
+from offload.device import Accelerator, compute_device
 from offload.driver import Driver, PinError, driver_of
 from tests.training import assert_same, attached, batch, loss_of, plain, result_of, train
 
@@ -193,6 +194,41 @@ def test_other_accelerators_do_without() -> None:
     assert other.numa_node() is None
     with pytest.raises(PinError, match="xpu"):
         other.pin(4096, 4096)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_to_wait_for_all_of_a_device_makes_no_context_on_another(
+    index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's call makes the one current again that was, with a context: so it is ours by then."""
+    current: list[int] = [0]
+    waited: list[tuple[torch.device, int]] = []
+
+    @contextmanager
+    def chosen(device: int) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.accelerator, "device_index", chosen)
+    monkeypatch.setattr(
+        torch.accelerator, "synchronize", lambda device: waited.append((device, current[-1]))
+    )
+    ours = torch.device("cuda", index)
+    Accelerator(ours).settle()
+    assert waited == [(ours, index)]
+    assert current == [0]
+
+
+@pytest.mark.parametrize(("kind", "taken"), [("mps", False), ("xpu", True), ("cuda", True)])
+def test_an_accelerator_without_streams_for_lanes_leaves_the_compute_to_the_cpu(
+    kind: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    found = compute_device()
+    assert found.torch_device == (torch.device(kind, 0) if taken else torch.device("cpu"))
 
 
 # -- the node's memory ------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +36,21 @@ def test_a_stage_that_is_not_there_fails_and_the_next_one_runs() -> None:
     assert "there is no stage nonsense" in done.stdout
     assert "# On a GPU" in done.stdout
     assert done.stdout.rstrip().endswith("failed: nonsense (2)")
+
+
+def test_the_list_of_what_only_a_gpu_can_show_is_complete() -> None:
+    """It names every test that wants one, and every stage that measures."""
+    page = (SCRIPT.parent / "README.md").read_text("utf-8")
+    tests = [
+        node.name
+        for file in (ROOT / "tests").glob("test_cuda*.py")
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert sorted(re.findall(r"`(test_\w+)`", page)) == sorted(tests)
+    stages = re.findall(r"^#     ([a-z0-9-]+)  ", SCRIPT.read_text("utf-8"), re.MULTILINE)
+    assert {"check", "build", "tests", "copies", "update", "train-1b"} <= set(stages)
+    assert all(f"`{stage}`" in page for stage in stages if stage != "table")
 
 
 @pytest.mark.parametrize("size", sweep.CAPS)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import offload
 from cpu_adam import reference
 from offload.bounce import bounce
+from offload.program import Value
 from offload.resident import Residents
 from tests.paced import Paced, paced
 from tests.paced_loops import (
@@ -120,6 +121,39 @@ def test_states_are_loaded_before_an_update_needs_them(tmp_path: Any) -> None:
     between = [train, backward_only, save_states, load_states]
     script = script_of([], between, [look_at_states])  # At which only lanes are waited for.
     check(script, ("cpu", "cpu", "device"), tmp_path, tight=True)
+
+
+def test_a_gradient_is_replaced_when_the_one_on_its_way_is_home(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is held back until somebody waits for it, or the other one is there."""
+    on_its_way, let_go = Event(), Event()
+    with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
+        executor, weight, copy = run.engine.executor, run.model.embed.weight, device.copy
+        value = Value("gradient", weight._offload_home.unit)  # Nothing needs its slot after it.
+        home = executor.peek(value).data_ptr()
+
+        def held(into: torch.Tensor, source: torch.Tensor) -> None:
+            if into.data_ptr() == home:
+                on_its_way.set()
+                assert let_go.wait(60.0)
+            copy(into, source)
+
+        monkeypatch.setattr(device, "copy", held)
+        device.change(**{**LATE, "host_pauses_s": 0.0})
+        Loop(run, device).backward()
+        assert on_its_way.wait(60.0)
+        quiesce = executor.quiesce
+
+        def waited_for(*args: Any, **options: Any) -> None:
+            let_go.set()
+            quiesce(*args, **options)
+
+        monkeypatch.setattr(executor, "quiesce", waited_for)
+        weight.grad = torch.full((1, 1), 0.25, dtype=torch.bfloat16).expand(weight.shape)
+        let_go.set()
+        assert weight.grad.eq(0.25).all()
+    assert not device.timeline.races, device.timeline.races[0]
 
 
 def gradients_after_detach(

@@ -383,6 +383,13 @@ WAITS = (
         ("test_store",),
     ),
     Wait(
+        "scaler: its numbers on their way to the CPU",
+        "scaler",
+        '    if device.type == "cpu" and device not in known:\n',
+        "    if device is None:\n",
+        ("test_scaler",),
+    ),
+    Wait(
         "device: after zeros were written",
         "device",
         "        self.drain()\n        return made",

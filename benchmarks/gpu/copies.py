@@ -5,8 +5,9 @@
 Registered memory (as the engine's arena is), with and without huge pages, beside memory of
 cudaHostAlloc and pageable memory, whole and in the engine's pieces; what it costs to touch and to
 register it; and how long a fork of the process takes beside it (a worker of a DataLoader), with the
-memory kept from children, as the arena is, and not. A line is the median of `ROUNDS` rounds, in
-which all kinds take turns.
+memory kept from children, as the arena is, and not; and how long the host takes to learn of an end,
+by a fence, for which it sleeps, and by an event, for which it spins. A line is the median of
+`ROUNDS` rounds (`WAITS` of waits), in which all kinds take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from offload.device import Device, compute_device
 from offload.driver import PinError
 from offload.numa import touch
 
-ROUNDS = 5
+ROUNDS, WAITS = 5, 200
+ENDS = ("wait", "work", "us", "cpu_us")
 FORKS = ("memory", "fork_s", "touch_after_s")
 COLUMNS = ("memory", "pieces", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "touch_s", "register_s", "note")
 
@@ -117,6 +119,36 @@ def forks(device: Device, size: int) -> list[dict[str, Any]]:
     return rows
 
 
+def waits(device: Device, size: int) -> list[dict[str, Any]]:
+    """What it takes to queue some work on the device and to wait for its end."""
+    into, source = device.zeros(size), device.zeros(size)
+
+    def event() -> Any:
+        made = torch.Event(device.torch_device)
+        made.record(torch.accelerator.current_stream(device.torch_device))
+        return made
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "fence": lambda: device.fence(device.stream()),
+        "event": event,
+    }
+    works = {"4 KiB": 4096, f"{size >> 20} MiB": size}
+    times: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(WAITS if not device.is_host else 0):
+        for kind, make in kinds.items():
+            for work, count in works.items():
+                since, spent = time.perf_counter(), time.thread_time()
+                into[:count].copy_(source[:count])
+                make().synchronize()
+                took = time.perf_counter() - since, time.thread_time() - spent
+                times.setdefault((kind, work), []).append(took)
+    rows = []
+    for (kind, work), found in times.items():
+        us, cpu_us = (1e6 * statistics.median(column) for column in zip(*found))
+        rows.append({"wait": kind, "work": work, "us": us, "cpu_us": cpu_us})
+    return rows
+
+
 def seconds(work: Callable[[], object]) -> float:
     synchronize()
     since = time.perf_counter()
@@ -189,7 +221,9 @@ def main() -> None:
     print(table(rows, COLUMNS))
     forked = forks(device, size)
     print(table(forked, FORKS))
-    print(f"kept in {save('copies', rows, bytes=size, numa_node=node, forks=forked)}")
+    ends = waits(device, copies.PIECE_BYTES_MAX)
+    print(table(ends, ENDS))
+    print(f"kept in {save('copies', rows, bytes=size, numa_node=node, forks=forked, waits=ends)}")
 
 
 if __name__ == "__main__":

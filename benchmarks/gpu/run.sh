@@ -21,11 +21,17 @@
 # local drive (default: the system's place for temporary files), $WHEELS a directory of wheels
 # for what `check` finds missing.
 set -u
-cd "$(dirname "$0")/../.." || exit 1
 PYTHON=${PYTHON:-python3}
+case $PYTHON in
+    */*) PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON") ;; # From anywhere.
+esac
+cd "$(dirname "$0")/../.." || exit 1
+# With the tools that came as packages (cmake, ninja), though its environment may not be active.
+PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
+export PATH
 NVME_PATH=${NVME_PATH:-$("$PYTHON" -c 'import tempfile; print(tempfile.gettempdir())')}
 SECONDS_MAX=590
-export PYTHONPATH=$PWD
+export NVME_PATH PYTHONPATH=$PWD
 DRY=
 if [ "${1:-}" = --dry ]; then
     DRY=--dry
@@ -41,6 +47,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 
 # What for, and whether nothing at all works without it.
 NEEDED = {
@@ -58,17 +65,25 @@ NEEDED = {
 missing = {name: why for name, why in NEEDED.items() if importlib.util.find_spec(name) is None}
 for name, (why, _) in missing.items():
     print(f"missing: {name}, for {why}; carry its wheel and set WHEELS")
-for tool in ("cmake", "c++"):
-    if shutil.which(tool) is None:
-        print(f"missing: {tool}, for build; the reference in Python serves, slowly")
+for tools in (("cmake",), ("ninja", "make"), ("c++", "g++", "clang++")):
+    if not any(map(shutil.which, tools)):
+        print(f"missing: {' or '.join(tools)}, for build; the reference in Python serves, slowly")
+if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
+    print("missing: Python.h, for build; the reference in Python serves, slowly")
 if any(fatal for _, fatal in missing.values()):
     sys.exit("nothing can run here without what is missing")
-import psutil
 import torch
+
+from offload.machine import host_free_bytes, nvme_free_bytes
 
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
       f"{len(os.sched_getaffinity(0))} processors, "
-      f"{psutil.virtual_memory().available / 2**30:.0f} GiB of memory free")
+      f"{host_free_bytes() / 2**30:.0f} GiB of memory free")
+try:
+    free = nvme_free_bytes((os.environ["NVME_PATH"],)) / 2**30
+    print(f"NVME_PATH {os.environ['NVME_PATH']}: {free:.0f} GiB free")
+except OSError as error:
+    print(f"NVME_PATH serves no training on nvme, set another: {error}")
 if not torch.accelerator.is_available():
     print("no accelerator: only --dry makes sense here")
 else:
@@ -90,6 +105,8 @@ stage_build() {
         "$PYTHON" -m pip install "${offline[@]}" --no-build-isolation --no-deps -e . && stage_built && return
     fi
     echo "pip did not build it: cmake alone"
+    command -v ninja >/dev/null && export CMAKE_GENERATOR=Ninja # There may be no make.
+    rm -rf build/gpu                                            # Of another one, or interpreter.
     cmake -S . -B build/gpu -DPython_EXECUTABLE="$(command -v "$PYTHON")" &&
         cmake --build build/gpu --parallel &&
         cmake --install build/gpu --prefix "$into" &&
@@ -103,10 +120,10 @@ assert k.native is not None'
 
 stage_tests() {
     local marker=cuda
-    local files=(tests/test_cuda.py)
+    local files=(tests/test_cuda*.py)
     if [ -n "$DRY" ]; then
         marker="not slow"
-        files=(tests/test_driver.py tests/test_cuda.py)
+        files=(tests/test_driver.py tests/test_scaler.py tests/test_cuda*.py)
     fi
     # Warnings of another torch than that of the fast tier are no failures of this one, nor is it
     # one where pytest does not know an option of a plugin that is missing.
@@ -150,7 +167,7 @@ mkdir -p "$RESULTS"
 failed=()
 for stage in "$@"; do
     echo "== $stage"
-    GPU_STAGE=$stage GPU_DRY=$DRY timeout --kill-after 5 $SECONDS_MAX bash "$0" 2>&1 |
+    GPU_STAGE=$stage GPU_DRY=$DRY timeout --kill-after 5 $SECONDS_MAX bash benchmarks/gpu/run.sh 2>&1 |
         tee "$RESULTS/gpu-${stage//[^a-z0-9-]/_}.log"
     status=${PIPESTATUS[0]}
     [ $status -eq 124 ] && echo "$stage took more than $SECONDS_MAX s"

@@ -18,9 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from benchmarks.gpu.results import RESULTS, save, table
+from offload.machine import host_free_bytes
 
 CAPS: dict[str, dict[str, str | None]] = {
     "1b": {
@@ -82,7 +81,7 @@ def run(args: argparse.Namespace, placement: str, limit: float) -> dict[str, Any
     command = [sys.executable, str(Path(__file__).with_name("train.py"))]
     command += ["--size", args.size, "--placement", placement, "--nvme-path", args.nvme_path]
     command += ["--batch", str(args.batch), "--length", str(args.length)]
-    command += ["--cpu-memory", str(int(psutil.virtual_memory().available * HOST_SHARE))]
+    command += ["--cpu-memory", str(int(host_free_bytes() * HOST_SHARE))]
     command += ["--device-memory", cap] if cap else []
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)

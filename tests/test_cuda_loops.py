@@ -1,0 +1,81 @@
+"""What training loops do, on an accelerator: the same bits wherever values live.
+
+As `test_exact` and `test_loops` have it on the CPU. The reference is streamed, not resident: what a
+loop itself computes from `p.grad` it computes on the CPU then, whose bits are not the device's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import test_exact, test_loops
+from tests.test_cuda import CPU_TIER, device
+from tests.training import RESIDENT, SAMPLED, Result, assert_same, batch, train
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),
+    pytest.mark.filterwarnings("ignore:a view of the gradient:RuntimeWarning"),
+]
+
+LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    **test_exact.CASES,
+    **{
+        name: test_loops.CASES[name]
+        for name in (
+            *("groups added later", "thawed", "group taken out", "zeroed anywhere"),
+            *("hooked gradients", "hooked gradients, regions", "failed backward kept"),
+            *("averaged", "EMA swapped in", "rewound", "initialised"),
+            *("saved on cpu", "saved on cpu, checkpoints", "OneCycleLR"),
+        )
+    },
+}
+
+OF_GRADIENTS = {
+    *("torch clipping", "gradients touched", "edited between reentrant", "gradients held"),
+    *("gradients kept apart",),
+}
+"""Loops that compute with p.grad."""
+
+
+def placed() -> list[Any]:
+    """Every loop resident, if it may be, and in one of the placements that are not."""
+    elsewhere = itertools.cycle([one for one in SAMPLED if one not in (RESIDENT, CPU_TIER)])
+    found = []
+    for name in LOOPS:
+        for placement in (*(() if name in OF_GRADIENTS else (RESIDENT,)), next(elsewhere)):
+            found.append(pytest.param(name, placement, id=f"{name}-{'-'.join(placement)}"))
+    return found
+
+
+@cache
+def reference(name: str, directory: Path) -> Result:
+    feature, options = LOOPS[name]
+    return train(CPU_TIER, directory, feature, **options)
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drive")
+
+
+@pytest.fixture(autouse=True)
+def tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop calls parts of its model by itself."""
+    for module in (test_exact, test_loops):
+        monkeypatch.setattr(module, "batch", lambda g: batch(g).to(device().torch_device))
+
+
+@pytest.mark.parametrize(("name", "placement"), placed())
+def test_every_loop_has_the_bits_of_the_streamed_one(
+    name: str, placement: tuple[str, str, str], drive: Path
+) -> None:
+    feature, options = LOOPS[name]
+    assert_same(train(placement, drive, feature, **options), reference(name, drive))
