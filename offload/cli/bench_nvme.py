@@ -215,7 +215,7 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             "asked to measure drives; found no path; likely cause: it was forgotten; try: offload "
             "bench nvme /mnt/nvme, a directory on the drive where you can write"
         )
-    usable, left_out = backends.compared()
+    usable, left_out = backends.compared(2 * max(asked.depths or bench.DEPTHS))  # of both at once
     for name in asked.backends:
         if name not in (*usable, "python"):
             reason = left_out.get(name, "there is none of that name" + nearest(name, usable))
