@@ -322,8 +322,6 @@ class Requests:
             self._fail(request, failure, piece.offset)
         elif request.running == 0 and request.cut_up:
             self._finish(request)
-        if self.waiting:
-            self.wake()
 
     def _fail(self, request: Request, failure: OSError, offset: int) -> None:
         """Nothing more of it is begun."""
