@@ -78,7 +78,7 @@ def once(turn):
     return seen >= turn
 
 
-faulthandler.dump_traceback_later(50, exit=True)
+faulthandler.dump_traceback_later(90, exit=True)
 turn = first
 while once(turn):
     turn += step

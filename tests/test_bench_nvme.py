@@ -24,8 +24,9 @@ from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
 from aio.system import is_memory
 from cpu_adam import FORMATS
-from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, measuring
+from offload.cli import EXIT_BAD_INPUT, bench_nvme, bench_nvme_report, bench_nvme_saved, measuring
 from offload.cli.bench_nvme_verdict import EachWay, Verdict
+from offload.machine import DriveSpeed
 from tests.command import run
 from tests.faults import nothing_leaks
 
@@ -334,13 +335,14 @@ def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file / "machine.json"))
-    monkeypatch.setattr(bench_nvme, "_speeds", lambda _: [(str(tmp_path), bench_nvme_speed())])
+    found = [(str(tmp_path), bench_nvme_speed())]
+    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda _: found)
     assert command(tmp_path, *TINY) == 0
     assert "note: the speeds could not be saved to" in capsys.readouterr().err
 
 
 def bench_nvme_speed():
-    return bench_nvme.DriveSpeed(
+    return DriveSpeed(
         read_bytes_per_s=1.0, write_bytes_per_s=1.0, both_bytes_per_s=1.0, backend="python",
         block_bytes=4096, depth=1, measured="now",
     )  # fmt: skip

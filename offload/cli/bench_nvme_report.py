@@ -59,9 +59,10 @@ class Report:
     def too_brief(self) -> str | None:
         """What there is to say of figures that were measured for next to no time."""
         figures = [(figure, found) for found in self.found for figure in found.figures]
-        figure, found = min(figures, key=lambda one: one[0].seconds)
-        if figure.seconds >= FIGURE_SECONDS_MIN:
+        brief = [one for one in figures if one[0].seconds < FIGURE_SECONDS_MIN]
+        if not brief:
             return None
+        figure, found = min(brief, key=lambda one: one[0].seconds)
         return (
             f"{figure.mode} in {found.path} was measured for {figure.seconds:.2g} s only, too "
             "little to plan by; try: more --seconds, or a smaller --size, whose writing takes less "
