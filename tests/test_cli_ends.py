@@ -199,4 +199,4 @@ def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encodin
     shown = "caf\\udce9" + ("\\xe9" if encoding == "ascii" else "\u00e9")
     assert f"{shown} (" in output
     assert f"nvme_path='{tmp_path}/caf" in output
-    assert f"measuring read in {tmp_path}/{shown}" in errors
+    assert f"measuring reading in {tmp_path}/{shown}" in errors

@@ -306,7 +306,7 @@ def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
 
 def _remark(one: object, remarks: Output) -> None:
     if isinstance(one, Found):
-        told = [one.notice] if one.notice else []
+        told = [one.notice] if one.notice and not is_memory(one.path) else []
         told += [f"no figure for {mode}: {why} (--writes-max)" for mode, why in one.left_out]
         for notice in told:
             _note(remarks, f"note: {notice}")
@@ -332,7 +332,8 @@ def _concluded(
     verdict = _verdict(asked, report)
     told = bench_nvme_report.verdict(verdict, report)
     told += f" But {busy}." if busy else ""
-    console.print(bench_nvme_report.formats(verdict), told, "", sep="\n")
+    console.print(bench_nvme_report.formats(verdict))
+    console.sentence(f"{told}\n")
     config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
     _note(console, config)
     return told, config, verdict.formats

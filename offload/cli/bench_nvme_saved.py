@@ -13,9 +13,9 @@ from offload.machine import DriveSpeed, save_speed
 
 def saved(report: Report) -> str:
     """Keeps the speeds: where, or why they are not."""
-    if report.too_brief:
-        return f"not saved: {report.too_brief}"
     told = "not saved: no drive has all three figures by O_DIRECT"
+    if report.too_brief and any(found.direct for found in report.found):
+        return f"not saved: {report.too_brief}"
     for path, speed in _speeds(report):
         try:
             kept = save_speed(path, speed)
