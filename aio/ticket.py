@@ -102,6 +102,11 @@ class Ticket(ABC):
         if not self.done():
             self.check_process()
             if not self._wait(timeout):
+                if timeout is None:
+                    raise RuntimeError(
+                        f"{self.what}: waited for by a finaliser of its own memory, whose end it "
+                        "waits for; wait for it elsewhere"
+                    )
                 late = self.unfinished()
                 part = "" if late in (self, None) else f", waiting for {late.what}"
                 raise TimeoutError(

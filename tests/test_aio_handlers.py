@@ -8,7 +8,7 @@ import threading
 import pytest
 
 import aio
-from tests.backends import USABLE, opened
+from tests.backends import ENGINE, USABLE, opened
 from tests.faults import aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
@@ -162,6 +162,29 @@ def test_finalisers_in_a_thread_that_serves_are_refused_and_hang_nobody(name):
         ]
         with pytest.raises(ValueError, match="closed"):
             file.write_from(aligned(BLOCK), 0)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_finaliser_may_transfer_but_not_wait_for_the_transfer_of_its_own_memory(name):
+    """The engine gives memory back in the thread that next looks, which holds nothing then."""
+    found = []
+
+    def asks():
+        file.write_from(aligned(BLOCK), 0).wait(20)
+        file.sync()
+        try:
+            ticket.wait()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with opened(name) as backend, scratch(backend, BLOCK, "/dev/shm") as file:
+        memory = Owner(BLOCK)
+        memory.at_end = asks
+        ticket = file.write_from(memory, 0)
+        del memory
+        ticket.wait(20)
+        assert len(found) == 1
+        assert "waited for by a finaliser of its own memory" in found[0]
 
 
 class Poor(aio.MemoryIO):

@@ -11,6 +11,7 @@ import signal
 import stat
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -150,11 +151,13 @@ def test_paths_on_one_drive_are_measured_once(monkeypatch, capsys, tmp_path):
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm here")
 def test_memory_is_no_drive(monkeypatch, capsys):
     assert is_memory("/dev/shm")
-    monkeypatch.setattr(bench, "measure", lambda *_: [FOUND])
+    monkeypatch.setattr(bench_nvme_report, "FIGURE_SECONDS_MIN", 100.0)  # Not the reason to tell.
+    monkeypatch.setattr(bench, "measure", lambda *_: [replace(FOUND, direct=False)])
     assert command("/dev/shm", "--json") == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
     assert "note: /dev/shm is memory and no drive" in shown.err
+    assert "not saved: no drive has all three figures" in shown.err
     assert "/dev/shm is memory and no drive" in result["verdict"]
     assert (result["formats"], result["config"]) == ([], "")
 
