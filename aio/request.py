@@ -163,6 +163,14 @@ class Piece:
         return self.failed(io, errno.EIO, f"{reason}, {self.tries} times in a row")
 
 
+def _closed_meanwhile(request: Request) -> OSError:
+    found, why = "the file is closed", ("it was closed meanwhile", "open a new one")
+    try:
+        return os_error(errno.EBADF, request.ticket.what, request.file.path, found=found, why=why)
+    except MemoryError:
+        return NO_MEMORY
+
+
 class Requests:
     """What callers and threads of one backend share; the lock is for the threads alone.
 
@@ -291,11 +299,7 @@ class Requests:
                 continue
             self.cutting = request
             if file.gone:
-                found, why = "the file is closed", ("it was closed meanwhile", "open a new one")
-                failure = os_error(
-                    errno.EBADF, request.ticket.what, file.path, found=found, why=why
-                )
-                self._fail(request, failure, request.uncut_offset)
+                self._fail(request, _closed_meanwhile(request), request.uncut_offset)
 
     def count(self, piece: Piece, moved: int, calls: int, retries: int, seconds: float) -> None:
         """Counts what some calls for a piece have come to. Lock held."""

@@ -8,6 +8,8 @@ import threading
 import pytest
 
 import aio
+from aio.part import Part
+from aio.request import Request
 from tests.backends import ENGINE, USABLE, opened
 from tests.faults import aligned, nothing_leaks, scratch
 
@@ -263,3 +265,20 @@ def test_closing_in_the_midst_of_a_sync_leaves_the_descriptor_to_that():
         with pytest.raises(ValueError, match="closed"):
             file.sync()
         file.close()
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_what_is_queued_too_late_never_meets_another_file(name, tmp_path):
+    """By who had seen the file open before a handler closed it: others have its descriptor."""
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        file.close()
+        with scratch(backend, BLOCK, tmp_path) as other:
+            assert other.fd == file.fd
+            late = Request(file, True, [Part(memoryview(aligned(BLOCK)), 0)])
+            backend._requests.queue.append(late)
+            backend._requests.wake()
+            with pytest.raises(OSError, match="the file is closed; likely it was closed") as caught:
+                late.ticket.wait(20)
+            assert caught.value.errno == errno.EBADF
+            assert (file.bytes_written, file.pending) == (0, 0)
