@@ -7,9 +7,9 @@
 
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, ticket,
 counters, part (memory and its place), region (bounds, alignment), file, request (what waits for
-threads of Python), pool (these threads), native (the compiled engine), libaio (a package's),
-backends (which of them serves), scratch (files that leave nothing behind), joint (tickets of
-several transfers), volume (one stretch of bytes over several drives).
+threads of Python), queued (how that begins and ends), pool (these threads), native (the compiled
+engine), libaio (a package's), backends (which of them serves), scratch (files that leave nothing
+behind), joint (tickets of several transfers), volume (one stretch of bytes over several drives).
 Simulations, behind the same seam: simulated (faults), drives (of given shape), crash (lost power).
 Measuring, not imported here: sweep, load, figures, fio, bench.
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.

@@ -88,6 +88,3 @@ class Engine:
 
     def close(self) -> None:
         """Finish what was submitted and end the thread."""
-
-def probe(kind: int) -> None:
-    """OSError, with the call, where a queue of this kind cannot be had or does not work."""

@@ -13,16 +13,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 from aio.file import Backend
 from aio.pool import Pool
-from aio.system import IO, SystemIO
+from aio.system import ALIGN_BYTES, IO, SystemIO
 
 BACKEND_VARIABLE = "AIO_BACKEND"
 """Environment variable: name of the backend to use."""
 BACKEND_NAMES = ("io_uring", "linux_aio", "threads", "libaio", "python")
 """Every backend there is, in order of preference."""
+DEPTH = 32
+"""Pieces under way at once, where nobody says otherwise."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
 
@@ -40,17 +41,18 @@ class Probe:
     """Why it is, or is not: one sentence for a person."""
 
 
-def probe() -> tuple[Probe, ...]:
-    """Tries every backend, in order of preference; takes some milliseconds."""
-    return tuple(_probed(name) for name in BACKEND_NAMES)
+def probe(depth: int = DEPTH) -> tuple[Probe, ...]:
+    """Tries every backend with room for `depth` pieces under way, in order of preference; takes
+    some milliseconds."""
+    return tuple(_probed(name, depth) for name in BACKEND_NAMES)
 
 
-def compared() -> tuple[tuple[str, ...], dict[str, str]]:
+def compared(depth: int = DEPTH) -> tuple[tuple[str, ...], dict[str, str]]:
     """Backends worth comparing here, the preferred first, and why others do not work, by name.
 
     `python` is among them only where nothing else works. `AIO_BACKEND` leaves the one it names.
     """
-    probes = probe()
+    probes = probe(depth)
     names = tuple(found.name for found in probes if found.usable and found.name != "python")
     forced = os.environ.get(BACKEND_VARIABLE)
     if forced in (*names, "python"):
@@ -61,7 +63,7 @@ def compared() -> tuple[tuple[str, ...], dict[str, str]]:
 def open_backend(
     name: str | None = None,
     *,
-    depth: int = 32,
+    depth: int = DEPTH,
     piece_bytes: int = 4 << 20,
     inflight_bytes_max: int = 256 << 20,
     io: IO | None = None,
@@ -145,24 +147,13 @@ _OPENERS: dict[str, Callable[[str, int, int, int], Backend]] = {
 }
 
 
-def _probed(name: str) -> Probe:
+def _probed(name: str, depth: int) -> Probe:
     try:
-        if name == "libaio":
-            from aio.libaio import LibAio
-
-            LibAio(depth=1).close()
-        elif name != "python":
-            native = _native()
-            native.probe(native.KINDS.index(name))
+        if name != "python":
+            _OPENERS[name](name, depth, ALIGN_BYTES, ALIGN_BYTES).close()
     except (ImportError, OSError) as error:
         return Probe(name, False, _why(name, error))
     return Probe(name, True, "works here")
-
-
-def _native() -> ModuleType:
-    from aio import _native
-
-    return _native
 
 
 def _why(name: str, error: ImportError | OSError) -> str:
@@ -192,7 +183,10 @@ def _why(name: str, error: ImportError | OSError) -> str:
         return "it is forbidden, likely by a seccomp filter, as containers have"
     if code == errno.EAGAIN and name in ("linux_aio", "libaio"):
         most, used = _setting("fs/aio-max-nr"), _setting("fs/aio-nr")
-        return f"all requests that fs.aio-max-nr allows are taken ({used} of {most}): raise it"
+        return (
+            "fewer requests are left than it asks for of those that fs.aio-max-nr allows "
+            f"({used} of {most} are taken): raise it"
+        )
     return str(error)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
-from aio.figures import MODES, Cell, Figure, Found, Mode, Sample
+from aio.figures import DOING, MODES, Cell, Figure, Found, Mode, Sample
 from aio.fio import Compared, compare
 from aio.load import Load, memory_bytes
 from aio.sweep import Setting, Spent, Sweep, sweep
@@ -32,6 +32,8 @@ UNDER_WAY_BYTES_MAX = 128 << 20
 
 BACKENDS_SHARE, FIGURES_SHARE = 0.15, 0.25
 """Of the time after the file is written: for the choice of the backend, for the figures."""
+FIGURES_SECONDS, FIGURES_SHARE_MAX = 2.0, 0.5
+"""For the figures at least so much of that time, where it is not more than this share."""
 WRITES_OF_SEARCH: dict[Mode, float] = {"read": 0.0, "write": 0.2, "both": 0.4}
 WRITES_OF_FIGURES, WRITES_OF_COMPARISON = 0.6, 0.95
 """Share of the bytes that may be written after the filling, of what is done up to there."""
@@ -161,15 +163,16 @@ class _Path:
         started = time.perf_counter()
         fills = []
         for sample in self._load.fill():
-            self._progress(0.0, f"writing the file in {self._path}")
+            self._progress(0.0, f"the first write in {self._path}")
             fills.append(sample)
         filled = time.perf_counter()
         left = max(0.0, started + seconds - filled)
+        kept = min(max(FIGURES_SHARE * left, FIGURES_SECONDS), FIGURES_SHARE_MAX * left)
         fill_rate = sum(s.bytes for s in fills) / sum(s.seconds for s in fills)
         best: dict[Mode, Setting] = {}
         for mode in MODES:
             self._load.allow(WRITES_OF_SEARCH[mode])
-            share = min(left * (1 - FIGURES_SHARE) / 3, self._writing_seconds(mode, fill_rate))
+            share = min((left - kept) / 3, self._writing_seconds(mode, fill_rate))
             base = (time.perf_counter() - started) / max(seconds, 1e-9)
             try:
                 best[mode] = self._search(mode, share, base, seconds)
@@ -230,7 +233,7 @@ class _Path:
 
         def told(share: float, setting: Setting) -> None:
             done = base + share * seconds / max(whole, 1e-9)
-            self._progress(min(1.0, done), f"{mode} in {self._path}")
+            self._progress(min(1.0, done), f"{DOING[mode]} in {self._path}")
 
         return sweep(settings, measured, seconds, choice=self._choice, progress=told)
 
@@ -283,7 +286,7 @@ def _together(
             chosen = [figure for figure in figures if figure is not None]
             if len(chosen) < len(loads):
                 continue
-            progress(1.0, f"{mode} on all at once")
+            progress(1.0, f"{DOING[mode]} on all drives together")
             for load in loads:
                 load.allow(1.0 if mode == "both" else 0.975)
             jobs = [

@@ -14,6 +14,13 @@ Mode = Literal["read", "write", "both"]
 MODES: tuple[Mode, ...] = ("read", "write", "both")
 """`both`: transfers in turns of one read and one write, twice `depth` of them under way."""
 
+DOING: dict[Mode, str] = {
+    "read": "reading",
+    "write": "writing",
+    "both": "reading and writing at once",
+}
+"""What is measured, in words."""
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

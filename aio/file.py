@@ -11,7 +11,7 @@ from typing import Protocol
 
 from aio.counters import Counters
 from aio.errors import os_error
-from aio.part import Part, asked
+from aio.part import Part, asked, verb
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
 from aio.ticket import Ticket
@@ -54,7 +54,8 @@ class File(Region):
     Attributes:
         path: for messages; an unnamed file shows its directory.
         bytes_read, bytes_written, operations: totals so far; operations counts system calls.
-        fd, pending: for backends; `pending` transfers are begun and not over.
+        fd, pending, gone: for backends; `pending` transfers are begun and not over, and none is to
+            be begun once it is `gone`.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class File(Region):
         self._pid = os.getpid()
         self._identity = backend.io.identity(fd)
         self.closed = False
-        self._descriptor = threading.Lock()  # while it is used otherwise than by transfers
+        self.gone = False
+        self._descriptor = threading.RLock()  # while it is used otherwise than by transfers
+        self._syncing = self._close_after_sync = False  # both with that lock held
         self._close_fd = weakref.finalize(
             self, _close_fd, backend.io, fd, self._identity, self._pid
         )
@@ -96,28 +99,44 @@ class File(Region):
         """See Region.sync."""
         self._check_process()  # before the lock, which a child may have inherited
         with self._descriptor:
-            self._check_open("sync")
-            if is_lost(self._backend.io, self.fd, self._identity):
-                raise self._no_descriptor("sync")
+            within_another = self._syncing
             try:
-                self._backend.io.fsync(self.fd)
-            except OSError as error:
-                raise os_error(error.errno or errno.EIO, "sync", self.path) from error
+                self._syncing = True
+                self._check_open("sync")
+                if is_lost(self._backend.io, self.fd, self._identity):
+                    raise self._no_descriptor("sync")
+                self._fsync()
+            finally:
+                self._syncing = within_another
+                if self._close_after_sync and not within_another:
+                    self._close_fd()
+
+    def _fsync(self) -> None:
+        try:
+            self._backend.io.fsync(self.fd)
+        except OSError as error:
+            raise os_error(error.errno or errno.EIO, "sync", self.path) from error
 
     def close(self) -> None:
-        """See Region.close."""
+        """See Region.close. In the midst of a `sync` of the same thread (a signal handler's close)
+        it leaves the descriptor to that, which closes it at its end."""
         if os.getpid() != self._pid:
             return
         self.closed = True
         self._backend.drain(self)
+        self.gone = True
+        self._backend.drain(self)  # of what was queued by who had seen it open, and begun before
         with self._descriptor:
-            lost = self._close_fd.alive and is_lost(self._backend.io, self.fd, self._identity)
-            self._close_fd()
+            if self._syncing:
+                self._close_after_sync = True
+                return
+            lost = self._close_fd()
         if lost:
             raise self._no_descriptor("close")
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
         if is_lost(self._backend.io, self.fd, self._identity):
+            self._check_open(verb(writing))  # a signal handler may have closed it since
             raise self._no_descriptor(asked(writing, parts))
         return self._backend.submit(self, writing, parts)
 
@@ -129,9 +148,14 @@ class File(Region):
         self._backend.check_process()
 
 
-def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> None:
-    if os.getpid() == pid and not is_lost(io, fd, identity):
-        io.close(fd)
+def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> bool:
+    """Closes a descriptor, once; whether it could not, as it is lost."""
+    if os.getpid() != pid:
+        return False
+    if is_lost(io, fd, identity):
+        return True
+    io.close(fd)
+    return False
 
 
 def is_lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:

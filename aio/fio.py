@@ -23,7 +23,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from aio.figures import Mode
+from aio.figures import DOING, Mode
 from aio.load import Load
 from aio.ratio import Ratio
 from aio.sweep import Setting, Spent
@@ -200,7 +200,7 @@ def compare(
     with contextlib.suppress(Spent):
         for number in range(rounds):
             for at, (mode, setting, other) in enumerate(cells):
-                progress((number + at / len(cells)) / rounds, f"{mode} beside fio")
+                progress((number + at / len(cells)) / rounds, f"{DOING[mode]} beside fio")
                 for turn in (number % 2, 1 - number % 2):
                     if mode != "read":
                         left = written_bytes_max - load.bytes_written

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from aio.ticket import LockSignal, Signal, Ticket
@@ -22,14 +22,22 @@ class JointTicket(Ticket):
 
     Args:
         what: the whole transfer, for messages.
-        parts: in the order in which their failures count; none is a transfer of nothing.
+        parts: none is a transfer of nothing.
+        place: of the number of a part that failed, and where in its file it did, where in the
+            whole that is: the first failure is told. By default that of the first part.
     """
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "_place")
 
-    def __init__(self, what: str, parts: Sequence[Ticket]) -> None:
+    def __init__(
+        self,
+        what: str,
+        parts: Sequence[Ticket],
+        place: Callable[[int, int], int] = lambda number, offset: number,
+    ) -> None:
         super().__init__(what)
         self._parts = tuple(parts)
+        self._place = place
 
     def done(self) -> bool:
         """Whether every part is over, well or not."""
@@ -53,7 +61,12 @@ class JointTicket(Ticket):
         )
 
     def _failed(self) -> OSError | None:
-        return next((found for part in self._parts if (found := part._failed())), None)
+        failed = [
+            (self._place(number, part._failed_at()), found)
+            for number, part in enumerate(self._parts)
+            if (found := part._failed())
+        ]
+        return min(failed, key=lambda one: one[0])[1] if failed else None
 
 
 def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:

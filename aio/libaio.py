@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import os
 import select
-import threading
 import time
 from typing import Any
 
@@ -20,8 +20,10 @@ import numpy as np
 
 from aio.errors import BROKEN
 from aio.file import is_lost
-from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Queued, Requests
+from aio.queued import Queued
+from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Requests
 from aio.system import IO, SystemIO
+from aio.ticket import NO_MEMORY
 
 
 class _Wake:
@@ -36,14 +38,22 @@ class _Wake:
         self._io = io
         self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._identities = [io.identity(fd) for fd in self._ends]
+        self._open = [0, 1]
+        self._setting: list[None] = []  # one for each call of `set` in its midst
+        self._closing = False
 
     def is_ours(self) -> bool:
         return not any(map(self._lost, (0, 1)))
 
     def set(self) -> None:
-        if not self._lost(1):
-            with contextlib.suppress(BlockingIOError):  # full: it is set
-                os.write(self._ends[1], b"\0")
+        try:
+            self._setting.append(None)
+            if not self._closing and not self._lost(1):
+                with contextlib.suppress(BlockingIOError):  # full: it is set
+                    os.write(self._ends[1], b"\0")
+        finally:
+            self._setting.pop()
+            self._close_unless_used()
 
     def clear(self) -> None:
         if not self._lost(0):
@@ -51,9 +61,16 @@ class _Wake:
                 os.read(self._ends[0], 1 << 16)  # all that it holds
 
     def close(self) -> None:
-        for end, fd in enumerate(self._ends):
-            if not self._lost(end):
-                os.close(fd)
+        """Without a lock, as `set` has none: who is in the midst of that closes it."""
+        self._closing = True
+        self._close_unless_used()
+
+    def _close_unless_used(self) -> None:
+        while self._closing and not self._setting and self._open:
+            with contextlib.suppress(IndexError):
+                end = self._open.pop()
+                if not self._lost(end):
+                    os.close(self._ends[end])
 
     def block(self) -> Any:
         """A poll, to be submitted, that is over once it is set."""
@@ -78,7 +95,6 @@ class _State(Requests):
             self.context.close()
             raise
         self.armed = False  # the kernel waits for the pipe, too
-        self.ended = False
         self.ready: list[Piece] = []  # the thread's alone, as are those submitted
         self.submitted = 0
         self.live: set[Piece] = set()  # cut and not over
@@ -102,8 +118,7 @@ class _State(Requests):
 
     def wake(self) -> None:
         """See Requests.wake."""
-        if not self.ended:
-            self.waker.set()
+        self.waker.set()
 
 
 class LibAio(Queued):
@@ -131,8 +146,7 @@ class LibAio(Queued):
         if depth < 1:
             raise ValueError(f"depth={depth}: expected at least 1; try 32")
         state = _State(depth, piece_bytes, inflight_bytes_max)
-        thread = threading.Thread(target=_work, args=(state,), name="aio-libaio", daemon=True)
-        super().__init__(state, [thread])
+        super().__init__(state, functools.partial(_work, state), ["aio-libaio"])
 
 
 def _work(state: _State) -> None:
@@ -143,8 +157,8 @@ def _work(state: _State) -> None:
     except Exception as error:  # the kernel refuses the very calls: nobody is left waiting
         broken = f"libaio takes no more calls ({type(error).__name__}: {error})"
     with state.lock:
-        state.closing = state.ended = True
         state.broken = broken
+        state.closing = state.ended = True
         state.waker.close()
     try:
         state.context.close()  # returns when nothing is under way
@@ -157,9 +171,17 @@ def _give_up(state: _State, found: str) -> None:
     """Everything fails, and nothing more is taken on."""
     with state.lock:
         for piece in list(state.live):
-            state.end(piece, piece.failed(state.io, errno.EIO, found, BROKEN))
-        while (one := state.take()) is not None:
-            state.end(one, one.failed(state.io, errno.EIO, found, BROKEN))
+            state.end(piece, _failed(state, piece, found))
+        while state.waiting:
+            if (one := state.take()) is not None:
+                state.end(one, _failed(state, one, found))
+
+
+def _failed(state: _State, piece: Piece, found: str) -> OSError:
+    try:
+        return piece.failed(state.io, errno.EIO, found, BROKEN)
+    except MemoryError:
+        return NO_MEMORY
 
 
 def _work_once(state: _State) -> bool:
@@ -167,7 +189,7 @@ def _work_once(state: _State) -> bool:
     if not state.waker.is_ours():
         raise OSError(errno.EBADF, "its pipe is closed, or another file's")
     with state.lock:
-        if state.closing and not state.queue and not state.pieces:
+        if not state.pieces and state.is_over():
             return False
         while state.pieces < state.depth and (piece := state.take()) is not None:
             state.ready.append(piece)
@@ -187,7 +209,7 @@ def _reap(state: _State) -> None:
             state.armed = state.context.submit([state.waker.block()]) == 1
     if state.ready or not state.armed:
         wait_s = RETRY_DELAY_S
-    elif state.submitted == 0 and (state.queue or state.closing):  # what was cut was refused
+    elif state.submitted == 0 and (state.waiting or state.closing):  # what was cut was refused
         wait_s = 0.0
     else:
         wait_s = SLEEP_S_MAX

@@ -61,6 +61,7 @@ class Load:
 
     Raises:
         OSError: there is no room, or the directory cannot be used; see `create_scratch`.
+        ValueError: to make the file takes more than may be written.
     """
 
     def __init__(
@@ -88,6 +89,16 @@ class Load:
             self.file = opened.enter_context(create_scratch(directory, size, made))
             self._stack = opened.pop_all()
         self.file_system = made.io.file_system(self.file.fd)
+        self.bytes_written = self.file.bytes_written  # zeros, where space cannot be reserved
+        self._making_bytes = self.bytes_written + size
+        if self.bytes_written and self._making_bytes > written_bytes_max:
+            self.close()
+            raise ValueError(
+                f"asked for a file of {size} bytes in {directory} and for at most "
+                f"{written_bytes_max} to be written; found that making it writes {size} bytes of "
+                f"zeros first; likely cause: {self.file_system} cannot reserve space; try: a file "
+                "of half the size, or to let more be written"
+            )
 
     def _open(self, setting: Setting, depth: int) -> Backend:
         """A backend that keeps `depth` blocks under way."""
@@ -107,7 +118,7 @@ class Load:
     def fill(self) -> Iterator[Sample]:
         """Writes all of the file once, a part at a time: a first write is not like later ones."""
         self._at[True] = 0
-        while left := self.file.bytes - self.bytes_written:
+        while left := self._making_bytes - self.bytes_written:
             block = min(self._first.block_bytes, left)
             count = min(64, left // block)
             part = Setting(self._first.backend, block, self._first.depth)
@@ -116,8 +127,8 @@ class Load:
 
     def allow(self, share: float) -> None:
         """From now on no more than this share may be written of what the file's filling left."""
-        left = self._written_in_all_max - self.file.bytes
-        self.written_bytes_max = self.file.bytes + round(left * share)
+        left = self._written_in_all_max - self._making_bytes
+        self.written_bytes_max = self._making_bytes + round(left * share)
 
     def run(self, mode: Mode, setting: Setting, seconds: float) -> Sample:
         """Load in one setting for about `seconds`, at least until it has been full once.

@@ -90,6 +90,10 @@ class NativeTicket(Ticket):
         free_bytes = None if free < 0 else free
         return os_error(code, asked, self._path, found=text, free=free_bytes, why=why)
 
+    def _failed_at(self) -> int:
+        found = self._request.failure()
+        return 0 if found is None else found[2]
+
     def watch(self, signal: _native.Signal) -> None:  # type: ignore[override]
         """See Ticket.watch."""
         self._request.watch(signal)

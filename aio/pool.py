@@ -5,12 +5,16 @@ See [Note: Lifetimes] in request.py.
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import threading
+import functools
 import time
+from queue import Empty, SimpleQueue
 
-from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Queued, Requests
+from aio.queued import Queued
+from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Requests
 from aio.system import IO, SystemIO
+from aio.ticket import NO_MEMORY
 
 
 class Pool(Queued):
@@ -40,38 +44,62 @@ class Pool(Queued):
     ) -> None:
         if threads < 1:
             raise ValueError(f"threads={threads}: a pool needs at least one; try 4")
-        requests = Requests(SystemIO() if io is None else io, piece_bytes, inflight_bytes_max)
-        super().__init__(
-            requests,
-            [
-                threading.Thread(target=_work, args=(requests,), name=f"aio-{n}", daemon=True)
-                for n in range(threads)
-            ],
+        requests = _Requests(
+            threads, SystemIO() if io is None else io, piece_bytes, inflight_bytes_max
         )
+        work = functools.partial(_work, requests)
+        super().__init__(requests, work, [f"aio-{number}" for number in range(threads)])
 
 
-def _work(requests: Requests) -> None:
-    while _work_once(requests):
-        pass
+class _Requests(Requests):
+    """Requests whose threads sleep until there is a token for each."""
+
+    def __init__(self, threads: int, io: IO, piece_bytes: int, inflight_bytes_max: int) -> None:
+        super().__init__(io, piece_bytes, inflight_bytes_max)
+        self.tokens: SimpleQueue[None] = SimpleQueue()  # whose `put` may interrupt another
+        self._tokens_max = threads
+
+    def wake(self) -> None:
+        """See Requests.wake. Where tokens are left, somebody is about to look anyway."""
+        if self.tokens.qsize() < self._tokens_max:
+            self.tokens.put(None)
 
 
-def _work_once(requests: Requests) -> bool:
-    """Moves one piece; False when the pool is closed and nothing is left to do.
+def _work(requests: _Requests) -> None:
+    while True:
+        try:
+            if not _work_once(requests):
+                return
+        except MemoryError:  # what it was about is told; there may be more again
+            time.sleep(RETRY_DELAY_S)
+
+
+def _work_once(requests: _Requests) -> bool:
+    """Moves one piece or sleeps; False when the pool is closed and nothing is left to do.
 
     A function of its own, so that an idle thread keeps no file or buffer alive.
     """
     with requests.lock:
-        while (piece := requests.take()) is None:
-            if requests.closing and not requests.queue:
-                return False
-            requests.changed.wait(SLEEP_S_MAX)
+        piece = requests.take()
+        over = piece is None and requests.is_over()
         requests.depth_max = max(requests.depth_max, requests.pieces)
-    began = time.monotonic()
-    moved, calls, failure = _transfer(requests.io, piece)
-    took = time.monotonic() - began
-    with requests.lock:
-        requests.count(piece, moved, calls, calls - 1, took)
-        requests.end(piece, failure)
+    if over or (piece is not None and requests.waiting):
+        requests.wake()  # the next thread
+    if piece is None:
+        if not over:
+            with contextlib.suppress(Empty):
+                requests.tokens.get(timeout=SLEEP_S_MAX)
+        return not over
+    failure: OSError | None = NO_MEMORY
+    try:
+        began = time.monotonic()
+        moved, calls, failure = _transfer(requests.io, piece)
+        took = time.monotonic() - began
+        with requests.lock:
+            requests.count(piece, moved, calls, calls - 1, took)
+    finally:
+        with requests.lock:
+            requests.end(piece, failure)
     return True
 
 
@@ -87,6 +115,8 @@ def _transfer(io: IO, piece: Piece) -> tuple[int, int, OSError | None]:
             count, code = 0, error.errno or 0
         except OSError as error:
             return moved, calls, piece.failed(io, error.errno or errno.EIO)
+        except MemoryError:
+            return moved, calls, piece.failed(io, errno.ENOMEM)
         except Exception as error:  # a broken injected IO must not leave waiters waiting
             return moved, calls, piece.failed(io, errno.EIO, f"{type(error).__name__}: {error}")
         else:

@@ -88,7 +88,7 @@ class Region(ABC):
                 the region is closed. Nothing was started then.
             OSError: the descriptor was closed by others (EBADF). Nothing was started then either,
                 but on other drives of a volume, for which it waits.
-            RuntimeError: called in a forked child.
+            RuntimeError: called in a forked child, or by a finaliser in a thread of a backend.
 
         After any other exception, that is one of a signal handler, the transfer may be under way
         though its ticket is lost: `close` waits for it.
@@ -111,7 +111,8 @@ class Region(ABC):
     def close(self) -> None:
         """Waits for transfers under way, then closes. Closing twice is fine.
 
-        What a signal handler raises (Ctrl-C) ends the wait; closing again waits again.
+        What a signal handler raises (Ctrl-C) ends the wait; closing again waits again. A handler
+        may transfer, wait, sync and close by itself, also in the midst of one of these.
 
         In a forked child it does nothing: see [Note: What a forked child may touch] in request.py.
         """

@@ -7,39 +7,37 @@ before any lock: in a child, closing does nothing and a transfer raises RuntimeE
 that the child inherited go with the child.
 
 [Note: What a signal handler may interrupt]
-A handler that raises (Ctrl-C) may do so between any two steps of the thread that started Python,
-never in ours. So a caller changes what is shared in one step, by which a request is in the queue or
-is not; all counting is for the threads that serve it.
+A handler may run, and raise (Ctrl-C), between any two steps of the thread that started Python, and
+may itself transfer, sync, wait and close, as may a finaliser, which a collection runs anywhere. So
+callers take no lock: a handler that waited for a transfer, with the lock held by what it
+interrupts, would wait for ever. A caller changes what is shared in one step, by which a request is
+in the queue or is not, and looks afterwards whether that was too late; whoever takes it out of the
+queue has it. All counting is for the threads that serve it, and the lock theirs alone. They run no
+handlers, but finalisers, which are refused what would wait for these threads (`check_thread`).
 
 [Note: Lifetimes]
 Worker threads hold the `Requests`, never the backend, so that a dropped backend is collected; its
-finaliser only tells the threads to end, because a collection may run in any thread, also in one
-of these, and with the lock held: so it does not wait for that, and threads look once in a while.
-Waiting for the threads is for `close` and for the exit of the interpreter. A queued
-request holds its file and its buffers; nothing holds them once the ticket is done.
+finaliser only tells the threads to end, as it may run in one of these. Waiting for the threads is
+for `close` and for the exit of the interpreter. A queued request holds its file and its buffers;
+nothing holds them once the ticket is done.
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import errno
 import os
 import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from aio.counters import LATENCIES, Counters, latency_bucket
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import QueuedTicket, Ticket
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from aio.ticket import NO_MEMORY, THIS_THREAD, LockSignal, QueuedTicket
 
 PIECE_BYTES_MAX = 1 << 30
 """One call of the system moves at most about 2 GiB on Linux."""
@@ -50,7 +48,7 @@ RETRIES_MAX = 64
 RETRY_DELAY_S = 0.001
 
 SLEEP_S_MAX = 1.0
-"""A wake gets lost where a finaliser cannot have the lock, or something else closed a pipe."""
+"""A wake gets lost where something else closed a pipe, or a handler raises before it."""
 
 _NOTHING = memoryview(b"")
 
@@ -72,14 +70,13 @@ def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
 class Request:
     """One transfer on its way: which bytes are not yet cut into pieces, and what still runs."""
 
-    __slots__ = ("_given", "_uncut", "begun", "failure", "failure_offset", "file", "running",
+    __slots__ = ("_given", "_uncut", "failure", "failure_offset", "file", "running",
                  "ticket", "writing")  # fmt: skip
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
-        self.ticket = QueuedTicket(described(writing, parts, file.path))
+        self.ticket = QueuedTicket(described(writing, parts, file.path), file.path)
         self.file = file
         self.writing = writing
-        self.begun = False  # and counted in its file
         self.running = 0  # pieces
         self.failure: OSError | None = None
         self.failure_offset = 0
@@ -91,20 +88,26 @@ class Request:
         """Whether no bytes are left to be cut."""
         return not self._uncut
 
+    @property
+    def uncut_offset(self) -> int:
+        """Where in the file the bytes begin that are not yet cut."""
+        return self._uncut[0].offset + self._given
+
     def next_bytes(self, most: int) -> int:
         """Bytes of the piece that `cut` would answer."""
         return min(most, self._uncut[0].view.nbytes - self._given)
 
     def cut(self, most: int) -> Piece:
-        """The next piece, of at most so many bytes."""
+        """The next piece, of at most so many bytes. Without memory for it, nothing is changed."""
         view, offset = self._uncut[0]
         start, stop = self._given, self._given + self.next_bytes(most)
+        piece = Piece(self, view[start:stop], offset + start)
         self._given = stop
         if stop == view.nbytes:
             self._uncut.popleft()
             self._given = 0
         self.running += 1
-        return Piece(self, view[start:stop], offset + start)
+        return piece
 
     def give_up(self, failure: OSError, offset: int) -> None:
         """A piece failed where it stood, at `offset`: nothing more is cut."""
@@ -160,10 +163,16 @@ class Piece:
         return self.failed(io, errno.EIO, f"{reason}, {self.tries} times in a row")
 
 
-class Requests:
-    """What callers and threads of one backend share; `lock` guards all of it.
+def _closed_meanwhile(request: Request) -> OSError:
+    found, why = "the file is closed", ("it was closed meanwhile", "open a new one")
+    try:
+        return os_error(errno.EBADF, request.ticket.what, request.file.path, found=found, why=why)
+    except MemoryError:
+        return NO_MEMORY
 
-    It is taken as it is and not by way of `changed`: see LockSignal.
+
+class Requests:
+    """What callers and threads of one backend share; the lock is for the threads alone.
 
     Raises:
         ValueError: a limit is out of its range.
@@ -176,21 +185,23 @@ class Requests:
         self.inflight_bytes_max = inflight_bytes_max
         self.pid = os.getpid()
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
-        self.queue: deque[Request] = deque()  # with bytes that are not yet cut
+        self.queue: deque[Request] = deque()  # not begun
+        self.cutting: Request | None = None  # begun, with bytes that are not yet cut
         self.pieces = 0  # cut and not over
         self.inflight_bytes = 0
         self.closing = False
+        self.ended = False  # what is queued from now on is not served
+        self.serving = 0  # threads
         self.broken: str | None = None  # what was found where the system serves us no longer
         self.depth_max = 0
         self._bytes = {False: 0, True: 0}  # by whether they were written
         self._operations = self._retries = 0
         self._latencies = [0] * LATENCIES
         self._cpu_seconds: dict[int, float] = {}  # by thread
+        self._signals: list[LockSignal] = []  # of callers that wait until something is over
 
     def wake(self) -> None:
-        """Called with the lock held, when there is something for the threads to look at."""
-        self.changed.notify_all()
+        """There is something for the threads to look at. Called by anybody, takes no lock."""
 
     def release(self) -> None:
         """Gives back what the threads would have, where they cannot be started."""
@@ -200,32 +211,95 @@ class Requests:
 
         Raises ValueError where the backend or the file is closed, OSError where the backend broke.
         """
-        with self.lock:
-            what, path = request.ticket.what, request.file.path
-            if self.broken is not None:
-                raise os_error(errno.EIO, what, path, found=self.broken, why=BROKEN)
-            if self.closing or request.file.closed:
-                closed = "backend" if self.closing else "file"
-                raise ValueError(f"{what}: the {closed} is closed; open a new one")
-            self.queue.append(request)
-            self.wake()
+        self._refuse(request)
+        self.queue.append(request)
+        self.wake()
+        if self.ended or request.file.closed:
+            try:
+                self.queue.remove(request)
+            except ValueError:
+                return  # a thread has it
+            self._refuse(request)
+
+    def _refuse(self, request: Request) -> None:
+        what, path = request.ticket.what, request.file.path
+        if self.broken is not None:
+            raise os_error(errno.EIO, what, path, found=self.broken, why=BROKEN)
+        if self.closing or request.file.closed:
+            closed = "backend" if self.closing else "file"
+            raise ValueError(f"{what}: the {closed} is closed; open a new one")
+
+    def has(self, file: File) -> bool:
+        """Whether a transfer of `file` is queued or running."""
+        try:
+            return file.pending > 0 or any(one.file is file for one in tuple(self.queue))
+        except RuntimeError:  # a finaliser in the midst of the copy has changed the queue
+            return True
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are bytes to be cut."""
+        return self.cutting is not None or bool(self.queue)
+
+    def wait_until(self, over: Callable[[], bool]) -> None:
+        """Returns when `over`, which is asked whenever something ends."""
+        while not over():
+            signal = LockSignal()
+            try:
+                self._signals.append(signal)
+                if not over():  # what ends from now on is told
+                    signal.wait(SLEEP_S_MAX)
+            finally:
+                with contextlib.suppress(ValueError):
+                    self._signals.remove(signal)
+
+    def is_over(self) -> bool:
+        """Whether a thread may leave. Lock held."""
+        if not self.closing or self.waiting:
+            return False
+        self.ended = True
+        self.ended = not self.waiting  # what was queued just before is served
+        return self.ended
 
     def take(self) -> Piece | None:
         """The next piece, unless there is none or it is too much to be in flight. Lock held."""
-        if not self.queue:
+        if self.cutting is None:
+            self._begin()
+        request = self.cutting
+        if request is None:
             return None
-        request = self.queue[0]
         if self.inflight_bytes + request.next_bytes(self.piece_bytes) > self.inflight_bytes_max:
             return None
-        if not request.begun:
-            request.begun = True
-            request.file.pending += 1
-        piece = request.cut(self.piece_bytes)
+        try:
+            piece = request.cut(self.piece_bytes)
+        except MemoryError:
+            self._fail(request, NO_MEMORY, request.uncut_offset)
+            self.wake()  # for the next
+            return None
         if request.cut_up:
-            self.queue.popleft()
+            self.cutting = None
         self.pieces += 1
         self.inflight_bytes += piece.bytes
         return piece
+
+    def _begin(self) -> None:
+        """Takes the next request out of the queue, unless that is empty."""
+        while self.cutting is None and self.queue:
+            try:
+                request = self.queue[0]
+            except IndexError:  # the caller has taken it back
+                continue
+            file = request.file
+            file.pending += 1  # before it leaves the queue: see `has`
+            try:
+                self.queue.remove(request)
+            except ValueError:
+                file.pending -= 1
+                self.tell()
+                continue
+            self.cutting = request
+            if file.gone:
+                self._fail(request, _closed_meanwhile(request), request.uncut_offset)
 
     def count(self, piece: Piece, moved: int, calls: int, retries: int, seconds: float) -> None:
         """Counts what some calls for a piece have come to. Lock held."""
@@ -249,130 +323,46 @@ class Requests:
         self.inflight_bytes -= piece.bytes
         request.running -= 1
         if failure is not None:
-            if not request.cut_up:
-                self.queue.remove(request)
-            request.give_up(failure, piece.offset)
-        if request.running == 0 and request.cut_up:
-            request.file.pending -= 1
-            request.ticket.finish(request.failure)
-        self.changed.notify_all()
+            self._fail(request, failure, piece.offset)
+        elif request.running == 0 and request.cut_up:
+            self._finish(request)
 
-    def counters(self) -> Counters:
-        """Totals so far."""
-        with self.lock:
-            return Counters(
-                self._bytes[False],
-                self._bytes[True],
-                self._operations,
-                self._retries,
-                self.depth_max,
-                tuple(self._latencies),
-                sum(self._cpu_seconds.values()),
-            )
+    def _fail(self, request: Request, failure: OSError, offset: int) -> None:
+        """Nothing more of it is begun."""
+        request.give_up(failure, offset)
+        if request is self.cutting:
+            self.cutting = None
+        if request.running == 0:
+            self._finish(request)
 
+    def _finish(self, request: Request) -> None:
+        request.file.pending -= 1
+        request.ticket.finish(request.failure, request.failure_offset)
+        self.tell()
 
-class Queued:
-    """What callers see of a backend whose threads are of Python: see [Note: Lifetimes].
+    def tell(self) -> None:
+        """Something is over."""
+        for signal in tuple(self._signals):
+            signal.set()
 
-    Args:
-        requests: what it shares with `threads`.
-        threads: daemonic, not yet started; they end when `requests.closing` is set and nothing is
-            left to do.
-
-    Raises:
-        OSError: a thread cannot be started (ENOMEM).
-    """
-
-    def __init__(self, requests: Requests, threads: Sequence[threading.Thread]) -> None:
-        self.io: IO = requests.io
-        self._requests = requests
-        self._threads = tuple(threads)
-        weakref.finalize(self, _drop, requests).atexit = False
+    def serve(self, work: Callable[[], None]) -> None:
+        """The life of a thread: `work`, and then it is told that it is over."""
+        THIS_THREAD.serves = True
         try:
-            for thread in self._threads:
-                thread.start()
-        except RuntimeError as error:
-            _tell_to_end(requests)
-            requests.release()
-            raise OSError(errno.ENOMEM, f"no thread for file I/O: {error}") from error
-        _BACKENDS.add(self)
-
-    def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
-        """Queues a transfer of all `parts`; File has checked bounds and alignment.
-
-        Raises:
-            ValueError: the backend or the file is closed.
-            RuntimeError: called in a forked child.
-        """
-        self.check_process()
-        request = Request(file, writing, parts)
-        if parts:
-            self._requests.add(request)
-        else:
-            request.ticket.finish()
-        return request.ticket
-
-    def drain(self, file: File) -> None:
-        """Returns when no transfer of `file` is queued or running."""
-        requests = self._requests
-        with requests.lock:
-            requests.wake()  # whoever queued something may have been interrupted before that
-            while file.pending or any(request.file is file for request in requests.queue):
-                requests.changed.wait()
-
-    def counters(self) -> Counters:
-        """Totals so far."""
-        self.check_process()
-        return self._requests.counters()
-
-    def check_process(self) -> None:
-        """Raises RuntimeError in a forked child ([Note: What a forked child may touch])."""
-        if os.getpid() != self._requests.pid:
-            raise RuntimeError(
-                f"file I/O asked for in process {os.getpid()}, a fork of {self._requests.pid} "
-                "which owns the threads; they do not survive a fork; open a backend in the child"
-            )
-
-    def close(self) -> None:
-        """Finishes what is queued, then ends and joins the threads. Closing twice is fine."""
-        if os.getpid() != self._requests.pid:
-            return
-        _tell_to_end(self._requests)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-_BACKENDS: weakref.WeakSet[Queued] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for backend in list(_BACKENDS):
-        backend.close()
-
-
-def _drop(requests: Requests) -> None:
-    """For finalisers: tells the threads to end; see [Note: Lifetimes]."""
-    if os.getpid() != requests.pid:
-        return
-    requests.closing = True
-    if requests.lock.acquire(blocking=False):
-        try:
-            requests.wake()
+            work()
         finally:
-            requests.lock.release()
+            with self.lock:
+                self.serving -= 1
+            self.tell()
 
-
-def _tell_to_end(requests: Requests) -> None:
-    if os.getpid() != requests.pid:
-        return
-    with requests.lock:
-        requests.closing = True
-        requests.wake()
+    def counters(self) -> Counters:
+        """Totals so far."""
+        return Counters(
+            self._bytes[False],
+            self._bytes[True],
+            self._operations,
+            self._retries,
+            self.depth_max,
+            tuple(self._latencies),
+            sum(list(self._cpu_seconds.values())),
+        )

@@ -27,7 +27,8 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
     switched off for the file where it can be, else told.
 
     Reserved is not written: a first write is slower than an overwrite (0.5 to 0.75 of its speed on
-    ext4); see [Note: First writes] in volume.py.
+    ext4); see [Note: First writes] in volume.py. Where the file system cannot reserve, zeros are
+    written instead, which `File.bytes_written` counts.
 
     Args:
         directory: where; any number of files and processes may share it.
@@ -62,7 +63,9 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
         path = os.path.join(folder, "(unnamed scratch file)")
         notice = _join(folder, copying, notice, filled)
         direct = align is not None
-        return File(backend, fd, path, size, direct, notice, align or (1, 1))
+        file = File(backend, fd, path, size, direct, notice, align or (1, 1))
+        file.bytes_written = size if filled else 0
+        return file
     except BaseException:
         io.close(fd)
         raise

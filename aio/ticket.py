@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from abc import ABC, abstractmethod
 from typing import Protocol
+
+from aio.errors import os_error
+
+NO_MEMORY = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+"""How a transfer failed where there is no memory left to say more of it."""
+
+
+class _Thread(threading.local):
+    serves = False
+
+
+THIS_THREAD = _Thread()
+"""`serves`: whether it moves the bytes of transfers, so that it must not wait for any."""
+
+
+def check_thread(what: str) -> None:
+    """Raises RuntimeError in a thread that serves transfers, where only finalisers ask for any."""
+    if THIS_THREAD.serves:
+        raise RuntimeError(
+            f"{what}: asked for in a thread of aio, which would wait for itself; likely by a "
+            "finaliser (`__del__`, a weakref's callback) of memory that a transfer held last; hold "
+            "it until the ticket is done"
+        )
 
 
 class Signal(Protocol):
@@ -69,14 +93,20 @@ class Ticket(ABC):
 
         Raises:
             OSError: a piece failed; with errno, path, offset, length, the first by offset (of a
-                volume: on the first drive of those that failed, as its file counts). Never a
+                volume: the first in the volume, told as its drive's file counts). Never a
                 TimeoutError: a drive that timed out is EIO.
             TimeoutError: not over within `timeout`; the transfer goes on.
-            RuntimeError: called in a forked child, where the transfer cannot end.
+            RuntimeError: called in a forked child, where the transfer cannot end, or by a
+                finaliser in a thread that would have to end it.
         """
         if not self.done():
             self.check_process()
             if not self._wait(timeout):
+                if timeout is None:
+                    raise RuntimeError(
+                        f"{self.what}: waited for by a finaliser of its own memory, whose end it "
+                        "waits for; wait for it elsewhere"
+                    )
                 late = self.unfinished()
                 part = "" if late in (self, None) else f", waiting for {late.what}"
                 raise TimeoutError(
@@ -116,48 +146,63 @@ class Ticket(ABC):
     def _failed(self) -> OSError | None:
         """How it failed. Only asked once it is done."""
 
+    def _failed_at(self) -> int:
+        """Where in the file. Only asked where it failed."""
+        return 0
+
 
 class QueuedTicket(Ticket):
-    """The ticket of a transfer by threads of Python."""
+    """The ticket of a transfer by threads of Python.
 
-    __slots__ = ("_done", "_failure", "_lock", "_watchers")
+    It has no lock, as a signal handler may wait for it, or a finaliser watch it, in the midst of
+    any call. Watching is to put a signal on the list and then to look whether it is done; the end
+    is to say so and then to look at the list: one of the two sees the other.
+    """
 
-    def __init__(self, what: str) -> None:
+    __slots__ = ("_done", "_failure", "_failure_offset", "_path", "_watchers")
+
+    def __init__(self, what: str, path: str) -> None:
         super().__init__(what)
-        self._lock = threading.Lock()
+        self._path = path
         self._done = False
         self._watchers: list[Signal] = []
         self._failure: OSError | None = None
+        self._failure_offset = 0
 
     def done(self) -> bool:
         """Whether the transfer is over, well or not."""
         return self._done
 
-    def finish(self, failure: OSError | None = None) -> None:
-        """Once: the transfer is over and its buffers free."""
-        with self._lock:
-            assert not self._done, f"{self.what}: finished twice"
-            self._failure = failure
-            self._done = True
-            for signal in self._watchers:
-                signal.set()
-            self._watchers.clear()
+    def finish(self, failure: OSError | None = None, offset: int = 0) -> None:
+        """Once: the transfer is over and its buffers free. It takes no memory."""
+        assert not self._done, f"{self.what}: finished twice"
+        self._failure, self._failure_offset = failure, offset
+        self._done = True
+        watchers = self._watchers
+        while watchers:
+            try:
+                watchers.pop().set()
+            except IndexError:  # taken back in this moment
+                break
 
     def watch(self, signal: Signal) -> None:
         """See Ticket.watch."""
-        with self._lock:
-            if self._done:
-                signal.set()
-            else:
-                self._watchers.append(signal)
+        self._watchers.append(signal)
+        if self._done:
+            signal.set()
 
     def unwatch(self, signal: Signal) -> None:
         """See Ticket.unwatch."""
-        with self._lock:
-            if signal in self._watchers:
-                self._watchers.remove(signal)
+        with contextlib.suppress(ValueError):
+            self._watchers.remove(signal)
+
+    def check_process(self) -> None:
+        """See Ticket.check_process; the same for what waits for itself."""
+        super().check_process()
+        check_thread(f"a wait for the {self.what}")
 
     def _wait(self, timeout: float | None) -> bool:
+        check_thread(f"a wait for the {self.what}")
         signal = LockSignal()
         try:
             self.watch(signal)
@@ -166,4 +211,9 @@ class QueuedTicket(Ticket):
             self.unwatch(signal)
 
     def _failed(self) -> OSError | None:
+        if self._failure is NO_MEMORY:
+            return os_error(errno.ENOMEM, self.what, self._path)
         return self._failure
+
+    def _failed_at(self) -> int:
+        return self._failure_offset

@@ -14,7 +14,6 @@ import errno
 import math
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -89,6 +88,13 @@ class Stripes:
             at = stop
         if run is not None:
             yield run
+
+    def place_of(self, drive: int, offset: int) -> int:
+        """Where in the volume the byte at `offset` of a drive's file is."""
+        unit, within = divmod(offset, self.unit_bytes)
+        turn, number = divmod(unit, self.pattern.count(drive))
+        place = [at for at, one in enumerate(self.pattern) if one == drive][number]
+        return (turn * len(self.pattern) + place) * self.unit_bytes + within
 
     def bytes_on(self, drive: int, bytes: int) -> int:
         """How many of the first `bytes` of the volume lie on `drive`."""
@@ -170,7 +176,6 @@ class Volume(Region):
         self.closed = False
         self._pid = os.getpid()
         self._backends = tuple(backends)
-        self._closing = threading.Lock()
 
     @property
     def bytes_read(self) -> int:
@@ -230,12 +235,11 @@ class Volume(Region):
             return
         self.closed = True
         failure: OSError | None = None
-        with self._closing:  # whoever closes it, it is closed then
-            for close in [one.close for one in self.files] + [b.close for b in self._backends]:
-                try:
-                    close()
-                except OSError as error:
-                    failure = failure or error
+        for close in [one.close for one in self.files] + [b.close for b in self._backends]:
+            try:
+                close()
+            except OSError as error:
+                failure = failure or error
         if failure is not None:
             raise failure
 
@@ -253,7 +257,12 @@ class Volume(Region):
             raise
         if len(tickets) == 1:
             return tickets[0]
-        return JointTicket(described(writing, parts, self.path), tickets)
+        drives = list(shares)
+        return JointTicket(
+            described(writing, parts, self.path),
+            tickets,
+            lambda number, offset: self.stripes.place_of(drives[number], offset),
+        )
 
     def _check_process(self) -> None:
         self.files[0]._check_process()

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+
+_LOCK_SECONDS_MAX = 10.0
 
 
 def in_cache(name: str) -> Path:
@@ -20,6 +24,45 @@ def in_cache(name: str) -> Path:
         told = "this user has no home directory: set HOME or XDG_CACHE_HOME"
         raise FileNotFoundError(errno.ENOENT, told, f"~/.cache/offload/{name}") from None
     return Path(cache) / "offload" / name
+
+
+@contextlib.contextmanager
+def alone_with(path: Path) -> Iterator[None]:
+    """While entered, no other process is in here with the same file: to change it takes reading it.
+
+    The lock is of its folder, as the file is replaced. Where there are none (some networks) it goes
+    on without.
+
+    Raises:
+        OSError: the folder cannot be made, or another process has been at it for too long.
+    """
+    folder = Path(os.path.realpath(path)).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _lock(descriptor, str(path))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: str) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        return
+    end = time.monotonic() + _LOCK_SECONDS_MAX
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError as error:
+            if time.monotonic() >= end:
+                told = f"another process has had its folder locked for {_LOCK_SECONDS_MAX:g} s"
+                raise OSError(error.errno, told, path) from None
+            time.sleep(0.01)
+        except OSError:
+            return
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -40,6 +83,9 @@ def write_whole(path: Path, text: str) -> None:
     try:
         fresh.write_text(text, "utf-8")
         fresh.replace(path)
+    except OSError as error:
+        error.filename = str(path)  # a full disk is told without any
+        raise
     finally:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from offload.disks import same_drive
-from offload.kept import in_cache, write_whole
+from offload.kept import alone_with, in_cache, write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -356,18 +356,19 @@ def _part(speed: DriveSpeed, parts: int) -> DriveSpeed:
 def save_speed(path: str, speed: DriveSpeed) -> Path:
     """Keeps what was measured of the drive under `path`, in place of what was known of it.
 
-    Returns the file, which is replaced as a whole.
+    Returns the file, which is replaced as a whole, and by one process after the other.
 
     Raises:
         OSError: it cannot be written, or holds something else, which is left as it is.
     """
-    drives, wrong = _kept()
-    if wrong:
-        raise FileExistsError(errno.EEXIST, "it holds something else", str(profile_path()))
-    drives |= {mount_point(path): speed}
-    content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
     kept = profile_path()
-    write_whole(kept, json.dumps(content, indent=2) + "\n")
+    with alone_with(kept):
+        drives, wrong = _kept()
+        if wrong:
+            raise FileExistsError(errno.EEXIST, "it holds something else", str(kept))
+        drives |= {mount_point(path): speed}
+        content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
+        write_whole(kept, json.dumps(content, indent=2) + "\n")
     return kept
 
 

@@ -67,7 +67,7 @@ def test_a_simulation_goes_through_python(monkeypatch):
         ("io_uring", errno.ENOSYS, "0", "no such call"),
         ("io_uring", errno.EOPNOTSUPP, "0", "older than 5.11"),
         ("io_uring", errno.ENOMEM, "0", "ulimit -l"),
-        ("linux_aio", errno.EAGAIN, "7", "fs.aio-max-nr allows are taken (7 of 7)"),
+        ("linux_aio", errno.EAGAIN, "7", "fs.aio-max-nr allows (7 of 7 are taken)"),
         ("linux_aio", errno.EPERM, "7", "seccomp"),
         ("linux_aio", errno.EOPNOTSUPP, "7", "older than 4.18"),
         ("threads", errno.EMFILE, "0", "eventfd"),
@@ -135,12 +135,33 @@ def test_all_requests_of_linux_aio_are_taken():
     shown = interpreter(code).splitlines()
     for line in shown[:2]:
         assert re.fullmatch(
-            r"False all requests that fs.aio-max-nr allows are taken \(\d+ of \d+\): raise it"
+            r"False fewer requests .* fs.aio-max-nr allows \(\d+ of \d+ are taken\): raise it"
             r"|False the Python package is missing.*",
             line,
         )
-    assert "allows are taken" in shown[2]
+    assert "are taken)" in shown[2]
     assert shown[2].endswith("[Errno 11] io_setup: Resource temporarily unavailable")
+
+
+@native
+def test_the_probe_asks_for_what_will_be_used(monkeypatch):
+    """As where nearly all requests of Linux AIO are taken: what is left does for eight."""
+    inner = backends._OPENERS["linux_aio"]
+
+    def opener(name, depth, *limits):
+        if depth > 8:
+            raise OSError(errno.EAGAIN, "io_setup")
+        return inner(name, depth, *limits)
+
+    monkeypatch.setitem(backends._OPENERS, "linux_aio", opener)
+    assert aio.probe(8)[1] == FOUND["linux_aio"]
+    assert "linux_aio" in backends.compared(8)[0]
+    for found in (aio.probe()[1], aio.probe(9)[1]):
+        assert not found.usable
+        assert "fewer requests are left" in found.reason
+    names, left_out = backends.compared()
+    assert "linux_aio" not in names
+    assert "fewer requests are left" in left_out["linux_aio"]
 
 
 @native

@@ -10,6 +10,8 @@ import time
 import pytest
 
 import aio
+from aio.load import Load
+from aio.sweep import Setting, Spent
 from tests.faults import nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
@@ -160,3 +162,32 @@ def test_space_that_is_interrupted_for_ever_is_no_lack_of_reserving():
     with aio.Pool(1, io) as pool, pytest.raises(InterruptedError, match="scratch file of"):
         scratch(pool, BLOCK)
     assert not io.files
+
+
+class Unreserving(aio.MemoryIO):
+    """A file system that cannot reserve space, so that zeros are written instead."""
+
+    written = 0
+
+    def fallocate(self, fd, offset, count):
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    def pwritev(self, fd, views, offset):
+        self.written += sum(view.nbytes for view in views)
+        return super().pwritev(fd, views, offset)
+
+
+def test_where_space_cannot_be_reserved_the_zeros_count_among_what_is_written():
+    io, most = Unreserving(), 12 << 20
+    limits = {"directory": "/simulated", "size": 2 << 20, "backend": "python"}
+    limits |= {"block_bytes_max": 1 << 20, "under_way_bytes_max": 2 << 20}
+    with Load(written_bytes_max=most, io=io, **limits) as made:
+        assert sum(sample.bytes_written for sample in made.fill()) == 2 << 20
+        made.allow(1.0)
+        with pytest.raises(Spent):
+            while True:
+                made.run("write", Setting("python", 1 << 18, 2), 0.001)
+        assert made.bytes_written == io.written - 4096 <= most  # a block was tried for O_DIRECT
+        assert made.bytes_written > most - (1 << 20)
+    with pytest.raises(ValueError, match=r"cannot reserve space; try: .* half the size"):
+        Load(written_bytes_max=3 << 20, io=Unreserving(), **limits)

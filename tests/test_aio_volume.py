@@ -58,6 +58,9 @@ def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
         places += [(run.drive, offset) for offset in inside]
     alone = [next(found.runs((start + n) * BLOCK, BLOCK)) for n in range(count)]
     assert places == [(run.drive, run.offset) for run in alone]
+    assert [found.place_of(*place) for place in places] == [
+        (start + n) * BLOCK for n in range(count)
+    ]
     drives = [run.drive for run in found.runs(start * BLOCK, count * BLOCK)]
     assert all(one != two for one, two in itertools.pairwise(drives))
 
@@ -374,6 +377,31 @@ def test_the_first_failure_by_offset_is_told():
             with pytest.raises(OSError, match="offset 0 failed") as caught:
                 ticket.wait()
             assert caught.value.filename.startswith("/drive1")
+
+
+class FailsAt(aio.MemoryIO):
+    """A drive whose writes at one offset fail."""
+
+    offset = None
+
+    def pwritev(self, fd, views, offset):
+        if offset == self.offset:
+            raise OSError(errno.EIO, "failed")
+        return super().pwritev(fd, views, offset)
+
+
+@pytest.mark.parametrize("fails", [(0, 1), (1, 0), (2, 0), (0, 3), (3, 3)])
+def test_of_several_drives_the_first_failure_in_the_volume_is_told(fails):
+    """Block n of the volume is block n // 2 of drive n % 2; `fails` has that of each drive."""
+    ios = [FailsAt(), FailsAt()]
+    with volume_of(ios, 8, unit_bytes=BLOCK) as volume:
+        for io, block in zip(ios, fails):
+            io.offset = block * BLOCK
+        first = min((block * 2 + drive, drive, block) for drive, block in enumerate(fails))
+        ticket = volume.write_from([aligned(BLOCK) for _ in range(8)], 0)
+        with pytest.raises(OSError, match=f"offset {first[2] * BLOCK} failed") as caught:
+            ticket.wait()
+        assert caught.value.filename.startswith(f"/drive{first[1]}")
 
 
 # -- what is told of a drive --------------------------------------------------------------------

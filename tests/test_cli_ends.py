@@ -211,3 +211,19 @@ def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, 
         summary = json.loads(capsys.readouterr().out.splitlines()[-1])
         updates[presses] = summary["lanes"]["cpu"]["operations"]
     assert updates[0] == updates[1] > updates[2]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encoding):
+    """A folder whose name is not UTF-8, as old archives leave them."""
+    folder = os.fsencode(tmp_path) + b"/caf\xe9\xc3\xa9"
+    os.mkdir(folder)
+    arguments = ["bench", "nvme", "--size", "2MiB", "--seconds", "1", "--no-save"]
+    variables = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "300"}
+    process = start(*arguments, folder, env=variables)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    shown = "caf\\udce9" + ("\\xe9" if encoding == "ascii" else "\u00e9")
+    assert f"{shown} (" in output
+    assert f"nvme_path='{tmp_path}/caf" in output
+    assert f"measuring reading in {tmp_path}/{shown}" in errors

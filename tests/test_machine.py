@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from offload import kept
+from offload.cli import bench_nvme_saved
+from offload.cli.bench_nvme_report import Report
 from offload.machine import (
     DriveSpeed,
     Machine,
@@ -224,6 +231,69 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
 def test_ways_to_ask_a_drive_that_are_none(wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         replace(SPEED, **wrong)
+
+
+def test_two_processes_that_save_at_once_keep_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each reads what is kept, adds its own, and replaces the file: one after the other."""
+    code = (
+        "import sys, time\n"
+        "from offload import machine\n"
+        "from offload.machine import DriveSpeed\n"
+        f"speed = {SPEED!r}\n"
+        "inner = machine._kept\n"
+        "machine._kept = lambda: (inner(), time.sleep(0.05))[0]\n"
+        "machine.mount_point = str\n"
+        "print(end='ready', flush=True)\n"
+        "sys.stdin.read()\n"
+        "for n in range(4): machine.save_speed(f'{sys.argv[1]} {n}', speed)\n"
+    )
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    pipe = subprocess.PIPE
+    with contextlib.ExitStack() as ended:
+        started = [
+            ended.enter_context(
+                subprocess.Popen([sys.executable, "-c", code, name], stdin=pipe, stdout=pipe)
+            )
+            for name in ("one", "two")
+        ]
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.read(5) == b"ready"
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.close()
+        assert [process.wait(30) for process in started] == [0, 0]
+    assert set(saved_speeds()) == {f"{name} {n}" for name in ("one", "two") for n in range(4)}
+    assert os.listdir(tmp_path) == ["machine.json"]
+
+
+def test_a_full_disk_is_told_by_the_file_that_was_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")  # As a write fails: without a name.
+
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda _: [("/", SPEED)])
+    monkeypatch.setattr(Path, "write_text", full)
+    assert bench_nvme_saved.saved(Report([])) == (
+        f"note: the speeds could not be saved to {tmp_path / 'machine.json'}: No space left on "
+        "device; likely its disk is full; try: OFFLOAD_MACHINE=FILE on another, or --no-save"
+    )
+
+
+def test_a_profile_that_another_process_never_lets_go_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(kept, "_LOCK_SECONDS_MAX", 0.05)
+    with kept.alone_with(tmp_path / "machine.json"):
+        with pytest.raises(OSError, match="another process has had its folder locked") as caught:
+            save_speed(str(tmp_path), SPEED)
+        assert caught.value.filename == str(tmp_path / "machine.json")
+    save_speed(str(tmp_path), SPEED)
 
 
 DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')

@@ -283,9 +283,5 @@ NB_MODULE(_native, m) {
         });
     bind_engine(m);
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
-    m.def("probe", [](int kind) {
-        const WithoutGil released;
-        probe(Kind(kind));
-    });
     without_gil::prepare_for_the_end();
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib
+import io
 import os
 import re
 import signal
@@ -126,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "standard output is closed, and results go there: redirect it to a file, or to "
                 f"{os.devnull} where they are not wanted"
             )
+        _write_any_text(sys.stdout)
         with contextlib.redirect_stdout(_Output(sys.stdout)):  # type: ignore[type-var]
             try:
                 status = _run(arguments)
@@ -144,6 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error)
     finally:
         _drop_unwritten()
+
+
+def _write_any_text(stream: TextIO) -> None:
+    """Has it write an escape for what its encoding lacks, as in names of files: nothing is lost."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 class _Output:

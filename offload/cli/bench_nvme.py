@@ -9,29 +9,22 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from aio import backends, bench, fio
 from aio.figures import Found
 from aio.system import is_memory
-from offload.cli import Signals, bad_input, bench_nvme_report, measuring, nearest
+from offload.cli import Signals, bad_input, bench_nvme_report, bench_nvme_saved, measuring, nearest
 from offload.cli.bench_nvme_verdict import GPUS, FormatVerdict, Verdict
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
 from offload.disks import disks_below, same_drive
-from offload.machine import (
-    DriveSpeed,
-    host_free_bytes,
-    nvme_free_bytes,
-    save_speed,
-    unreadable_speeds,
-)
+from offload.machine import host_free_bytes, nvme_free_bytes, unreadable_speeds
 
 BLOCK_BYTES_MAX = 256 << 20
 DEPTH_MAX = 256
@@ -188,7 +181,7 @@ def command(arguments: Sequence[str]) -> None:
                     _remark(one, remarks)
         signals.where = "after the last figure; nothing is left on disk"
         told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
-        _note(remarks, _saved(asked, report))
+        _note(remarks, bench_nvme_saved.saved(report) if asked.save else "not saved")
         if draw:
             _note(remarks, draw(report.found))
     if asked.json:
@@ -215,7 +208,7 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             "asked to measure drives; found no path; likely cause: it was forgotten; try: offload "
             "bench nvme /mnt/nvme, a directory on the drive where you can write"
         )
-    usable, left_out = backends.compared()
+    usable, left_out = backends.compared(2 * max(asked.depths or bench.DEPTHS))  # of both at once
     for name in asked.backends:
         if name not in (*usable, "python"):
             reason = left_out.get(name, "there is none of that name" + nearest(name, usable))
@@ -313,7 +306,7 @@ def _announced(asked: Nvme, wanted: bench.Wanted) -> str:
 
 def _remark(one: object, remarks: Output) -> None:
     if isinstance(one, Found):
-        told = [one.notice] if one.notice else []
+        told = [one.notice] if one.notice and not is_memory(one.path) else []
         told += [f"no figure for {mode}: {why} (--writes-max)" for mode, why in one.left_out]
         for notice in told:
             _note(remarks, f"note: {notice}")
@@ -339,7 +332,8 @@ def _concluded(
     verdict = _verdict(asked, report)
     told = bench_nvme_report.verdict(verdict, report)
     told += f" But {busy}." if busy else ""
-    console.print(bench_nvme_report.formats(verdict), told, "", sep="\n")
+    console.print(bench_nvme_report.formats(verdict))
+    console.sentence(f"{told}\n")
     config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
     _note(console, config)
     return told, config, verdict.formats
@@ -355,42 +349,3 @@ def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
         endurance_bytes=_amount(asked.endurance) * len(report.found),
         each_way=report.each_way(),
     )
-
-
-def _saved(asked: Nvme, report: bench_nvme_report.Report) -> str:
-    """Where the speeds are kept, or why they are not."""
-    if not asked.save:
-        return "not saved"
-    if report.too_brief:
-        return f"not saved: {report.too_brief}"
-    told = "not saved: no drive has all three figures by O_DIRECT"
-    for path, speed in _speeds(report):
-        try:
-            kept = save_speed(path, speed)
-        except OSError as error:
-            return (
-                f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
-                "likely that file or folder is not yours; try: OFFLOAD_MACHINE=FILE, or --no-save"
-            )
-        told = f"saved to {kept}, where offload finds it when it plans"
-    return told
-
-
-def _speeds(report: bench_nvme_report.Report) -> Iterator[tuple[str, DriveSpeed]]:
-    for found in report.found:
-        figures: Any = [found.figure(mode) for mode in ("read", "write", "both")]
-        if not all(figures) or not found.direct:  # The page cache's speed is not the drive's.
-            continue
-        read, write, both = figures
-        yield (
-            found.path,
-            DriveSpeed(
-                read_bytes_per_s=read.bytes_per_s,
-                write_bytes_per_s=write.bytes_per_s,
-                both_bytes_per_s=both.bytes_per_s,
-                backend=both.setting.backend,
-                block_bytes=both.setting.block_bytes,
-                depth=both.setting.depth,
-                measured=datetime.now().isoformat(timespec="seconds"),
-            ),
-        )

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aio.bench import Together
-from aio.figures import MODES, Figure, Found
+from aio.figures import DOING, MODES, Figure, Found
 from aio.fio import ENGINES, Compared
 from aio.ratio import Ratio
 from offload.cli.bench_nvme_verdict import GPU_SHARE, EachWay, Verdict
@@ -59,13 +59,14 @@ class Report:
     def too_brief(self) -> str | None:
         """What there is to say of figures that were measured for next to no time."""
         figures = [(figure, found) for found in self.found for figure in found.figures]
-        figure, found = min(figures, key=lambda one: one[0].seconds)
-        if figure.seconds >= FIGURE_SECONDS_MIN:
+        brief = [one for one in figures if one[0].seconds < FIGURE_SECONDS_MIN]
+        if not brief:
             return None
+        figure, found = min(brief, key=lambda one: one[0].seconds)
         return (
-            f"{figure.mode} in {found.path} was measured for {figure.seconds:.2g} s only, too "
-            "little to plan by; try: more --seconds, or a smaller --size, whose writing takes less "
-            "of them"
+            f"{DOING[figure.mode]} in {found.path} was measured for {figure.seconds:.2g} s only, "
+            "too little to plan by; try: more --seconds, or a smaller --size, whose writing takes "
+            "less of them"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def shown(one: Result) -> list[RenderableType]:
         return [_figures(one)]
     if isinstance(one, Together):
         return [
-            f"all drives at once, {one.mode}: {one.bytes_per_s / 1e9:.2f} GB/s, "
+            f"all drives together, {DOING[one.mode]}: {one.bytes_per_s / 1e9:.2f} GB/s, "
             f"{one.of_sum:.2f} of the sum of each alone"
         ]
     return [_compared(one)]
@@ -117,17 +118,16 @@ def _table(title: str, columns: Sequence[tuple[str, int]], caption: str | None =
 
 
 def _figures(found: Found) -> Table:
-    direct = (
-        "O_DIRECT" if found.direct else "without O_DIRECT: the page cache's speed, not only its"
-    )
+    direct = "O_DIRECT" if found.direct else "without O_DIRECT: the page cache's speed too"
     columns = [("", 5), ("setting", 23), ("GB/s", 5), ("GiB/s", 5)]
     columns += [("p50 ms", 6), ("p99 ms", 6), ("CPU s/GB", 8)]
     table = _table(
         f"{found.path} ({found.file_system}, {direct})",
         columns,
-        f"GB/s: 10^9 bytes a second, in both directions together; GiB/s: 2^30. Latency of one "
-        f"block, between powers of two. Written in all: {format_bytes(found.bytes_written)}; "
-        f"{len(found.cells)} settings tried.",
+        "both: reading and writing at once, GB/s (10^9 bytes a second; GiB/s: 2^30) of the two "
+        "together. p50, p99: half of the blocks, and 99 of 100, take no longer; counted in powers "
+        f"of two. Written in all: {format_bytes(found.bytes_written)}; {len(found.cells)} settings "
+        "tried.",
     )
     for figure in found.figures:
         table.add_row(*_cells(figure))
@@ -159,8 +159,8 @@ def _compared(compared: Sequence[Compared]) -> RenderableType:
     table = _table(
         "beside fio, in turns",
         [("", 5), ("setting", 20), ("fio engine", 10), ("ratio", 18), ("CPU ratio", 9)],
-        f"Our speed in multiples of fio's; geometric means, in brackets 95% intervals. All: "
-        f"{_interval(pooled)}.",
+        "Our speed in multiples of fio's; geometric means, in brackets 95% intervals. CPU ratio: "
+        f"the same of processor time, where less is better. All speeds: {_interval(pooled)}.",
     )
     for one in compared:
         setting = one.setting
@@ -204,11 +204,20 @@ def formats(verdict: Verdict) -> Table:
             f"{one.bytes_per_parameter:.3g}",
             f"{one.parameters_per_s / 1e6:.0f}",
             f"{one.step_seconds:.3g}",
-            f"{one.tokens_per_step:,.0f}",
+            _rounded(one.tokens_per_step),
             f"{one.written_bytes_per_step / 1e9:.4g}",
-            f"{one.steps_endured:,.0f}",
+            _rounded(one.steps_endured),
         )
     return table
+
+
+def _rounded(number: float) -> str:
+    """To three digits: no drive is steadier than that.
+
+    >>> _rounded(347409.6)
+    '347,000'
+    """
+    return f"{float(f'{number:.3g}'):,.0f}"
 
 
 def verdict(found: Verdict, report: Report) -> str:
@@ -219,10 +228,10 @@ def verdict(found: Verdict, report: Report) -> str:
     text = (
         f"The optimizer state ({exact.name}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
         f"streams through {drives} each second, {found.each_way.how}, that of a {found.model} "
-        f"model in {exact.step_seconds:.3g} s; from {exact.tokens_per_step:,.0f} tokens per step "
-        f"on, {found.gpu} is what bounds it and no longer the drive. Each step writes "
-        f"{exact.written_bytes_per_step / 1e9:.4g} GB: {exact.steps_endured:,.0f} steps use up "
-        f"the {found.endurance_bytes / 1e12:.4g} TB that {they}."
+        f"model in {exact.step_seconds:.3g} s; from {_rounded(exact.tokens_per_step)} tokens per "
+        f"step on, {found.gpu} (--gpu) is what bounds it and no longer the drive. Each step writes "
+        f"{exact.written_bytes_per_step / 1e9:.4g} GB: {_rounded(exact.steps_endured)} steps use "
+        f"up the {found.endurance_bytes / 1e12:.4g} TB that {they} (--endurance)."
     )
     if not all(one.direct for one in report.found):
         text += " Without O_DIRECT this is the page cache's speed too: the drive may be far slower."

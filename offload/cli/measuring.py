@@ -33,13 +33,12 @@ def bar(console: Output) -> Iterator[Callable[[float, str], None]]:
         expand=True,
         transient=True,
     )
-    task, shown = shown_as.add_task("preparing", total=1.0), ""
+    task, shown = shown_as.add_task("preparing", total=1.0), set[str]()
 
     def told(share: float, what: str) -> None:
-        nonlocal shown
-        if what != shown and not console.is_terminal:
+        if what not in shown and not console.is_terminal:
             console.print(f"measuring {what}", highlight=False, soft_wrap=True, markup=False)
-        shown = what
+        shown.add(what)  # What is measured in turns comes again and again.
         shown_as.update(task, completed=share, description=what)
 
     with shown_as:

@@ -1,0 +1,50 @@
+"""What `offload bench nvme` keeps for the planner: the speed of each drive."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from offload.cli.bench_nvme_report import Report
+from offload.machine import DriveSpeed, save_speed
+
+
+def saved(report: Report) -> str:
+    """Keeps the speeds: where, or why they are not."""
+    told = "not saved: no drive has all three figures by O_DIRECT"
+    if report.too_brief and any(found.direct for found in report.found):
+        return f"not saved: {report.too_brief}"
+    for path, speed in _speeds(report):
+        try:
+            kept = save_speed(path, speed)
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            likely = "its disk is full" if full else "that file or folder is not yours"
+            return (
+                f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
+                f"likely {likely}; try: OFFLOAD_MACHINE=FILE{' on another' * full}, or --no-save"
+            )
+        told = f"saved to {kept}, where offload finds it when it plans"
+    return told
+
+
+def _speeds(report: Report) -> Iterator[tuple[str, DriveSpeed]]:
+    for found in report.found:
+        figures: Any = [found.figure(mode) for mode in ("read", "write", "both")]
+        if not all(figures) or not found.direct:  # The page cache's speed is not the drive's.
+            continue
+        read, write, both = figures
+        yield (
+            found.path,
+            DriveSpeed(
+                read_bytes_per_s=read.bytes_per_s,
+                write_bytes_per_s=write.bytes_per_s,
+                both_bytes_per_s=both.bytes_per_s,
+                backend=both.setting.backend,
+                block_bytes=both.setting.block_bytes,
+                depth=both.setting.depth,
+                measured=datetime.now().isoformat(timespec="seconds"),
+            ),
+        )

@@ -1,0 +1,284 @@
+"""Signal handlers and finalisers that themselves transfer, sync and close, wherever they come."""
+
+import errno
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import aio
+from aio.part import Part
+from aio.request import Request
+from tests.backends import ENGINE, USABLE, opened
+from tests.faults import aligned, nothing_leaks, scratch
+
+BLOCK = aio.ALIGN_BYTES
+QUEUED = [name for name in USABLE if name in ("libaio", "python")]
+
+# What a program does, with a handler before its n-th line within aio (or, to be finer, opcode), for
+# n from `first` on in steps. The handler is called as Python calls those of signals: by the thread
+# that started it, in between. The program may find closed what the handler has closed, or be done
+# before the handler's turn, which ends the whole.
+PROGRAM = """
+import aio, faulthandler, mmap, sys
+directory, name, done, first, step, opcodes = sys.argv[1:]
+first, step, opcodes = int(first), int(step), opcodes == "opcodes"
+BLOCK = 4096
+memory, other = (mmap.mmap(-1, 2 * BLOCK) for _ in range(2))
+
+
+def once(turn):
+    volume = aio.create_volume([directory] * 2, 4 * BLOCK, lambda: aio.open_backend(name, depth=2),
+                               unit_bytes=BLOCK)
+    file, seen, ticket = volume.files[0], 0, None
+
+    def handle():
+        if done == "transfers":
+            other[:4] = b"four"
+            volume.write_from(other, 2 * BLOCK).wait(20)
+            if ticket is not None:
+                ticket.wait(20)
+            sum(volume.counters(), aio.Counters())
+        elif done == "syncs":
+            volume.sync()
+        elif done == "closes":
+            file.close()
+        elif done == "ends":
+            volume.close()
+            assert volume.closed and all(one.closed for one in volume.files)
+        else:
+            raise Interrupted
+
+    def trace(frame, event, argument):
+        nonlocal seen
+        if "/aio/" not in frame.f_code.co_filename:
+            return None
+        frame.f_trace_opcodes = opcodes
+        if event == ("opcode" if opcodes else "line"):
+            seen += 1
+            if seen == turn:
+                try:
+                    handle()
+                except (ValueError, OSError) as error:
+                    assert "closed" in str(error)
+        return trace
+
+    sys.settrace(trace)
+    try:
+        ticket = volume.write_from(memory, 0)
+        ticket.wait(20)
+        aio.wait_all([volume.read_into(memory, 0)])
+        volume.sync()
+        volume.counters()
+        volume.close()
+    except (ValueError, OSError) as error:
+        assert done in ("closes", "ends") and " is closed" in str(error), error
+    finally:
+        sys.settrace(None)
+        volume.close()
+    return seen >= turn
+
+
+faulthandler.dump_traceback_later(90, exit=True)
+turn = first
+while once(turn):
+    turn += step
+print(turn)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks():
+    with nothing_leaks():
+        yield
+
+
+def told(code, *arguments):
+    """What a new interpreter says on standard output; it must end, and well."""
+    run = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+STEPS = {"linux_aio": 41, "libaio": 41}
+"""To give a context of Linux AIO back takes the kernel 40 ms."""
+
+
+@pytest.mark.parametrize("done", ["transfers", "syncs", "closes", "ends"])
+@pytest.mark.parametrize("name", USABLE)
+def test_a_handler_that_itself_does_io_never_hangs(name, done, tmp_path):
+    assert int(told(PROGRAM, tmp_path, name, done, 1, STEPS.get(name, 7), "lines")) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("done", ["transfers", "syncs", "closes", "ends"])
+@pytest.mark.parametrize("name", USABLE)
+def test_a_handler_before_every_opcode(name, done, tmp_path):
+    step = 7 * STEPS.get(name, 7)
+    for first in range(1, 4):
+        told(PROGRAM, tmp_path, name, done, first, step, "opcodes")
+
+
+class Owner(bytearray):
+    """Memory that does something when nobody has it any more."""
+
+    def __del__(self):
+        if self.at_end is not None:
+            self.at_end()
+
+    at_end = None
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_finalisers_in_a_thread_that_serves_are_refused_and_hang_nobody(name):
+    """The memory of a transfer dies there where the transfer held it last."""
+    found = []
+
+    def asks():
+        found.append(threading.current_thread())
+        for call in (lambda: file.write_from(aligned(BLOCK), 0), later.wait, file.close):
+            try:
+                call()
+            except (RuntimeError, ValueError) as error:
+                found.append(str(error))
+        sum([backend.counters()], aio.Counters())
+        backend.close()
+
+    limits = {"depth": 1, "piece_bytes": BLOCK}
+    with opened(name, **limits) as backend, scratch(backend, 1 << 20, "/dev/shm") as file:
+        memory = Owner(256 * BLOCK)
+        memory.at_end = asks
+        first = file.write_from(memory, 0)
+        del memory
+        later = file.write_from(aligned(256 * BLOCK), 0)
+        first.wait(20)
+        later.wait(20)
+        thread, *refused = found
+        assert thread is not threading.current_thread()
+        assert [text.split(": asked for in a thread of aio")[0] for text in refused] == [
+            "a write of 4096 bytes at offset 0 of /dev/shm/(unnamed scratch file)",
+            "a wait for the write of 1048576 bytes at offset 0 of /dev/shm/(unnamed scratch file)",
+            "the end of transfers of /dev/shm/(unnamed scratch file)",
+        ]
+        with pytest.raises(ValueError, match="closed"):
+            file.write_from(aligned(BLOCK), 0)
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_a_finaliser_may_transfer_but_not_wait_for_the_transfer_of_its_own_memory(name):
+    """The engine gives memory back in the thread that next looks, which holds nothing then."""
+    found = []
+
+    def asks():
+        file.write_from(aligned(BLOCK), 0).wait(20)
+        file.sync()
+        try:
+            ticket.wait()
+        except RuntimeError as error:
+            found.append(str(error))
+
+    with opened(name) as backend, scratch(backend, BLOCK, "/dev/shm") as file:
+        memory = Owner(BLOCK)
+        memory.at_end = asks
+        ticket = file.write_from(memory, 0)
+        del memory
+        ticket.wait(20)
+        assert len(found) == 1
+        assert "waited for by a finaliser of its own memory" in found[0]
+
+
+class Poor(aio.MemoryIO):
+    """A system in which memory runs out in the midst of the n-th transfer from now on."""
+
+    turn = 0
+
+    def pwritev(self, fd, views, offset):
+        self.turn -= 1
+        if self.turn == 0:
+            raise MemoryError
+        return super().pwritev(fd, views, offset)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("turn", [1, 2, 8])
+def test_without_memory_a_transfer_fails_and_the_next_does_not(turn, threads):
+    io = Poor()
+    with aio.Pool(threads, io, piece_bytes=BLOCK) as pool, scratch(pool, 8 * BLOCK) as file:
+        io.turn = turn
+        with pytest.raises(OSError, match=r"no memory left.*lower the memory budgets") as caught:
+            file.write_from(aligned(8 * BLOCK), 0).wait(20)
+        assert (caught.value.errno, caught.value.filename) == (errno.ENOMEM, file.path)
+        file.write_from(aligned(8 * BLOCK), 0).wait(20)
+
+
+@pytest.mark.parametrize("what", ["Piece.__init__", "Piece.failed", "Requests.count"])
+@pytest.mark.parametrize("turn", [1, 3])
+def test_a_thread_without_memory_of_its_own_reaches_the_ticket(what, turn, monkeypatch):
+    """Where not even the message can be made, or a piece be cut, nobody waits for ever."""
+    io = aio.SimulatedIO(0)
+    owner, name = what.split(".")
+    inner, calls = getattr(getattr(aio.request, owner), name), []
+
+    def poor(self, *arguments):
+        calls.append(name)
+        if len(calls) == turn:
+            raise MemoryError
+        return inner(self, *arguments)
+
+    with aio.Pool(2, io, piece_bytes=BLOCK) as pool, scratch(pool, 8 * BLOCK) as file:
+        file.write_from(aligned(8 * BLOCK), 0).wait(20)
+        monkeypatch.setattr(getattr(aio.request, owner), name, poor)
+        if name == "failed":
+            io.errors = dict.fromkeys(range(len(io.calls) + turn, len(io.calls) + 40), errno.EIO)
+        ticket = file.write_from(aligned(8 * BLOCK), 0)
+        if name == "count":  # its figures are lost, but the bytes are there
+            ticket.wait(20)
+        else:
+            with pytest.raises(OSError, match=r"write of .* failed") as caught:
+                ticket.wait(20)
+            assert caught.value.filename == file.path
+            assert caught.value.errno in (errno.ENOMEM, errno.EIO)
+            assert turn > 1 or caught.value.errno == errno.ENOMEM
+        io.errors = {}
+        file.write_from(aligned(8 * BLOCK), 0).wait(20)
+
+
+def test_closing_in_the_midst_of_a_sync_leaves_the_descriptor_to_that():
+    class Closing(aio.MemoryIO):
+        syncs = 0
+
+        def fsync(self, fd):
+            self.syncs += 1
+            if self.syncs == 1:
+                file.sync()  # within the other
+                file.close()
+                assert fd in self.files
+            super().fsync(fd)
+
+    io = Closing()
+    with aio.Pool(1, io) as pool:
+        file = scratch(pool, BLOCK)
+        file.sync()
+        assert (io.syncs, file.closed, io.files) == (2, True, {})
+        with pytest.raises(ValueError, match="closed"):
+            file.sync()
+        file.close()
+
+
+@pytest.mark.parametrize("name", QUEUED)
+def test_what_is_queued_too_late_never_meets_another_file(name, tmp_path):
+    """By who had seen the file open before a handler closed it: others have its descriptor."""
+    with opened(name) as backend:
+        file = scratch(backend, BLOCK, tmp_path)
+        file.close()
+        with scratch(backend, BLOCK, tmp_path) as other:
+            assert other.fd == file.fd
+            late = Request(file, True, [Part(memoryview(aligned(BLOCK)), 0)])
+            backend._requests.queue.append(late)
+            backend._requests.wake()
+            with pytest.raises(OSError, match="the file is closed; likely it was closed") as caught:
+                late.ticket.wait(20)
+            assert caught.value.errno == errno.EBADF
+            assert (file.bytes_written, file.pending) == (0, 0)
