@@ -122,19 +122,22 @@ class BoundUnit:
         self,
         index: int,
         spec: Unit,
-        parameters: list[nn.Parameter],
+        group: Group,
         resting_storage: dict[str, torch.Tensor],
     ):
         """Bind; the parameters are put at rest by `rest`.
 
         Args:
             index: of the unit in the profile.
-            spec: its layout; `parameters` in the same order.
+            spec: its layout.
+            group: its parameters and modules.
             resting_storage: a one-element tensor per dtype, on the compute device.
         """
         self.index = index
         self.spec = spec
-        self.parameters = parameters
+        self.parameters = parameters = [group.named[p.name] for p in spec.parameters]
+        self.modules = group.modules
+        """Those whose call announces its use."""
         self.depth = 0
         """Calls of announcing modules under way."""
         self.held = False
@@ -147,10 +150,11 @@ class BoundUnit:
         """The compute task that stands for this use."""
         self.looked = False
         """Whether somebody was given a view in this use by which changes are not counted."""
-        self._dummies = [
+        self.dummies = [
             resting_storage[p.dtype].expand(p.shape) if p.shape else resting_storage[p.dtype][0]
             for p in spec.parameters
         ]
+        """What the parameters show at rest: of the true shapes, full of NaN."""
         self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
         self._filled = [at for at, one in enumerate(spec.parameters) if one.elements]
         """Parameters that lie anywhere."""
@@ -225,7 +229,7 @@ class BoundUnit:
     def rest(self) -> None:
         """Let the parameters be at rest."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, dummy in zip(self.parameters, self._dummies):
+            for parameter, dummy in zip(self.parameters, self.dummies):
                 parameter.__class__ = RestingParameter
                 parameter.data = dummy
         self.buffer, self.views = None, []
@@ -237,7 +241,7 @@ class BoundUnit:
 
     def unlend(self, parameter: int) -> None:
         """Take back what `lend` gave."""
-        self.lend(parameter, self._dummies[parameter])
+        self.lend(parameter, self.dummies[parameter])
 
     def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
