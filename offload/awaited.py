@@ -45,7 +45,6 @@ from offload.executor import BytesOf, Executor
 from offload.exposure import use_count
 from offload.interrupt import whole
 from offload.program import Op, Verb
-from offload.records import Kind
 from offload.resting import TRUE_AT_REST, RestingParameter, find
 from offload.task import Fence, Run, Task
 from offload.updates import Frozen
@@ -87,7 +86,7 @@ class Awaited:
             found[unit] = Away(self._executor, self._units[unit], sorted(frozen[unit]), idle)
         fence = None if device.is_host else device.fence(device.stream())
         for away in found.values():
-            away.fence = fence
+            away.carrying.fence = fence
         return found
 
     def await_(self, departed: Mapping[int, Away]) -> None:
@@ -140,27 +139,90 @@ class Away:
         )
         """Whether somebody else has memory of a weight or gradient, or could not be told apart."""
         self._weights = {index: p.data for index, p in self._parameters.items()}
-        self._flat: dict[Kind, dict[int, torch.Tensor]] = {
-            "weight": {i: p.detach().view(-1) for i, p in self._parameters.items()},
-            "gradient": {i: _gradient(p).reshape(-1) for i, p in self._parameters.items()},
-        }
+        self.carrying = _Carrier(
+            executor,
+            weight={i: p.detach().view(-1) for i, p in self._parameters.items()},
+            gradient={i: _gradient(p).reshape(-1) for i, p in self._parameters.items()},
+        )
         self._owed: dict[int, torch.Tensor] = {}
         """By parameter, the gradient that it gets back."""
         self._hooks: list[Any] = []
         self._over = False
-        self.fence: Fence | None = None
-        """What the user's stream had still to do at `step()`."""
         self.tasks: list[Task] = []
         """What brings the weights back."""
-
-    # -- on the lanes ----------------------------------------------------------------------------
 
     def queued(self, tasks: Sequence[Task]) -> None:
         """Tasks of a chunk were issued: who meets the unit waits for those that bring weights."""
         place = self._executor.plan.home("weight", self._bound.index)
         self.tasks += [t for t in tasks if any(use.place == place for use in t.op.writes)]
 
-    def carrying(self, op: Op, bytes_of: BytesOf) -> Run | None:
+    def leave(self, awaited: Awaited) -> None:
+        """Let the parameters be awaited."""
+        unit = self._bound.index
+        self.arrive = awaited.meets(unit)
+        for index, parameter in self._parameters.items():
+            gradient = parameter.grad
+            assert gradient is not None
+            self._owed[index] = gradient
+            parameter.grad = None
+            parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
+            parameter.data = self._bound.dummies[index]
+            parameter.__class__ = AwaitedParameter
+            self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
+        for known in self._bound.modules:
+            module = known()
+            if module is not None:
+                self._hooks.append(module.register_forward_pre_hook(_Announced(self)))
+
+    def meet(self) -> None:
+        """Wait for the weights and let the parameters be plain."""
+        with self._lock:
+            if self._over:
+                return
+            self._executor.lanes.wait(self.tasks)
+            for hook in self._hooks:
+                hook.remove()
+            for index, parameter in self._parameters.items():
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.data = self._weights[index]
+                    parameter.__class__ = nn.Parameter
+                if not parameter._backward_hooks:  # An empty one is asked in every backward.
+                    parameter._backward_hooks = None
+                del parameter._offload_home  # type: ignore[attr-defined]
+                if index in self._owed:
+                    parameter.grad = self._owed.pop(index)
+            self._over = True
+            self._weights.clear()
+
+    def gradient(self, index: int) -> torch.Tensor | None:
+        """What `p.grad` is, before the unit is met."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            parameter, owed = self._parameters[index], self._owed.pop(index, None)
+            if owed is not None:
+                with torch.no_grad(), torch.inference_mode(False):
+                    parameter.grad = owed.clone()
+            return parameter.grad
+
+    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Assign `p.grad`, before the unit is met."""
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            self._parameters[index].grad = gradient  # Which raises where it does not fit.
+            self._owed.pop(index, None)
+
+
+class _Carrier:
+    """Moves the values of a unit between torch's memory and the lanes; it knows no parameter.
+
+    So nobody holds a model by what lanes have still to do for it.
+    """
+
+    def __init__(self, executor: Executor, **flat: dict[int, torch.Tensor]):
+        """Of the weights and gradients in `flat`, by kind and parameter."""
+        self._executor, self._flat = executor, flat
+        self.fence: Fence | None = None
+        """What the user's stream had still to do at `step()`."""
+
+    def __call__(self, op: Op, bytes_of: BytesOf) -> Run | None:
         """What an op of a chunk does that moves a value from or to torch's memory; None of others.
 
         Of the parameters that do not take part, and between parameters, nothing is moved.
@@ -189,58 +251,6 @@ class Away:
                     self._executor.device.copy(into, source)
 
         return run
-
-    # -- on the user's thread --------------------------------------------------------------------
-
-    def leave(self, awaited: Awaited) -> None:
-        """Let the parameters be awaited."""
-        unit = self._bound.index
-        self.arrive = awaited.meets(unit)
-        for index, parameter in self._parameters.items():
-            gradient = parameter.grad
-            assert gradient is not None
-            self._owed[index] = gradient
-            parameter.grad = None
-            parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
-            parameter.data = self._bound.dummies[index]
-            parameter.__class__ = AwaitedParameter
-            self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
-        for module in self._bound.modules:
-            self._hooks.append(module.register_forward_pre_hook(_Announced(self)))
-
-    def meet(self) -> None:
-        """Wait for the weights and let the parameters be plain."""
-        with self._lock:
-            if self._over:
-                return
-            self._executor.lanes.wait(self.tasks)
-            for hook in self._hooks:
-                hook.remove()
-            for index, parameter in self._parameters.items():
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.data = self._weights[index]
-                    parameter.__class__ = nn.Parameter
-                del parameter._offload_home  # type: ignore[attr-defined]
-                if index in self._owed:
-                    parameter.grad = self._owed.pop(index)
-            self._over = True
-            self._weights.clear()
-            self._flat.clear()
-
-    def gradient(self, index: int) -> torch.Tensor | None:
-        """What `p.grad` is, before the unit is met."""
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
-            parameter, owed = self._parameters[index], self._owed.pop(index, None)
-            if owed is not None:
-                with torch.no_grad(), torch.inference_mode(False):
-                    parameter.grad = owed.clone()
-            return parameter.grad
-
-    def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Assign `p.grad`, before the unit is met."""
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
-            self._parameters[index].grad = gradient  # Which raises where it does not fit.
-            self._owed.pop(index, None)
 
 
 class Seat:

@@ -136,8 +136,8 @@ class BoundUnit:
         self.index = index
         self.spec = spec
         self.parameters = parameters = [group.named[p.name] for p in spec.parameters]
-        self.modules = group.modules
-        """Those whose call announces its use."""
+        self.modules = [weakref.ref(module) for module in group.modules]
+        """Those whose call announces its use; whoever knows a parameter keeps no module alive."""
         self.depth = 0
         """Calls of announcing modules under way."""
         self.held = False

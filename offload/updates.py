@@ -50,7 +50,8 @@ _Due = tuple[int, int, int, int]
 class Departed(Protocol):
     """A unit that torch has the weights and gradients of, whose update is issued."""
 
-    def carrying(self, op: Op, bytes_of: BytesOf) -> Run | None:
+    @property
+    def carrying(self) -> Callable[[Op, BytesOf], Run | None]:
         """What an op of a chunk does that moves a value from or to torch's memory."""
 
     def queued(self, tasks: Sequence[Task]) -> None:
@@ -220,15 +221,17 @@ class Updates:
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
     ) -> Callable[[BytesOf], None]:
+        plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
+
         def run(bytes_of: BytesOf) -> None:
-            gradient = self._typed(op.reads[0], bytes_of)
-            spans = self._plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
+            gradient = _typed(plan, op.reads[0], bytes_of)
+            spans = plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
             total = 0.0
             for span in spans:
                 if span.parameter in turns:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    workspace = self._executor.memory.workspace(op)
-                    total += sum_of_squares(part, workspace, self._executor.device.drain)
+                    workspace = executor.memory.workspace(op)
+                    total += sum_of_squares(part, workspace, executor.device.drain)
             clip.partials[ordinal] = total
 
         return run
@@ -248,28 +251,30 @@ class Updates:
             parts.append(part)
         frozen = [(turns[span.parameter].hyper, turns[span.parameter].step) for span in spans]
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
+        plan, executor = self._plan, self._executor
 
         def run(bytes_of: BytesOf) -> None:
-            weight = self._typed(uses["weight"], bytes_of)
-            gradient = self._typed(uses["gradient"], bytes_of)
+            weight = _typed(plan, uses["weight"], bytes_of)
+            gradient = _typed(plan, uses["gradient"], bytes_of)
             record = views(bytes_of(uses["state"]), fmt, piece.elements)
             update_parts(
                 *(weight, gradient, record, parts, frozen),
                 gradient_scale=1.0 if clip is None else clip.factor,
                 format=fmt,
-                workspace=self._executor.memory.workspace(op),
+                workspace=executor.memory.workspace(op),
             )
 
         return run
 
-    def _typed(self, use: Use, bytes_of: BytesOf) -> torch.Tensor:
-        """A chunk of weights or gradients as a flat tensor of its dtype."""
-        kind, unit, chunk = use.value
-        spec = self._plan.profile.units[unit]
-        segment = spec.segments[spec.chunks[chunk].segment]
-        name = segment.dtype if kind == "weight" else segment.gradient_dtype
-        dtype: torch.dtype = getattr(torch, name)
-        return bytes_of(use).view(dtype)
+
+def _typed(plan: Plan, use: Use, bytes_of: BytesOf) -> torch.Tensor:
+    """A chunk of weights or gradients as a flat tensor of its dtype."""
+    kind, unit, chunk = use.value
+    spec = plan.profile.units[unit]
+    segment = spec.segments[spec.chunks[chunk].segment]
+    name = segment.dtype if kind == "weight" else segment.gradient_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return bytes_of(use).view(dtype)
 
 
 def _lane_shares(plan: Plan) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import nn
 import offload
 from cpu_adam import CPUAdam
 from offload.awaited import AwaitedParameter
-from tests.small import config, small, tokens, torch_step
+from tests.small import adamw, config, small, tokens, torch_step
 from tests.test_residents import hooks_of
 from tests.training import (
     VOCABULARY,
@@ -56,6 +58,30 @@ def test_plain_from_its_first_use_on(
             assert all(type(p) is nn.Parameter for p in run.model.parameters())
             assert sum(hooks_of(child) for child in run.model.children()) == 0
             assert not any(vars(p) for p in run.model.parameters())
+            assert all(p._backward_hooks is None for p in run.model.parameters())
+
+
+def test_hooks_of_the_user_stay(tmp_path: Path) -> None:
+    seen: list[str] = []
+    with attached(ON_CPU, tmp_path) as run:
+        model: Any = run.model
+        model.head.weight.register_hook(lambda _: seen.append("gradient"))
+        model.head.register_forward_pre_hook(lambda *_: seen.append("call"))
+        for number in range(3):
+            plain(run, number)
+    assert seen == ["call", "gradient"] * 3
+
+
+def test_a_model_that_is_dropped_leaves_nothing(tmp_path: Path) -> None:
+    model = small()
+    _, optimizer = offload.attach(model, adamw(model), config(ON_CPU, tmp_path))
+    torch_step(model, optimizer)
+    assert waiting(model) == all_of(model)
+    gone = weakref.ref(optimizer.engine), weakref.ref(model)
+    del model, optimizer, _
+    gc.collect()
+    assert gone[0]() is None
+    assert gone[1]() is None
 
 
 def test_a_unit_waits_for_its_own_update_alone(tmp_path: Path) -> None:
