@@ -1,16 +1,18 @@
-"""Resident units: weights, gradients and states on the device, where torch's own ways are enough.
+"""Resident units: weights and gradients on the device, where torch's own ways are enough.
 
 [Note: Residents]
-Of a unit whose weights, gradients and states live on the device (or whose weights do, and that is
-not trained) nothing ever arrives or leaves. Its parameters are plain ones in memory of their own:
+Of a unit whose weights and gradients live on the device (or whose weights do, and that is not
+trained) nothing arrives or leaves in a pass. Its parameters are plain ones in memory of their own:
 no hook announces their use, no trap answers for them, no pass knows them. Autograd accumulates into
 `p.grad` by its own rule, which is the engine's: the first gradient is taken, each later one added
-by one rounding. `step()` reads `p.grad` and queues the update on the user's stream, as any
-optimizer does: nothing on that stream comes before it, and `Engine.settle` waits for it, as does
-the next step. Only where a lane uses the same workspace, and for the norm, must `step()` itself
-wait for the device, and for the norm once. The arena holds the states; weights and gradients
-are counted in the budget, and lie where torch puts them. Gradients in another dtype than their
-weights' are summed by the engine, so such a unit is none of these.
+by one rounding. With its states on the device too, `step()` reads `p.grad` and queues the update on
+the user's stream, as any optimizer does: nothing on that stream comes before it, and
+`Engine.settle` waits for it, as does the next step. Only where a lane uses the same workspace, and
+for the norm, must `step()` itself wait for the device, and for the norm once. With its states
+elsewhere lanes take the step, see [Note: Awaited] of `awaited`. The tiers hold the states; weights
+and gradients are counted in the budget, and lie where torch puts them. Gradients in another dtype
+than their weights' are summed by the engine, and updates that begin inside backward have to be told
+what comes there, so such a unit is none of these.
 
 Whatever the user makes of such a parameter is what is trained. Only when the next step begins is it
 looked at: one of another shape, dtype or device than the states are for is refused.
