@@ -166,6 +166,8 @@ class BoundUnit:
         self.address = 0
         """Of the weights in use."""
         self._versions: list[int] = []
+        self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """Views of the weights that somebody was given in this use, with their parameters."""
         self._saved: Callable[[], Saved | None] = lambda: None
 
     @property
@@ -204,6 +206,27 @@ class BoundUnit:
             self._versions = [parameter._version for parameter in self.parameters]
         self.buffer, self.views, self.looked = buffer, views, False
         self.address = buffer.data_ptr()
+        self._given.clear()
+
+    def give(self, parameter: int, view: torch.Tensor) -> None:
+        """Somebody gets a view of a parameter in use."""
+        self._given = [one for one in self._given if one[1]() is not None]
+        self._given.append((parameter, weakref.ref(view)))
+
+    def leave(self, parameter: int) -> bool:
+        """Let what was given of a parameter be its holder's, in memory of its own.
+
+        False where it cannot be: views of it, which would stay, are held.
+        """
+        mine = [known() for index, known in self._given if index == parameter]
+        held = [view for view in mine if view is not None]
+        if any(view._use_count() > 1 for view in held):  # type: ignore[attr-defined]
+            return False
+        for view in held:
+            with torch.no_grad():
+                view.data = view.clone()
+        self._given = [one for one in self._given if one[0] != parameter]
+        return True
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""

@@ -239,7 +239,7 @@ class Hook:
             f"model, {NO_RECORDING}"
         )
 
-    @_left_alone
+    @_left_alone  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         if self._refuses:
