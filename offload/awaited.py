@@ -168,7 +168,8 @@ class Away:
             parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
             parameter.data = self._bound.dummies[index]
             parameter.__class__ = AwaitedParameter
-            self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
+            if parameter.requires_grad:
+                self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
         for known in self._bound.modules:
             module = known()
             if module is not None:

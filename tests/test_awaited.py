@@ -221,6 +221,28 @@ def some_without_a_gradient(run: Run, number: int) -> None:
     run.step()
 
 
+@loop
+def frozen_after_the_backward(run: Run, number: int) -> None:
+    """Torch steps them once more, and the next backward brings them nothing."""
+    run.loss().backward()
+    some = list(run.model.parameters())[number::3]
+    for parameter in some:
+        parameter.requires_grad_(False)
+    run.step()
+    for parameter in some:
+        parameter.requires_grad_(True)
+
+
+@loop
+def stepped_in_inference_mode(run: Run, number: int) -> None:
+    run.loss().backward()
+    with torch.inference_mode():
+        run.optimizer.step()
+        if number == 1:
+            run.losses.append(run.model(batch(run.generator)).float().sum().item())
+    run.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("placement", [ON_CPU, ON_NVME], ids="-".join)
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_bits_of_plain_torch(
