@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as _dispatch
 
 Parameters = ParamSpec("Parameters")
@@ -36,18 +37,37 @@ def transforms() -> bool:
     return _transform() is not None
 
 
+NO_RECORDING = (
+    "which records where values lie now, but offloaded ones move: offload.detach(model) before it, "
+    "or do it with a model that is not attached"
+)
+"""Why a model is not traced."""
+
+_traced: Callable[[], object] = _functions._get_tracing_state
+
+
 def refuse_transforms(what: str) -> None:
-    """Refuse `what` of an offloaded model to `torch.func`.
+    """Refuse `what` of an offloaded model to `torch.func`, and to what records it.
 
     Raises:
-        RuntimeError: a transform is active.
+        RuntimeError: a transform is active, or the model is being traced or exported.
     """
+    if _traced() is not None or (_dispatchers_active() and _recorded()):
+        raise RuntimeError(
+            f"{what} while it was traced (torch.jit.trace, torch.export, torch.onnx.export, "
+            f"make_fx), {NO_RECORDING}"
+        )
     if transforms():
         raise RuntimeError(
             f"{what} under a transform of torch.func (grad, vjp, jvp, vmap, ...), which takes "
             "tensors for its own, but offloaded ones move and are written to: use backward() or "
             "torch.autograd.grad(), or a model that is not attached"
         )
+
+
+def _recorded() -> bool:
+    """Whether one of the modes that are active records what is done."""
+    return torch.compiler.is_exporting() or proxy_tensor.get_proxy_mode() is not None
 
 
 class _Taken(threading.local):

@@ -257,7 +257,7 @@ class _Attaching:
             for name in {p.dtype for unit in self.plan.profile.units for p in unit.parameters}
         }
         self._bound = [
-            BoundUnit(u, spec, [self.groups[u].named[p.name] for p in spec.parameters], stand_in)
+            BoundUnit(u, spec, self.groups[u], stand_in)
             for u, spec in enumerate(self.plan.profile.units)
         ]
         self._gradients = {p: p.grad for unit in self._bound for p in unit.parameters}

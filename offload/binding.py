@@ -122,19 +122,22 @@ class BoundUnit:
         self,
         index: int,
         spec: Unit,
-        parameters: list[nn.Parameter],
+        group: Group,
         resting_storage: dict[str, torch.Tensor],
     ):
         """Bind; the parameters are put at rest by `rest`.
 
         Args:
             index: of the unit in the profile.
-            spec: its layout; `parameters` in the same order.
+            spec: its layout.
+            group: its parameters and modules.
             resting_storage: a one-element tensor per dtype, on the compute device.
         """
         self.index = index
         self.spec = spec
-        self.parameters = parameters
+        self.parameters = parameters = [group.named[p.name] for p in spec.parameters]
+        self.modules = [weakref.ref(module) for module in group.modules]
+        """Those whose call announces its use; whoever knows a parameter keeps no module alive."""
         self.depth = 0
         """Calls of announcing modules under way."""
         self.held = False
@@ -147,10 +150,11 @@ class BoundUnit:
         """The compute task that stands for this use."""
         self.looked = False
         """Whether somebody was given a view in this use by which changes are not counted."""
-        self._dummies = [
+        self.dummies = [
             resting_storage[p.dtype].expand(p.shape) if p.shape else resting_storage[p.dtype][0]
             for p in spec.parameters
         ]
+        """What the parameters show at rest: of the true shapes, full of NaN."""
         self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
         self._filled = [at for at, one in enumerate(spec.parameters) if one.elements]
         """Parameters that lie anywhere."""
@@ -162,6 +166,8 @@ class BoundUnit:
         self.address = 0
         """Of the weights in use."""
         self._versions: list[int] = []
+        self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+        """Views of the weights that somebody was given in this use, with their parameters."""
         self._saved: Callable[[], Saved | None] = lambda: None
 
     @property
@@ -200,6 +206,27 @@ class BoundUnit:
             self._versions = [parameter._version for parameter in self.parameters]
         self.buffer, self.views, self.looked = buffer, views, False
         self.address = buffer.data_ptr()
+        self._given.clear()
+
+    def give(self, parameter: int, view: torch.Tensor) -> None:
+        """Somebody gets a view of a parameter in use."""
+        self._given = [one for one in self._given if one[1]() is not None]
+        self._given.append((parameter, weakref.ref(view)))
+
+    def leave(self, parameter: int) -> bool:
+        """Let what was given of a parameter be its holder's, in memory of its own.
+
+        False where it cannot be: views of it, which would stay, are held.
+        """
+        mine = [known() for index, known in self._given if index == parameter]
+        held = [view for view in mine if view is not None]
+        if any(view._use_count() > 1 for view in held):  # type: ignore[attr-defined]
+            return False
+        for view in held:
+            with torch.no_grad():
+                view.data = view.clone()
+        self._given = [one for one in self._given if one[0] != parameter]
+        return True
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
@@ -225,7 +252,7 @@ class BoundUnit:
     def rest(self) -> None:
         """Let the parameters be at rest."""
         with torch._C.DisableTorchFunctionSubclass():
-            for parameter, dummy in zip(self.parameters, self._dummies):
+            for parameter, dummy in zip(self.parameters, self.dummies):
                 parameter.__class__ = RestingParameter
                 parameter.data = dummy
         self.buffer, self.views = None, []
@@ -237,7 +264,7 @@ class BoundUnit:
 
     def unlend(self, parameter: int) -> None:
         """Take back what `lend` gave."""
-        self.lend(parameter, self._dummies[parameter])
+        self.lend(parameter, self.dummies[parameter])
 
     def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""

@@ -146,15 +146,21 @@ class Executor:
         ops: Sequence[Op],
         pass_number: int,
         run: Callable[[BytesOf], None],
+        carrying: Callable[[Op, BytesOf], Run | None] | None = None,
     ) -> list[Task]:
-        """Queue the ops of a chunk: moves, and the one that does `run`."""
+        """Queue the ops of a chunk: moves, and the one that does `run`.
+
+        `carrying` gives what those moves do that it knows better.
+        """
         passage = self.lanes.passage() if staged(ops) else None
         tasks = []
         try:
             for op in ops:
                 bytes_of = partial(self._bytes_of, passage)
                 moves = op.verb is Verb.MOVE
-                work = self._mover(op, passage) if moves else partial(run, bytes_of)
+                work = carrying(op, bytes_of) if carrying is not None else None
+                if work is None:
+                    work = self._mover(op, passage) if moves else partial(run, bytes_of)
                 reads, writes = cells(self.plan, op.reads), cells(self.plan, op.writes)
                 known = Known(op, tuple(reads), tuple(writes), None)
                 tasks.append(self._submit(known, pass_number, work, passage))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aside import refuse_transforms
+from offload.aside import NO_RECORDING, refuse_transforms
 from offload.collected import take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
@@ -52,7 +52,8 @@ class Hooks:
         self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
         keep = self._handles.append
         hook = partial(Hook, lock=engine.lock)
-        keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
+        enter = hook(self._enter_root, refuses=bool(announcers))
+        keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():
             before = hook(partial(self._before_forward, tuple(used)), refuses=True)
             after = hook(partial(self._after_forward, tuple(used), [0, 0]))
@@ -217,6 +218,11 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """The number that autograd gives to the next operation of this thread."""
 
 
+_disable: Any = torch._dynamo.disable
+_left_alone = _disable(reason=f"torch.export() of an attached model, {NO_RECORDING}")
+"""By torch.compile; torch gives the reason where it may not."""
+
+
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
@@ -226,7 +232,14 @@ class Hook:
         """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`."""
         self._function, self._refuses = _alone(lock, function), refuses
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    def __getattr__(self, name: str) -> Any:
+        """Functions have a name, and torch.jit.script asks for it."""
+        raise AttributeError(
+            f"a hook of offload has no {name}: likely torch.jit.script() was called on an attached "
+            f"model, {NO_RECORDING}"
+        )
+
+    @_left_alone  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         if self._refuses:

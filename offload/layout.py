@@ -88,7 +88,7 @@ class Plan:
     clips: bool
     states: StateChoice
     residents: frozenset[int] = frozenset()
-    """Units of which the arena holds the states alone, see [Note: Residents] of `resident`."""
+    """Units of which the tiers hold the states alone, see [Note: Residents] of `resident`."""
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -293,14 +293,15 @@ def lay_out(
     states: StateChoice,
     weight_slots: int = WEIGHT_SLOTS_MAX,
     reserve: Iterable[Kind] = (),
+    early: bool = False,
 ) -> Plan:
     """The plan for given placements: every home and slot at its offset, whatever the budget.
 
     `reserve` names kinds with room for their chunks on the cpu even if all are there at home, see
-    [Note: More memory is never slower].
+    [Note: More memory is never slower]. Updates begin `early`: in a step's last backward.
     """
     sizes = Sizes(profile, states)
-    memory = lay_out_memory(profile, placements, sizes, clips, weight_slots, reserve)
+    memory = lay_out_memory(profile, placements, sizes, clips, weight_slots, reserve, early)
     return Plan(
         profile=profile,
         placements=tuple(placements),
@@ -323,11 +324,12 @@ def lay_out_memory(
     clips: bool,
     weight_slots: int,
     reserve: Iterable[Kind],
+    early: bool,
 ) -> _Memory:
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
     pairs = enumerate(zip(units, placements))
-    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state)]
+    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state, early=early)]
     memory.residents = frozenset(own)
 
     def settle(kind: Kind, u: int, size: int) -> None:
@@ -338,13 +340,11 @@ def lay_out_memory(
     for kind, u in itertools.product(KINDS, range(len(units))):
         if kind == "state" or u not in memory.residents:
             settle(kind, u, sizes.value[kind][u])
-    away = {kind: [p.of(kind) != "device" for p in placements] for kind in KINDS}
-    memory.weight_slot = memory.shared_slots(
-        "weight", units, away["weight"], sizes.value["weight"], weight_slots
-    )
-    memory.gradient_slot = memory.shared_slots(
-        "gradient", units, away["gradient"], sizes.value["gradient"], STAGES
-    )
+    slots = list[tuple[Place | None, ...]]()
+    for kind, most in zip(KINDS, (weight_slots, STAGES)):
+        away = [placement.of(kind) != "device" for placement in placements]
+        slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
+    memory.weight_slot, memory.gradient_slot = slots
     rings = _Rings(placements, sizes, tuple(reserve))
     memory.ring("device", "sums", sum(sizes.summed[u] for u in own if clips), 1)
     updated = (n for n, p in zip(sizes.updated, placements) if p.state == "device")

@@ -88,6 +88,7 @@ class _Search:
     def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
         self.profile, self.states = profile, states
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
+        self.early = config.micro_batches is not None and not self.clips
         choices = (config.params, config.gradients, config.optimizer)
         self.forced: dict[Kind, Choice] = dict(zip(KINDS, choices))
         self.auto: list[Kind] = [kind for kind in KINDS if self.forced[kind] == "auto"]
@@ -154,6 +155,7 @@ class _Search:
             states=self.states,
             weight_slots=arrangement.weight_slots,
             reserve=self.reserve,
+            early=self.early,
         )
 
     def smallest(self) -> _Arrangement:
@@ -170,9 +172,8 @@ class _Search:
 
     def _memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
         chosen = self.placements(on_device, on_cpu)
-        return lay_out_memory(
-            self.profile, chosen, self.sizes, self.clips, weight_slots, self.reserve
-        ).used
+        fixed = weight_slots, self.reserve, self.early
+        return lay_out_memory(self.profile, chosen, self.sizes, self.clips, *fixed).used
 
     def _device(self, on_device: int, weight_slots: int) -> int:
         """Bytes taken of the device, however many of the others live on the cpu."""

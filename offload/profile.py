@@ -118,16 +118,18 @@ class Unit:
         """Whether any parameter receives a gradient."""
         return bool(self.chunks)
 
-    def stays(self, weight: str, gradient: str, state: str) -> bool:
-        """Whether, with its values in these tiers, it needs nothing from outside the device.
+    def stays(self, weight: str, gradient: str, state: str, *, early: bool) -> bool:
+        """Whether, with its values in these tiers, a pass needs nothing from outside the device.
 
-        Gradients in another dtype than their weights' are summed by the engine.
+        Gradients in another dtype than their weights' are summed by the engine. Where updates begin
+        `early`, inside backward, it has to know when those come that it takes elsewhere.
         """
         if not self.trainable:
             return weight == "device"
         trained = [one for one in self.segments if one.trainable]
         alike = all(one.gradient_dtype == one.dtype for one in trained)
-        return alike and weight == gradient == state == "device"
+        taken = early and state != "device"
+        return alike and weight == gradient == "device" and not taken
 
     @property
     def pieces(self) -> tuple[tuple[int, int], ...]:

@@ -1,16 +1,18 @@
-"""Resident units: weights, gradients and states on the device, where torch's own ways are enough.
+"""Resident units: weights and gradients on the device, where torch's own ways are enough.
 
 [Note: Residents]
-Of a unit whose weights, gradients and states live on the device (or whose weights do, and that is
-not trained) nothing ever arrives or leaves. Its parameters are plain ones in memory of their own:
+Of a unit whose weights and gradients live on the device (or whose weights do, and that is not
+trained) nothing arrives or leaves in a pass. Its parameters are plain ones in memory of their own:
 no hook announces their use, no trap answers for them, no pass knows them. Autograd accumulates into
 `p.grad` by its own rule, which is the engine's: the first gradient is taken, each later one added
-by one rounding. `step()` reads `p.grad` and queues the update on the user's stream, as any
-optimizer does: nothing on that stream comes before it, and `Engine.settle` waits for it, as does
-the next step. Only where a lane uses the same workspace, and for the norm, must `step()` itself
-wait for the device, and for the norm once. The arena holds the states; weights and gradients
-are counted in the budget, and lie where torch puts them. Gradients in another dtype than their
-weights' are summed by the engine, so such a unit is none of these.
+by one rounding. With its states on the device too, `step()` reads `p.grad` and queues the update on
+the user's stream, as any optimizer does: nothing on that stream comes before it, and
+`Engine.settle` waits for it, as does the next step. Only where a lane uses the same workspace, and
+for the norm, must `step()` itself wait for the device, and for the norm once. With its states
+elsewhere lanes take the step, see [Note: Awaited] of `awaited`. The tiers hold the states; weights
+and gradients are counted in the budget, and lie where torch puts them. Gradients in another dtype
+than their weights' are summed by the engine, and updates that begin inside backward have to be told
+what comes there, so such a unit is none of these.
 
 Whatever the user makes of such a parameter is what is trained. Only when the next step begins is it
 looked at: one of another shape, dtype or device than the states are for is refused.
@@ -23,7 +25,6 @@ back by that. It stays as it is, so that the view shows the parameter afterwards
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -35,10 +36,10 @@ from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.reference import cut, put_sum_of_squares
 from offload.arena import typed, zeros_on
+from offload.awaited import Awaited, holders, idle_parameter
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
-from offload.exposure import use_count
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
@@ -48,11 +49,12 @@ from offload.updates import Frozen
 class Residents:
     """The resident units of an engine."""
 
-    def __init__(self, executor: Executor, units: Sequence[BoundUnit]):
-        """Of all `units`, those that the plan says are."""
+    def __init__(self, executor: Executor, units: Sequence[BoundUnit], check: Callable[[], None]):
+        """Of all `units`, those that the plan says are; `check` raises if the engine is no more."""
         self._executor = executor
         self._plan = executor.plan
         self._units = {u: units[u] for u in sorted(executor.plan.residents)}
+        self.awaited = Awaited(executor, self._units.values(), check)
         self._asleep: dict[nn.Parameter, _Asleep] = {}
 
     def __contains__(self, unit: object) -> bool:
@@ -66,6 +68,7 @@ class Residents:
         Raises:
             RuntimeError: it was frozen at attach.
         """
+        self.awaited.meet([unit])
         if self._units[unit].parameters[parameter].grad is None:
             return False
         self.require_place(unit, parameter)
@@ -88,6 +91,7 @@ class Residents:
 
     def all(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name of the parameter, gradient) of those that there are."""
+        self.awaited.meet()
         for bound in self._units.values():
             for one, parameter in zip(bound.spec.parameters, bound.parameters):
                 if parameter.grad is not None:
@@ -125,6 +129,8 @@ class Residents:
         for unit in self._units.keys() & frozen.keys():
             for index in frozen[unit]:
                 _check(self._units[unit], index, self._executor.device.torch_device)
+                if unit in self.awaited:
+                    _check_dtype(self._units[unit], index)
 
     def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
         """The sum of the squares of the chunk of each op; the device is waited for once."""
@@ -296,7 +302,7 @@ class _Asleep:
     @classmethod
     def of(cls, parameter: nn.Parameter, trainable: bool) -> _Asleep:
         """Before the parameter lets go of both. What the plan has no such gradient of stays."""
-        mine, idle = _holders(parameter), _holders(_idle_parameter())
+        mine, idle = holders(parameter), holders(idle_parameter())
         other = not trainable or getattr(parameter.grad, "dtype", None) != parameter.dtype
         gradient = parameter.grad if mine[1:] != idle[1:] or other else None
         weight = parameter.data if mine[0] != idle[0] else None
@@ -333,26 +339,6 @@ def _in_order(numbers: Sequence[float]) -> float:
     return total
 
 
-def _holders(parameter: nn.Parameter) -> tuple[int, int, int, int]:
-    """How many hold a parameter's memory, that of its gradient, and the gradient itself.
-
-    That one in Python and, as another parameter may, in torch.
-    """
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return use_count(parameter), 0, 0, 0
-    held = sys.getrefcount(gradient), gradient._use_count()
-    return use_count(parameter), use_count(gradient), *held
-
-
-def _idle_parameter() -> nn.Parameter:
-    """One that nobody else has anything of."""
-    with torch.inference_mode(False):
-        made = nn.Parameter(torch.empty(1))
-        made.grad = torch.empty(1)
-    return made
-
-
 def _check(bound: BoundUnit, index: int, device: torch.device) -> None:
     """Raise where a parameter, or its gradient, is not what its states are for."""
     _check_values(bound, index, device)
@@ -381,4 +367,15 @@ def _check_values(bound: BoundUnit, index: int, device: torch.device) -> None:
             f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "
             f"a contiguous {wanted}: likely the model was converted after attach; leave that out, "
             "or detach() before it"
+        )
+
+
+def _check_dtype(bound: BoundUnit, index: int) -> None:
+    """Raise where a gradient that a lane takes is of another dtype than its place there."""
+    one, gradient = bound.spec.parameters[index], bound.parameters[index].grad
+    if gradient is not None and gradient.dtype != getattr(torch, one.dtype):
+        raise ValueError(
+            f"the gradient of {one.name} is of {gradient.dtype}, and the parameter of {one.dtype}: "
+            "likely p.grad_dtype was set; leave it alone, or keep the optimizer's states on the "
+            "device (--optimizer device), where such a gradient is used as it is"
         )

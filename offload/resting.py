@@ -15,13 +15,15 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from offload.aside import refuse_transforms
 from offload.interrupt import whole
+
+Found = TypeVar("Found")
 
 
 class Home(Protocol):
@@ -122,7 +124,7 @@ class RestingParameter(OffloadedParameter):
     ) -> Any:
         """Answer, or lend the true values for the call."""
         kwargs = kwargs or {}
-        if func in _TRUE_AT_REST:
+        if func in TRUE_AT_REST:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is _T.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
@@ -131,20 +133,20 @@ class RestingParameter(OffloadedParameter):
         if handler is not None and isinstance(args[0], RestingParameter):
             return whole(handler)(*args, **kwargs)
         refuse_transforms("an offloaded parameter was used")
-        resting = list(dict.fromkeys(_find((args, kwargs))))
+        resting = list(dict.fromkeys(find((args, kwargs), RestingParameter)))
         return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
 
 
-def _find(tree: Any) -> Iterable[RestingParameter]:
-    """All resting parameters in nested tuples, lists and dictionaries."""
-    if isinstance(tree, RestingParameter):
+def find(tree: Any, kind: type[Found]) -> Iterable[Found]:
+    """All that is of a kind in nested tuples, lists and dictionaries."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (list, tuple, set, frozenset)):
         for item in tree:
-            yield from _find(item)
+            yield from find(item, kind)
     elif isinstance(tree, Mapping):
         for item in tree.values():
-            yield from _find(item)
+            yield from find(item, kind)
 
 
 NO_WHOLE_GRADIENT = (
@@ -325,4 +327,4 @@ def _true_at_rest() -> frozenset[Any]:
     return frozenset(found)
 
 
-_TRUE_AT_REST = _true_at_rest()
+TRUE_AT_REST = _true_at_rest()

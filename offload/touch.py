@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from offload.aside import users_modes
+from offload.binding import BoundUnit
 from offload.engine import Engine
 from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward, refuse_inside
@@ -86,7 +87,9 @@ class ParameterHome:
             return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
         bound.looked = bound.looked or to_write
         with torch._C.DisableTorchFunctionSubclass(), users_modes():
-            return read(parameter)
+            view = read(parameter)
+        bound.give(self.index, view)
+        return view
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient kept for the parameter; None inside backward."""
@@ -145,8 +148,24 @@ class ParameterHome:
             self.engine.end_abandoned()
             self.engine.settle_edits(self.unit)
             self.engine.exposures.leave(self.unit, self.index, data)
+        elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
+            self._leave(bound)
         with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
+
+    def _leave(self, bound: BoundUnit) -> None:
+        """Other values come to a parameter in use: who was given those there keeps them.
+
+        Raises:
+            RuntimeError: that cannot be.
+        """
+        if not bound.leave(self.index):
+            one = bound.spec.parameters[self.index]
+            raise RuntimeError(
+                f"{one.name}.data was set, in the module's own forward, while a view of what it "
+                "was is held (p.data.view(), p.data[0]): that lies where the new values come, and "
+                "would show them. Take a clone() of what is to be kept, or copy_() the new values"
+            )
 
     def set_requires_grad(self, parameter: RestingParameter, wanted: bool) -> None:
         """Freeze or unfreeze the parameter.

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from offload.executor import BytesOf, Executor
 from offload.layout import Plan
 from offload.program import Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
-from offload.task import Fence, Task
+from offload.task import Fence, Run, Task
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
@@ -41,12 +41,48 @@ class Turn:
 Frozen = Mapping[int, Mapping[int, Turn]]
 """By unit and parameter, those that take part in a step."""
 
+Leaving = TypeVar("Leaving", bound="Departed")
+
 _Due = tuple[int, int, int, int]
 """A chunk that is due: (ordinal, unit, chunk, deadline)."""
 
 
+class Departed(Protocol):
+    """A unit that torch has the weights and gradients of, whose update is issued."""
+
+    @property
+    def carrying(self) -> Callable[[Op, BytesOf], Run | None]:
+        """What an op of a chunk does that moves a value from or to torch's memory."""
+
+    def queued(self, tasks: Sequence[Task]) -> None:
+        """The ops of a chunk were issued."""
+
+
+class InLanes(Protocol[Leaving]):
+    """Units that torch has the weights and gradients of, and lanes update."""
+
+    def __contains__(self, unit: object) -> bool: ...
+
+    def depart(self, units: Sequence[int], frozen: Frozen) -> dict[int, Leaving]:
+        """Before the updates of `units` are issued."""
+
+    def await_(self, departed: Mapping[int, Leaving]) -> None:
+        """They are; let nobody use the units as if they were done."""
+
+    def meet(self) -> None:
+        """Let all be usable, now that they are done."""
+
+
 class AtOnce(Protocol):
-    """Units whose updates the user's thread queues on its own stream, before `step()` returns."""
+    """Units that torch has the weights and gradients of.
+
+    Of those that no lane updates, the user's thread queues the updates on its own stream, before
+    `step()` returns.
+    """
+
+    @property
+    def awaited(self) -> InLanes[Any]:
+        """Those that lanes update."""
 
     def __contains__(self, unit: object) -> bool: ...
 
@@ -80,7 +116,7 @@ class Updates:
     """Issues the ops of each step."""
 
     def __init__(self, executor: Executor, max_grad_norm: float | None, residents: AtOnce):
-        """Clip to `max_grad_norm` where given. The units in `residents` are updated at once."""
+        """Clip to `max_grad_norm` where given. Those of `residents` know their own values."""
         self._executor = executor
         self._residents = residents
         self._plan = executor.plan
@@ -102,6 +138,7 @@ class Updates:
         if self._queued is not None:
             self._queued.synchronize()
             self._queued = None
+        self._residents.awaited.meet()
 
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the last step, before clipping; None without clipping."""
@@ -118,28 +155,25 @@ class Updates:
                 spans = self._plan.profile.units[unit].chunks[chunk].spans
                 if any(span.parameter in frozen[unit] for span in spans):
                     due.append((ordinal, unit, chunk, deadline))
-        here = [one for one in due if one[1] in self._residents]
-        due = [one for one in due if one[1] not in self._residents]
-        if here and self._lane_shares:
+        squared = [one for one in due if one[1] in self._residents]
+        here = [one for one in squared if one[1] not in self._residents.awaited]
+        others = [one for one in due if one[1] not in self._residents]
+        if squared and self._lane_shares:
             self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
             self._clip = clip = _Clip(self._max_grad_norm)
             partials = []
-            if here:
-                clip.partials |= self._squares_at_once(here, frozen)
-            for ordinal, unit, chunk, _ in due:
+            if squared:
+                clip.partials |= self._squares_at_once(squared, frozen)
+            for ordinal, unit, chunk, _ in others:
                 ops = square(self._plan, unit, chunk, ordinal)
                 run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
                 self._executor.issue_chunk(ops, pass_number, run)
                 partials.append(ops[-1].writes[0])
             self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
         self._update_at_once(here, frozen, clip)
-        for _, unit, chunk, deadline in due:
-            ops = update_ops(self._plan, unit, chunk, deadline)
-            op = next(op for op in ops if op.verb is Verb.UPDATE)
-            run = self._updater(op, frozen[unit], clip)
-            self._pending += self._executor.issue_chunk(ops, pass_number, run)
+        self._update_in_lanes([one for one in due if one not in here], frozen, clip, pass_number)
 
     def _squares_at_once(self, here: Sequence[_Due], frozen: Frozen) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""
@@ -167,18 +201,37 @@ class Updates:
         elif here:
             self._queued = device.fence(device.stream())
 
+    def _update_in_lanes(
+        self, due: Sequence[_Due], frozen: Frozen, clip: _Clip | None, pass_number: int
+    ) -> None:
+        awaited = self._residents.awaited
+        leaving = [unit for unit in dict.fromkeys(one[1] for one in due) if unit in awaited]
+        departed = awaited.depart(leaving, frozen)
+        for _, unit, chunk, deadline in due:
+            ops = update_ops(self._plan, unit, chunk, deadline)
+            op = next(op for op in ops if op.verb is Verb.UPDATE)
+            run, away = self._updater(op, frozen[unit], clip), departed.get(unit)
+            carrying = None if away is None else away.carrying
+            tasks = self._executor.issue_chunk(ops, pass_number, run, carrying)
+            self._pending += tasks
+            if away is not None:
+                away.queued(tasks)
+        awaited.await_(departed)
+
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
     ) -> Callable[[BytesOf], None]:
+        plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
+
         def run(bytes_of: BytesOf) -> None:
-            gradient = self._typed(op.reads[0], bytes_of)
-            spans = self._plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
+            gradient = _typed(plan, op.reads[0], bytes_of)
+            spans = plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
             total = 0.0
             for span in spans:
                 if span.parameter in turns:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    workspace = self._executor.memory.workspace(op)
-                    total += sum_of_squares(part, workspace, self._executor.device.drain)
+                    workspace = executor.memory.workspace(op)
+                    total += sum_of_squares(part, workspace, executor.device.drain)
             clip.partials[ordinal] = total
 
         return run
@@ -198,28 +251,30 @@ class Updates:
             parts.append(part)
         frozen = [(turns[span.parameter].hyper, turns[span.parameter].step) for span in spans]
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
+        plan, executor = self._plan, self._executor
 
         def run(bytes_of: BytesOf) -> None:
-            weight = self._typed(uses["weight"], bytes_of)
-            gradient = self._typed(uses["gradient"], bytes_of)
+            weight = _typed(plan, uses["weight"], bytes_of)
+            gradient = _typed(plan, uses["gradient"], bytes_of)
             record = views(bytes_of(uses["state"]), fmt, piece.elements)
             update_parts(
                 *(weight, gradient, record, parts, frozen),
                 gradient_scale=1.0 if clip is None else clip.factor,
                 format=fmt,
-                workspace=self._executor.memory.workspace(op),
+                workspace=executor.memory.workspace(op),
             )
 
         return run
 
-    def _typed(self, use: Use, bytes_of: BytesOf) -> torch.Tensor:
-        """A chunk of weights or gradients as a flat tensor of its dtype."""
-        kind, unit, chunk = use.value
-        spec = self._plan.profile.units[unit]
-        segment = spec.segments[spec.chunks[chunk].segment]
-        name = segment.dtype if kind == "weight" else segment.gradient_dtype
-        dtype: torch.dtype = getattr(torch, name)
-        return bytes_of(use).view(dtype)
+
+def _typed(plan: Plan, use: Use, bytes_of: BytesOf) -> torch.Tensor:
+    """A chunk of weights or gradients as a flat tensor of its dtype."""
+    kind, unit, chunk = use.value
+    spec = plan.profile.units[unit]
+    segment = spec.segments[spec.chunks[chunk].segment]
+    name = segment.dtype if kind == "weight" else segment.gradient_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return bytes_of(use).view(dtype)
 
 
 def _lane_shares(plan: Plan) -> bool:

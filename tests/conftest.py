@@ -35,6 +35,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("books", ["python", *compiled], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    """Each test finds `torch.compile` as a process of its own does: the engine looks whether."""
+    if torch._dynamo.convert_frame.FRAME_COUNTER:
+        torch._dynamo.reset()
+
+
 @pytest.fixture
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The books of lanes on the host are kept by these; where not compiled, by the reference."""

@@ -376,7 +376,8 @@ class Script:
                     device.change(**delays)
                 for action in (*before, backward_only, *between, step_only, *after, evaluate):
                     # Residents are torch's own parameters: before a step, too, the user waits.
-                    if device is not None and (action is not step_only or placement == RESIDENT):
+                    alone = action is step_only and not run.engine.plan.residents
+                    if device is not None and not alone:
                         device.wait_for_those_aside()
                     action(loop)
             result = result_of(run)

@@ -266,7 +266,12 @@ def small_plan() -> Plan:
     ]
     budgets: Any = {"device": 1 << 30, "cpu": 1 << 30, "nvme": 1 << 30}
     return lay_out(
-        profile_of(units), placements, budgets=budgets, clips=False, states=StateChoice()
+        profile_of(units),
+        placements,
+        budgets=budgets,
+        clips=False,
+        states=StateChoice(),
+        early=True,  # Else the second is a resident, whose memory is torch's.
     )
 
 

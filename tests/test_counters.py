@@ -233,8 +233,9 @@ def poison(run: Run, kind: str, tier: str, unit: int) -> None:
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])
 def test_what_is_in_the_arena_is_what_is_used(tier: str, tmp_path: Path) -> None:
-    states = "cpu" if tier == "device" else tier  # no residents, whose memory is torch's
-    with attached((tier, tier, states), tmp_path) as run:
+    # No residents, whose memory is torch's: none has gradients in another dtype.
+    states, dtype = ("cpu", "fp32") if tier == "device" else (tier, "param")
+    with attached((tier, tier, states), tmp_path, gradient_dtype=dtype) as run:
         one_step(run)
         poison(run, "weight", tier, 1)
         poison(run, "state", states, 2)
@@ -242,7 +243,7 @@ def test_what_is_in_the_arena_is_what_is_used(tier: str, tmp_path: Path) -> None
         poison(run, "gradient", tier, 3)
         ones = torch.tensor([1] * 4, dtype=torch.uint8)
         gradient = run.model.blocks[2].up.weight.grad  # type: ignore[index,union-attr]
-        assert gradient.unique().equal(ones[:2].view(torch.bfloat16))
+        assert gradient.unique().equal(ones[: 2 if tier == "cpu" else 4].view(gradient.dtype))
         weights = run.model.state_dict()
         assert weights["blocks.0.up.weight"].unique().equal(ones[:2].view(torch.bfloat16))
         assert weights["blocks.1.up.weight"].unique().numel() > 1

@@ -383,3 +383,49 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
         monkeypatch.undo()
     assert looked.is_set()
     assert all(training.same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+class Rounding(nn.Linear):
+    """Computes with rounded weights, and puts the others back."""
+
+    take: Callable[[Any], torch.Tensor] = staticmethod(lambda p: p.data)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.take(self.weight)
+        self.weight.data = (self.weight.data * 4).round() / 4
+        y = super().forward(x)
+        self.weight.data = kept.view_as(self.weight)
+        return y
+
+
+TAKEN: dict[str, Callable[[Any], torch.Tensor]] = {
+    "data": lambda p: p.data,
+    "detach": lambda p: p.detach(),
+    "a view": lambda p: p.data.view(-1),
+}
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("device", "cpu", "cpu")])
+@pytest.mark.parametrize("how", TAKEN)
+def test_weights_put_aside_in_the_forward_and_back(
+    how: str, placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put aside by reference, they are the old ones still; by a view of a view that is refused."""
+
+    def feature(run: Run, number: int) -> None:
+        x = torch.randn(4, 16, generator=run.generator)
+        with torch.no_grad():
+            run.extra.append(run.model(x).sum().item())
+        run.extra += [p.sum().item() for p in run.model.parameters()]
+
+    monkeypatch.setattr(Rounding, "take", staticmethod(TAKEN[how]))
+    options: Any = {
+        "build": lambda: nn.Sequential(*(Rounding(16, 16) for _ in range(3))),
+        "dtype": torch.float32,
+    }
+    if how == "a view":
+        with pytest.raises(RuntimeError, match=r"0\.weight\.data was set.*a view of what it was"):
+            training.train(placement, tmp_path, feature, **options)
+        return
+    ours = training.train(placement, tmp_path, feature, **options)
+    training.assert_same(ours, training.train_alone(feature, **options))

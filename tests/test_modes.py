@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
@@ -31,6 +32,7 @@ from tests.training import (
     Net,
     Run,
     assert_same,
+    attached,
     batch,
     loss_of,
     smallest_budgets,
@@ -246,3 +248,55 @@ def test_transforms_are_refused_and_training_goes_on(transform: str, tmp_path: P
     options: dict[str, Any] = {"build": lambda: deepcopy(build()), "dtype": torch.float32}
     ours = train(("nvme", "nvme", "nvme"), tmp_path, loop, **options)
     assert_same(without_idle_states(ours), without_idle_states(train_alone(loop, **options)))
+
+
+RECORDERS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "torch.jit.trace": lambda net, x: torch.jit.trace(net, (x,)),
+    "torch.jit.trace of a part": lambda net, x: torch.jit.trace(net[1], (x,)),
+    "torch.jit.script": lambda net, x: torch.jit.script(net),
+    "torch.export": lambda net, x: torch.export.export(net, (x,)),
+    "torch.export of a part": lambda net, x: torch.export.export(net[1], (x,)),
+    "torch.export, strict": lambda net, x: torch.export.export(net, (x,), strict=True),
+    "make_fx": lambda net, x: make_fx(net)(x),
+    "of a parameter": lambda net, x: torch.jit.trace(lambda y: y * net[0].weight, (x,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recorder", RECORDERS)
+def test_what_records_a_model_is_refused_and_training_goes_on(
+    recorder: str, tmp_path: Path
+) -> None:
+    """Traced, a slot's bytes of that moment would have been the weights for ever."""
+
+    def loop(run: Run, number: int) -> None:
+        x = torch.randn(8, 8, generator=run.generator)
+        if hasattr(run.optimizer, "engine"):
+            with pytest.raises((RuntimeError, AttributeError), match="records where values lie"):
+                RECORDERS[recorder](run.model, x)
+        loss = run.model(x).pow(2).mean()
+        loss.backward()
+        run.losses.append(loss.item())
+        run.step()
+
+    build = partial(torch.nn.Sequential, *(nn.Linear(8, 8) for _ in range(4)))
+    options: dict[str, Any] = {"build": lambda: deepcopy(build()), "dtype": torch.float32}
+    ours = train(("cpu", "cpu", "cpu"), tmp_path, loop, **options)
+    assert_same(without_idle_states(ours), without_idle_states(train_alone(loop, **options)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recorder", ["torch.jit.trace", "torch.export", "make_fx"])
+def test_residents_are_recorded_as_torchs_own(recorder: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    with attached(("device", "device", "cpu"), tmp_path, build=build, dtype=torch.float32) as run:
+        x = torch.randn(8, 8, generator=run.generator)
+        for _ in range(2):
+            run.model(x).sum().backward()
+            run.step()
+            with torch.no_grad():
+                made = RECORDERS[recorder](run.model, x)
+                found = (made.module() if recorder == "torch.export" else made)(x)
+                assert torch.equal(found, run.model(x))

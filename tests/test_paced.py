@@ -89,6 +89,8 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
+    "meet": ("device-device-cpu", [train, evaluate]),
+    "meet, from the drive": ("device-device-nvme", [hold, train, look_at_held]),
 }
 
 

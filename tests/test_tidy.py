@@ -55,6 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("served", "guard"),
     ("collected", "extents"),
     ("gradients", "binding", "finality", "structure", "state_view"),
+    ("awaited",),
     ("inuse", "casts", "resident"),
     ("engine",),
     ("touch", "hooks", "optimizer"),

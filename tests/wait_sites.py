@@ -250,6 +250,26 @@ WAITS = (
         "        device.drain()  # Whose host sleeps; a copy's would spin.\n",
         "",
     ),
+    Wait(
+        "awaited: who meets one, for its weights",
+        "awaited",
+        "            self._executor.lanes.wait(self.tasks)\n",
+        "",
+        ("test_awaited",),
+    ),
+    Wait(
+        "awaited: in step(), where somebody holds what lanes change",
+        "awaited",
+        "                self._executor.lanes.wait(away.tasks)\n",
+        "                pass\n",
+        ("test_awaited",),
+    ),
+    Wait(
+        "awaited: a lane, for the compute before step()",
+        "awaited",
+        "                self.fence.synchronize()\n",
+        "                pass\n",
+    ),
     Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
     Wait(
         "weights: before changes in use are put home",
