@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.arena import Memory, typed, zeros_on
+from offload.before import Before
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
 from offload.config import TIERS, Config
@@ -22,12 +23,11 @@ from offload.interrupt import calls, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_fresh, reset
-from offload.optimizer import Optimizer, give_back, rule_of
+from offload.optimizer import Optimizer, rule_of
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
 from offload.resident import settle
-from offload.resting import RestingParameter
 from offload.shared import Share, SharedBudget
 from offload.states import States
 from offload.store import Store
@@ -210,9 +210,7 @@ class _Attaching:
         self.shares = nvme_shares or None
         self._bound: list[BoundUnit] = []
         self._hooks: Hooks | None = None
-        self._gradients: dict[nn.Parameter, torch.Tensor | None] = {}
-        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
-        """By the new parameter, the one on the meta device in whose place it is."""
+        self._before = Before(model, optimizer)
 
     def run(
         self,
@@ -260,7 +258,6 @@ class _Attaching:
             BoundUnit(u, spec, self.groups[u], stand_in)
             for u, spec in enumerate(self.plan.profile.units)
         ]
-        self._gradients = {p: p.grad for unit in self._bound for p in unit.parameters}
         for unit in self._bound:
             self._move(unit, executor, fresh, initialize)
         self.device.trim()  # Of the units on their way.
@@ -301,10 +298,19 @@ class _Attaching:
             for stateful in places:
                 if stateful in self.optimizer.state:
                     optimizer.import_state(stateful, self.optimizer.state[stateful])
-        for owner_of_gradient, gradient in self._gradients.items():
-            if gradient is not None:
-                owner_of_gradient.grad = gradient.to(owner_of_gradient.device)
+        for owner, gradient in self._before.gradients.items():
+            if gradient is not None and owner in places:
+                stays = places[owner][0] in engine.residents  # Others show it in CPU memory.
+                owner.grad = gradient.to(self.device.torch_device if stays else "cpu")
         return self.model, optimizer
+
+    @whole
+    def _undo(self, executor: Executor) -> None:
+        """Leave the model and the optimizer as they were before."""
+        _attached.pop(self.model, None)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._before.restore(self._bound, executor)
 
     @whole
     def _materialise(self) -> dict[nn.Parameter, nn.Module]:
@@ -319,7 +325,7 @@ class _Attaching:
                     empty = torch.zeros(1, dtype=parameter.dtype, device=self.device.torch_device)
                     shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
                     new = nn.Parameter(shaped, parameter.requires_grad)
-                    renewed[parameter], self._replaced[new] = new, parameter
+                    renewed[parameter], self._before.replaced[new] = new, parameter
                 module._parameters[name] = renewed[parameter]
                 fresh.setdefault(renewed[parameter], module)
         for group in self.groups:
@@ -362,39 +368,3 @@ class _Attaching:
         for piece, (offset, size) in enumerate(unit.spec.pieces):
             executor.poke(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.rest()
-
-    @whole
-    def _undo(self, executor: Executor) -> None:
-        """Leave the model and the optimizer as they were before."""
-        _attached.pop(self.model, None)
-        if self._hooks is not None:
-            self._hooks.remove()
-        for unit in self._bound:
-            if type(unit.parameters[0]) is RestingParameter:
-                self._restore(unit, executor)
-        for parameter, gradient in self._gradients.items():
-            parameter.grad = gradient
-        for module in self.model.modules():
-            for name, held in module._parameters.items():
-                if held is not None:
-                    module._parameters[name] = self._replaced.get(held, held)
-        if self.optimizer is not None:
-            give_back(self.optimizer)
-            for param_group in self.optimizer.param_groups:
-                param_group["params"] = [self._replaced.get(p, p) for p in param_group["params"]]
-
-    def _restore(self, unit: BoundUnit, executor: Executor) -> None:
-        """Give the parameters of a unit that was moved already their values back."""
-        buffer = torch.cat(
-            [
-                executor.peek(Value("weight", unit.index, piece)).to(self.device.torch_device)
-                for piece in range(len(unit.spec.pieces))
-            ]
-        )
-        for index, parameter in enumerate(unit.parameters):
-            one = unit.spec.parameters[index]
-            view = typed(buffer, one.dtype, unit.spec.weight_offset(index), one.shape)
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.__class__ = nn.Parameter
-                parameter.data = view
-            vars(parameter).pop("_offload_home", None)

@@ -244,6 +244,8 @@ class Gradients:
 
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
+        if self._units:  # Copies into it are asynchronous where its memory is pinned.
+            self._executor.device.drain()
         for unit in self._units:
             self._settle(unit)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import offload
 from tests.faults import in_child
+from tests.test_before import fail_half_way
 from tests.test_cuda import CPU_TIER, MIXED, device
 from tests.test_fork import train as train_from_workers
 from tests.training import (
@@ -121,6 +122,14 @@ def test_the_model_and_its_states_come_back_to_the_device(tmp_path: Path) -> Non
             state = original.state[parameter]
             assert {x.device for name, x in state.items() if name != "step"} == {parameter.device}
         original.step()
+
+
+@pytest.mark.parametrize("placement", [CPU_TIER, RESIDENT], ids="-".join)
+@pytest.mark.parametrize("on", ["cpu", "cuda"])
+def test_an_attach_that_fails_moves_all_back(
+    on: str, placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_half_way(placement, on, tmp_path, monkeypatch)
 
 
 # -- a scaler, a second device ----------------------------------------------------------------

@@ -28,6 +28,7 @@ from tests.paced_loops import (
     Step,
     backward_only,
     check,
+    copy_into_gradients,
     draw_script,
     edit,
     edit_held,
@@ -66,6 +67,7 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
     "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
+    "copy into": ("cpu-cpu-cpu", [copy_into_gradients]),
     "put a copy home": (
         "cpu-nvme-cpu",
         [hold_gradients, step_and_keep_gradients, edit_held],

@@ -59,7 +59,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("inuse", "casts", "resident"),
     ("engine",),
     ("touch", "hooks", "optimizer"),
-    ("checks", "recorded", "meta"),
+    ("checks", "recorded", "meta", "before"),
     ("attach",),
     ("sleep",),
     ("__init__",),

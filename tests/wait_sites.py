@@ -410,6 +410,13 @@ WAITS = (
         ("test_scaler",),
     ),
     Wait(
+        "gradients: what the device copies into one",
+        "gradients",
+        "            self._executor.device.drain()\n",
+        "            pass\n",
+        ("test_paced",),
+    ),
+    Wait(
         "device: after zeros were written",
         "device",
         "        self.drain()\n        return made",

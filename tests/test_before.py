@@ -1,0 +1,58 @@
+"""An attach that fails leaves the model and the optimizer as they were."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.states import States
+from tests.training import ALL_PLACEMENTS, RESIDENT, Net, config_of, some_fast
+
+
+def fail_half_way(
+    placement: tuple[str, str, str], on: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attach a model that lies `on` a device and has gradients, and look at it afterwards."""
+    torch.manual_seed(1)
+    model = Net().to(torch.bfloat16).to(on)
+    model.register_buffer("told", torch.ones(3, device=on))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    held = [(p, p.detach().clone(), p.grad) for p in model.parameters()]
+
+    def broken(self: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(States, "clear", broken)
+        with pytest.raises(ZeroDivisionError):
+            offload.attach(model, optimizer, config_of(placement, directory))
+    gc.collect()
+    for parameter, before, gradient in held:
+        assert type(parameter) is torch.nn.Parameter
+        assert parameter.device == before.device
+        assert torch.equal(parameter, before)
+        assert parameter.grad is gradient
+    assert model.told.device.type == on
+    for old, group in zip(groups, optimizer.param_groups):
+        assert list(map(id, group["params"])) == list(map(id, old))
+    optimizer.step()
+    assert not list(directory.iterdir())
+    model(torch.zeros(1, 4, dtype=torch.long, device=on)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    "placement", some_fast([("nvme", "cpu", "nvme"), RESIDENT, *ALL_PLACEMENTS]), ids="-".join
+)
+def test_an_attach_that_fails_leaves_all_as_it_was(
+    placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_half_way(placement, "cpu", tmp_path, monkeypatch)
