@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from offload.books import Books, Spans
 from offload.device import Device
@@ -15,10 +14,8 @@ from offload.task import Fence, Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"
-"""Environment variable: `compiled` keeps the books in C++ where they can serve.
-
-Not by itself: of that code no sanitizer has seen two threads yet.
-"""
+"""Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
+serve."""
 
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
@@ -72,9 +69,12 @@ class CompiledBooks:
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""
-        found: Any = task  # Its lanes are numbers.
-        own = [] if found.of_user else [(found.lane, found.ready_at)]
-        return [(_LANES[number], since) for number, since in (*own, *found.history)]
+        _, _, path = self._books.look(task)
+        return [(_LANES[number], since) for number, since in path]
+
+    def look(self, task: Task) -> tuple[Key, list[int]]:
+        """Its urgency, and the serial numbers of those that it waits for."""
+        return self._books.look(task)[:2]
 
     def take(self, lane: Lane, *, wait: bool = True) -> Task | None:
         """Begin the most urgent task of `lane`; without `wait` only if there is one now."""
@@ -113,8 +113,8 @@ class CompiledBooks:
 def books_of(
     lanes: Iterable[Lane], fail: Callable[[BaseException], None], device: Device
 ) -> Books | CompiledBooks:
-    """The compiled books where they are asked for and can serve, else the reference."""
+    """The compiled books where they can serve, else the reference."""
     plain = type(device) is Device  # Else it may have fences.
-    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) == "compiled":
+    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) != "python":
         return CompiledBooks()
     return Books(lanes, fail)

@@ -7,6 +7,7 @@ call raises.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,6 +81,7 @@ class Lanes:
         self._device = device
         self._closing = False
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
         intra_op_threads = torch.get_num_threads()
         self._threads = [
@@ -214,12 +216,25 @@ class Lanes:
             if until > begin:
                 self._expose(lane, begin, until)
                 until = begin
-        if until > since and task.history:
+        if until > since and len(path) > (not task.of_user):
             self._expose(path[-1][0], since, until)
+
+    def _require_own(self) -> None:
+        """Refuse a forked child what is counted: a lane may have had the lock in that moment.
+
+        Raises:
+            RuntimeError: this is one.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a forked process touched an offloaded model: its lanes, and what they have done, "
+                "stay with the parent; ask there, or start workers with multiprocessing 'spawn'"
+            )
 
     @property
     def use(self) -> dict[Lane, LaneUse]:
         """What each lane has done so far."""
+        self._require_own()
         with self._lock:
             for lane, use in self._use.items():
                 seconds, moved, operations = self._books.copied(lane)
@@ -286,6 +301,7 @@ class Lanes:
 
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
+        self._require_own()
         with self._lock:
             if self._trace is None:
                 return None

@@ -94,12 +94,13 @@ class Pair:
     def look(self) -> None:
         """All that can be seen of every task."""
         for task, other in self.tasks:
-            assert (task.key if not task.over else None) == (other.key if not other.over else None)
+            key, other_waits = self.both[1].look(other)
+            assert task.over or task.key == key
             for name in ("over", "begun", "cancelled", "settled"):
                 assert getattr(task, name) == getattr(other, name), name
             if not task.over:
                 waits = [one.serial for one in task.waits if not one.over]
-                assert waits == list(other.waits)
+                assert waits == other_waits
                 path = [
                     [lane for lane, _ in books.path(one)]
                     for books, one in zip(self.both, (task, other))
@@ -193,6 +194,10 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     books.finish(task)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
+    with pytest.raises(RuntimeError, match="a passage that is sealed has tasks"):
+        books.seal(books.passage())
+    with pytest.raises(ValueError, match="a copy of no bytes"):
+        books.submit(op(Lane.H2D), [], (0, 0), None, None, (8, 16, 0))
     mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
     books.cancel([mine])
     with pytest.raises(RuntimeError, match="what begins has not begun"):
@@ -204,6 +209,8 @@ def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.Monk
         is_host = False
 
     fenced = Fenced(torch.device("cpu"))
-    monkeypatch.setenv(BOOKS_VARIABLE, "compiled")
+    monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
     assert isinstance(books_of(LANES, print, CPU), CompiledBooks)
     assert isinstance(books_of(LANES, print, fenced), Books)
+    monkeypatch.setenv(BOOKS_VARIABLE, "python")
+    assert isinstance(books_of(LANES, print, CPU), Books)

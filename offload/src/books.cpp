@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 namespace books {
@@ -25,14 +26,27 @@ public:
     explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
     Turn(const Turn&) = delete;
     ~Turn() {
-        if (lock_.owns_lock()) tell();
+        if (writing_ && std::uncaught_exceptions() > before_) {
+            books_.torn_ = books_.stopped_ = books_.told_ = true;
+            for (Lane& lane : books_.lanes_) lane.wake.notify_all();
+        }
+        tell();
     }
 
-    void let_go() {
+    // From here on an error leaves the books half written.
+    void write() {
+        books_.require_whole();
+        writing_ = true;
+    }
+
+    // Do something without the lock; nothing that may fail.
+    template <typename Function>
+    void without(Function function) {
         tell();
         lock_.unlock();
+        function();
+        lock_.lock();
     }
-    void take_again() { lock_.lock(); }
 
     // Wait until somebody tells, or the time is up; whether it is not.
     bool sleep(std::chrono::steady_clock::time_point until) {
@@ -58,7 +72,16 @@ private:
 
     Books& books_;
     std::unique_lock<std::mutex> lock_;
+    const int before_ = std::uncaught_exceptions();
+    bool writing_ = false;
 };
+
+void Books::require_whole() const {
+    if (torn_) {
+        throw std::runtime_error(
+            "the books of the lanes are half written, as memory ran out in the midst of it");
+    }
+}
 
 static std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
@@ -71,10 +94,11 @@ Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran
 // -- tasks ------------------------------------------------------------------------------------
 
 void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
-    const Turn turn(*this);
+    Turn turn(*this);
     Passage* passage = task->passage.get();
     require(task->serial == 0, "a task is queued once");
     require(passage == nullptr || !passage->started(), "a passage is sealed before it starts");
+    turn.write();
     task->serial = ++serial_;
     alive_.emplace(task.get(), task);
     if (passage != nullptr) {
@@ -92,7 +116,9 @@ void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
 }
 
 void Books::seal(const PassagePtr& passage) {
-    const Turn turn(*this);
+    Turn turn(*this);
+    require(!passage->tasks.empty(), "a passage that is sealed has tasks: its end frees its slot");
+    turn.write();
     for (Task* task : passage->tasks) {
         for (Task* other : task->waits) {
             hurry(other, other->passage != passage ? passage->key : task->key);
@@ -102,10 +128,16 @@ void Books::seal(const PassagePtr& passage) {
 }
 
 void Books::cancel(const std::vector<TaskPtr>& tasks) {
-    const Turn turn(*this);
+    Turn turn(*this);
+    const auto open = [](const TaskPtr& task) {
+        return task->state == State::WAITING || task->state == State::READY;
+    };
     for (const TaskPtr& task : tasks) {
-        if (task->state != State::WAITING && task->state != State::READY) continue;
-        require(!task->passage, "a passage is not taken back");
+        require(!task->passage || !open(task), "a passage is not taken back");
+    }
+    turn.write();
+    for (const TaskPtr& task : tasks) {
+        if (!open(task)) continue;
         if (!task->of_user) {
             lanes_[task->lane].ready.erase({{task->key, task->serial}, task.get()});
         }
@@ -129,6 +161,7 @@ bool Books::begin(Task& task, double seconds) {
         task.awaited = true;
         while (task.state == State::WAITING && !stopped_ && turn.sleep(until)) {}
     }
+    require_whole();
     if (task.state != State::READY || stopped_) return false;
     task.state = State::RUNNING;
     task.began_at = now();
@@ -142,13 +175,24 @@ bool Books::over(Task& task, double seconds) {
         task.awaited = true;
         while (!task.over() && !stopped_ && turn.sleep(until)) {}
     }
+    require_whole();
     return task.over();
 }
 
 void Books::finish(Task& task) {
-    const Turn turn(*this);
+    Turn turn(*this);
     require(task.state == State::RUNNING, "what is finished has begun");
+    turn.write();
     done(&task);
+}
+
+Seen Books::look(const Task& task) {
+    const Turn turn(*this);
+    Seen seen{task.key, {}, {}};
+    for (const Task* other : task.waits) seen.waits.push_back(other->serial);
+    if (!task.of_user) seen.path.emplace_back(task.lane, task.ready_at);
+    seen.path.insert(seen.path.end(), task.history.begin(), task.history.end());
+    return seen;
 }
 
 void Books::stop(bool closing) {
@@ -166,6 +210,7 @@ TaskPtr Books::take(int number, bool wait) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
     while (!closing_) {
+        turn.write();
         if (Task* task = stopped_ ? nullptr : first(lane)) {
             if (task->copy.bytes == 0) return task->shared_from_this();
             run_copy(turn, lane, task);
@@ -181,6 +226,7 @@ TaskPtr Books::take(int number, bool wait) {
 TaskPtr Books::overtaking(int number, const Task& than) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
+    turn.write();
     while (!stopped_ && !lane.ready.empty() && lane.ready.begin()->second->key < than.key) {
         Task* task = first(lane);
         if (task->copy.bytes == 0) return task->shared_from_this();
@@ -209,10 +255,11 @@ Task* Books::first(Lane& lane) {
 
 void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
     const double since = now();
-    turn.let_go();
-    std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    turn.without([task] {
+        std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    });
+    turn.write();  // Somebody else may have torn them meanwhile.
     const double until = now();
-    turn.take_again();
     if (ran_.size() == ran_max_) ran_.pop_front();
     ran_.push_back({task->copy.number, since, until});
     lane.copied.busy_s += until - since;

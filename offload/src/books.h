@@ -78,7 +78,18 @@ struct Ran {
     double start, stop;
 };
 
-// Every call may come from any thread. None asks for the GIL.
+// What can be seen of a task that others are changing.
+struct Seen {
+    Key key;
+    std::vector<int64_t> waits;  // serial numbers
+    // The lanes that led to it, latest first, each with the time since when it could.
+    std::vector<std::pair<int, double>> path;
+};
+
+// Every call may come from any thread. None asks for the GIL. What must not be is refused before
+// anything is written (`std::logic_error`). Any other error in the midst of writing, which is
+// memory that ran out, leaves the books half written: that ends all waits, and is told to whoever
+// calls from then on, lanes first.
 class Books {
 public:
     Books(int lanes, int slots, size_t ran_max);
@@ -91,12 +102,14 @@ public:
     void finish(Task& task);
     // Wait at most so long until a task is over. Whether it is.
     bool over(Task& task, double seconds);
+    Seen look(const Task& task);
     // Begin the most urgent task of a lane that is not a copy, and do the copies before it. With
     // `wait` as soon as there is one; none where the books are closed.
     TaskPtr take(int lane, bool wait);
     // Begin what may start at once and is more urgent, and is not a copy; do the copies before it.
     TaskPtr overtaking(int lane, const Task& than);
     // Start nothing more, and end all waits; those of lanes only where the books are closed.
+    // For the end, so it raises nothing.
     void stop(bool closing);
     // What copies have done on a lane since the last time that this was asked.
     Copied copied(int lane);
@@ -117,6 +130,7 @@ private:
 
     Task* first(Lane& lane);
     void run_copy(Turn& turn, Lane& lane, Task* task);
+    void require_whole() const;
     void link(Task* other, Task* task);
     void done(Task* task);
     void release(Task* task);
@@ -130,6 +144,7 @@ private:
     std::condition_variable changed_;
     bool told_ = false;  // what somebody waits for has come
     bool stopped_ = false, closing_ = false;
+    bool torn_ = false;  // half written, see above
     int64_t serial_ = 0;
     std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over
     std::set<std::pair<Place, Passage*>> waiting_;

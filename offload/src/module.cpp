@@ -30,6 +30,7 @@ static TaskPtr make_task(int lane, Key key, bool of_user, const PassagePtr& pass
     task->passage = passage;
     if (spans) {
         const auto [into, source, bytes] = *spans;
+        if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
         task->copy = {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes,
                       number};
     }
@@ -55,8 +56,10 @@ public:
     void seal(const PassagePtr& passage) { books_->seal(passage); }
     void cancel(const std::vector<TaskPtr>& tasks) {
         books_->cancel(tasks);
+        std::vector<nb::object> gone;  // last, as what they hold may come back here as it goes
         for (const TaskPtr& task : tasks) {
-            if (task->over()) handles_.erase(task.get());
+            if (!task->over()) continue;
+            if (auto found = handles_.extract(task.get())) gone.push_back(found.mapped());
         }
     }
     bool begin(Task& task, double seconds) {
@@ -70,6 +73,11 @@ public:
         return books_->over(task, seconds);
     }
     void finish(Task& task) { books_->finish(task); }
+    std::tuple<Key, std::vector<int64_t>, std::vector<std::pair<int, double>>> look(
+        const Task& task) {
+        Seen seen = books_->look(task);
+        return {seen.key, std::move(seen.waits), std::move(seen.path)};
+    }
     nb::object take(int lane, bool wait) {
         TaskPtr task;
         {
@@ -87,7 +95,7 @@ public:
         return handed(task);
     }
     void stop(bool closing) { books_->stop(closing); }
-    void forget() { std::exchange(handles_, {}); }
+    void forget() { const auto gone = std::exchange(handles_, {}); }
     std::tuple<double, int64_t, int64_t> copied(int lane) {
         const Copied now = books_->copied(lane);
         return {now.busy_s, now.bytes, now.operations};
@@ -110,24 +118,13 @@ private:
     std::unordered_map<Task*, nb::object> handles_;
 };
 
-static std::vector<int64_t> serials(const Task& task) {
-    std::vector<int64_t> found;
-    for (const Task* other : task.waits) found.push_back(other->serial);
-    return found;
-}
-
 NB_MODULE(_books, module) {
     nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
-        .def_ro("key", &Task::key)
-        .def_ro("lane", &Task::lane)
         .def_ro("passage", &Task::passage)
         .def_ro("of_user", &Task::of_user)
-        .def_ro("ready_at", &Task::ready_at)
         .def_ro("began_at", &Task::began_at)
-        .def_ro("history", &Task::history)
-        .def_prop_ro("waits", &serials)
         .def_prop_ro("over", &Task::over)
         .def_prop_ro("settled", &Task::over)
         .def_prop_ro("fences", [](const Task&) { return nb::tuple(); })
@@ -146,6 +143,7 @@ NB_MODULE(_books, module) {
         .def("begin", &Shared::begin)
         .def("over", &Shared::over)
         .def("finish", &Shared::finish)
+        .def("look", &Shared::look)
         .def("take", &Shared::take)
         .def("overtaking", &Shared::overtaking)
         .def("stop", &Shared::stop)
