@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -183,6 +184,29 @@ def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
     assert books.copied(Lane.H2D) == (0.0, 0, 0)
     assert [(one.lane, one.op) for one in books.ran()] == [(Lane.H2D, op(Lane.H2D))] * 2
     assert books.ran() == []
+
+
+def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> None:
+    books = CompiledBooks()
+    lane = threading.Thread(target=books.take, args=(Lane.H2D,))
+    lane.start()
+    source = torch.arange(128 << 10).to(torch.uint8)
+    at_hand = False
+    try:
+        for number in range(1000):  # The first may come before the lane sleeps.
+            into = torch.zeros_like(source)
+            spans = (into.data_ptr(), source.data_ptr(), source.numel())
+            task = books.submit(op(Lane.H2D), [], (0, number), None, None, spans)
+            at_hand = task.over
+            while not books.over(task, 1.0):
+                pass
+            assert torch.equal(into, source)
+            if at_hand:
+                break
+        assert at_hand
+    finally:
+        books.stop(closing=True)
+        lane.join()
 
 
 def test_what_must_not_be_is_refused_and_changes_nothing() -> None:

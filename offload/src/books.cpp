@@ -42,10 +42,10 @@ public:
     // Do something without the lock; nothing that may fail.
     template <typename Function>
     void without(Function function) {
-        tell();
         lock_.unlock();
         function();
         lock_.lock();
+        write();  // Somebody else may have torn them meanwhile.
     }
 
     // Wait until somebody tells, or the time is up; whether it is not.
@@ -59,8 +59,7 @@ public:
         lane.wake.wait(lock_);
         lane.asleep = false;
     }
-
-private:
+    // Wake whom it concerns.
     void tell() {
         if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
         for (Lane& lane : books_.lanes_) {
@@ -70,6 +69,7 @@ private:
         }
     }
 
+private:
     Books& books_;
     std::unique_lock<std::mutex> lock_;
     const int before_ = std::uncaught_exceptions();
@@ -113,6 +113,7 @@ void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
         if (task->key < other->key) hurry(other.get(), task->key);
     }
     if (task->missing == 0) try_ready(task.get(), nullptr);
+    copy_at_hand(turn);
 }
 
 void Books::seal(const PassagePtr& passage) {
@@ -125,6 +126,7 @@ void Books::seal(const PassagePtr& passage) {
         }
     }
     came(passage.get(), nullptr);
+    copy_at_hand(turn);
 }
 
 void Books::cancel(const std::vector<TaskPtr>& tasks) {
@@ -184,6 +186,7 @@ void Books::finish(Task& task) {
     require(task.state == State::RUNNING, "what is finished has begun");
     turn.write();
     done(&task);
+    copy_at_hand(turn);
 }
 
 Seen Books::look(const Task& task) {
@@ -213,6 +216,7 @@ TaskPtr Books::take(int number, bool wait) {
         turn.write();
         if (Task* task = stopped_ ? nullptr : first(lane)) {
             if (task->copy.bytes == 0) return task->shared_from_this();
+            turn.tell();
             run_copy(turn, lane, task);
         } else if (wait) {
             turn.sleep(lane);
@@ -230,6 +234,7 @@ TaskPtr Books::overtaking(int number, const Task& than) {
     while (!stopped_ && !lane.ready.empty() && lane.ready.begin()->second->key < than.key) {
         Task* task = first(lane);
         if (task->copy.bytes == 0) return task->shared_from_this();
+        turn.tell();
         run_copy(turn, lane, task);
     }
     return nullptr;
@@ -258,7 +263,6 @@ void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
     turn.without([task] {
         std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
     });
-    turn.write();  // Somebody else may have torn them meanwhile.
     const double until = now();
     if (ran_.size() == ran_max_) ran_.pop_front();
     ran_.push_back({task->copy.number, since, until});
@@ -266,6 +270,19 @@ void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
     lane.copied.bytes += int64_t(task->copy.bytes);
     lane.copied.operations++;
     done(task);
+}
+
+// Spare lanes that sleep what takes no longer than to wake them.
+void Books::copy_at_hand(Turn& turn) {
+    size_t left = AT_HAND_BYTES_MAX;
+    for (Lane& lane : lanes_) {
+        while (lane.asleep && !lane.ready.empty() && !stopped_) {
+            const size_t bytes = lane.ready.begin()->second->copy.bytes;
+            if (bytes == 0 || bytes > left) break;
+            left -= bytes;
+            run_copy(turn, lane, first(lane));
+        }
+    }
 }
 
 // -- inside, with the lock --------------------------------------------------------------------

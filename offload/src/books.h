@@ -24,6 +24,10 @@ constexpr Key LAST{int64_t(1) << 62, 0};
 // How many tasks back a wait is traced to the lanes that caused it.
 constexpr size_t HISTORY_MAX = 16;
 
+// A sleeping lane's copy of at most so many bytes is done by who makes it ready: to wake the lane
+// takes as long (14 us beside 8 us for 64 KiB and 17 us for 128 KiB, measured).
+constexpr size_t AT_HAND_BYTES_MAX = 128 << 10;
+
 enum class State { WAITING, READY, RUNNING, DONE, CANCELLED };
 
 struct Task;
@@ -130,6 +134,7 @@ private:
 
     Task* first(Lane& lane);
     void run_copy(Turn& turn, Lane& lane, Task* task);
+    void copy_at_hand(Turn& turn);
     void require_whole() const;
     void link(Task* other, Task* task);
     void done(Task* task);

@@ -70,7 +70,11 @@ public:
         if (copies) task->copy.bytes = sizeof(Cell::words);
         std::vector<TaskPtr> waits = cells[into].read;
         for (const int cell : {from, into}) {
-            if (cells[cell].wrote) waits.push_back(cells[cell].wrote);
+            const TaskPtr& wrote = cells[cell].wrote;
+            if (wrote) waits.push_back(wrote);
+            if (cell == from && wrote && wrote->state == State::CANCELLED) {
+                waits.insert(waits.end(), cells[from].read.begin(), cells[from].read.end());
+            }
         }
         std::erase_if(waits, [](const TaskPtr& other) { return other->over(); });
         std::ranges::sort(waits);
