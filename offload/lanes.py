@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -71,11 +70,16 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._books = books_of(lanes, self.fail, device)
+        self._books = books_of(lanes, self.fail, device, trace.ran.maxlen or 0 if trace else 0)
         self._lock = threading.Lock()
         """Of what is counted and recorded, and of the failure."""
         self.copies = self._books.copies and pace is None
         """Whether copies within CPU memory need no more than `spans`."""
+        # What these do is said there; no call is so frequent as these.
+        self.know, self.issue = self._books.know, self._books.issue
+        self.touching, self.all = self._books.touching, self._books.all
+        self.passage, self.seal = self._books.passage, self._books.seal
+        self.cancel, self.together = self._books.cancel, self._books.together
         self._pace = pace
         self._trace = trace
         self._device = device
@@ -110,10 +114,6 @@ class Lanes:
 
     # -- submitting ---------------------------------------------------------------------------
 
-    def passage(self) -> Passage:
-        """A new passage, for `submit` and `seal`."""
-        return self._books.passage()
-
     def submit(
         self,
         op: Op,
@@ -129,14 +129,6 @@ class Lanes:
         lanes copy, it is that copy.
         """
         return self._books.submit(op, waits, key, run, passage, spans)
-
-    def seal(self, passage: Passage) -> None:
-        """All ops of `passage` are queued: let it start."""
-        self._books.seal(passage)
-
-    def cancel(self, tasks: Iterable[Task]) -> None:
-        """Take back those of `tasks` that have not begun."""
-        self._books.cancel(tasks)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
@@ -162,10 +154,11 @@ class Lanes:
         """Block until the user's compute `task` may start, and start it."""
         if not self._books.begin(task, 0.0):
             self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
+        if self._device.is_host:
+            return
         for fence in task.fences:
             fence.wait()
-        if not self._device.is_host:
-            task.streams = [self._device.stream()]
+        task.streams = [self._device.stream()]
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -176,11 +169,13 @@ class Lanes:
 
     def finish(self, task: Task) -> None:
         """The user's compute `task` is over (on the host; the device may have work left)."""
-        self.join(task)
-        streams = [] if self._device.is_host else task.streams
-        fences = [self._device.fence(stream) for stream in streams]
-        self._books.finish(task, [fence for fence in fences if fence is not None])
-        if self._trace is not None:
+        if self._device.is_host:
+            self._books.finish(task)
+        else:
+            self.join(task)
+            fences = [self._device.fence(stream) for stream in task.streams]
+            self._books.finish(task, [fence for fence in fences if fence is not None])
+        if self._trace is not None and not self._books.copies:
             self.note(task.op, task.began_at, time.perf_counter())
 
     def wait(self, tasks: Iterable[Task]) -> None:
@@ -277,10 +272,6 @@ class Lanes:
                 thread.join()
         self._books.forget()
         then()
-
-    def together(self) -> AbstractContextManager[None]:
-        """A context: lanes may begin what is queued inside at its end, all at once."""
-        return self._books.together()
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""

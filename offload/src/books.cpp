@@ -1,7 +1,5 @@
 #include "books.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -10,15 +8,13 @@
 
 namespace books {
 
-// As Python's time.perf_counter.
-static double now() {
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
-}
-
 static void require(bool so, const char* what) {
     if (!so) throw std::logic_error(what);
+}
+
+static void require_new(const Task& task) {
+    require(task.serial == 0, "a task is queued once");
+    require(!task.passage || !task.passage->started(), "a passage is sealed before it starts");
 }
 
 class Books::Turn {
@@ -95,25 +91,34 @@ Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran
 
 void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
     Turn turn(*this);
-    Passage* passage = task->passage.get();
-    require(task->serial == 0, "a task is queued once");
-    require(passage == nullptr || !passage->started(), "a passage is sealed before it starts");
+    require_new(*task);
     turn.write();
-    task->serial = ++serial_;
-    alive_.emplace(task.get(), task);
-    if (passage != nullptr) {
-        if (passage->serial == 0) passage->serial = task->serial;
-        passage->tasks.push_back(task.get());
-        passage->left++;
-        passage->key = std::min(passage->key, task->key);
-    }
-    for (const TaskPtr& other : waits) {
-        if (other->over()) continue;
-        link(other.get(), task.get());
-        if (task->key < other->key) hurry(other.get(), task->key);
-    }
-    if (task->missing == 0) try_ready(task.get(), nullptr);
+    queue(task, waits);
     copy_at_hand(turn);
+}
+
+void Books::issue(const TaskPtr& task, const Cells& reads, const Cells& writes) {
+    Turn turn(*this);
+    require_new(*task);
+    turn.write();
+    queue(task, board_.waits(reads, writes));
+    board_.note(task, reads, writes);
+    copy_at_hand(turn);
+}
+
+std::vector<TaskPtr> Books::touching(const Cells& reads, const Cells& writes) {
+    const Turn turn(*this);
+    return board_.waits(reads, writes);
+}
+
+std::vector<TaskPtr> Books::all() {
+    const Turn turn(*this);
+    return board_.all();
+}
+
+size_t Books::most_kept() {
+    const Turn turn(*this);
+    return board_.most_kept();
 }
 
 void Books::seal(const PassagePtr& passage) {
@@ -185,6 +190,7 @@ void Books::finish(Task& task) {
     Turn turn(*this);
     require(task.state == State::RUNNING, "what is finished has begun");
     turn.write();
+    if (task.of_user) record(task.number, task.began_at, now());
     done(&task);
     copy_at_hand(turn);
 }
@@ -264,8 +270,7 @@ void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
         std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
     });
     const double until = now();
-    if (ran_.size() == ran_max_) ran_.pop_front();
-    ran_.push_back({task->copy.number, since, until});
+    record(task->number, since, until);
     lane.copied.busy_s += until - since;
     lane.copied.bytes += int64_t(task->copy.bytes);
     lane.copied.operations++;
@@ -285,114 +290,10 @@ void Books::copy_at_hand(Turn& turn) {
     }
 }
 
-// -- inside, with the lock --------------------------------------------------------------------
-
-void Books::link(Task* other, Task* task) {
-    other->followers.push_back(task);
-    task->waits.push_back(other);
-    task->missing++;
-    if (task->passage && task->passage != other->passage) task->passage->missing++;
-}
-
-void Books::done(Task* task) {
-    const TaskPtr kept = task->shared_from_this();
-    Passage* passage = task->passage.get();
-    task->state = State::DONE;
-    if (passage != nullptr) std::erase(passage->tasks, task);
-    release(task);
-    if (passage != nullptr && --passage->left == 0) {
-        std::erase(started_, passage);
-        free_.push_back(passage->slot);
-        start(task);
-    }
-}
-
-// A task is over: who waits for it may be ready.
-void Books::release(Task* task) {
-    const TaskPtr kept = task->shared_from_this();
-    told_ = told_ || task->awaited;
-    for (Task* other : task->waits) std::erase(other->followers, task);
-    task->waits.clear();
-    for (Task* follower : std::exchange(task->followers, {})) {
-        std::erase(follower->waits, task);
-        follower->missing--;
-        if (follower->passage && follower->passage != task->passage) {
-            came(follower->passage.get(), task);
-        }
-        if (follower->missing == 0) try_ready(follower, task);
-    }
-    alive_.erase(task);
-}
-
-void Books::try_ready(Task* task, Task* last) {
-    if (task->missing > 0 || task->state != State::WAITING) return;
-    if (task->passage && !task->passage->started()) return;
-    task->state = State::READY;
-    task->ready_at = now();
-    if (last != nullptr && !last->of_user) {
-        task->history = {{last->lane, last->ready_at}};
-        const size_t more = std::min(last->history.size(), HISTORY_MAX - 1);
-        task->history.insert(
-            task->history.end(), last->history.begin(), last->history.begin() + more);
-    }
-    if (task->of_user) {
-        told_ = told_ || task->awaited;
-    } else {
-        lanes_[task->lane].ready.insert({{task->key, task->serial}, task});
-    }
-}
-
-void Books::came(Passage* passage, Task* last) {
-    if (--passage->missing == 0) {
-        waiting_.insert({{passage->key, passage->serial}, passage});
-        start(last);
-    }
-}
-
-// Start the passages for which there are slots.
-void Books::start(Task* last) {
-    while (!waiting_.empty()) {
-        Passage* passage = waiting_.begin()->second;
-        if (free_.empty()) {
-            const auto ending = std::ranges::min_element(started_, {}, [](const Passage* one) {
-                return std::pair(one->left, one->serial);
-            });
-            for (Task* task : (*ending)->tasks) hurry(task, passage->key);
-            return;
-        }
-        waiting_.erase(waiting_.begin());
-        passage->slot = free_.back();
-        free_.pop_back();
-        started_.push_back(passage);
-        for (Task* task : passage->tasks) try_ready(task, last);
-    }
-}
-
-void Books::hurry(Task* task, Key key) {
-    std::vector<Task*> found{task};
-    while (!found.empty()) {
-        Task* one = found.back();
-        found.pop_back();
-        if (one->over() || one->key <= key) continue;
-        auto& ready = lanes_[one->lane].ready;
-        const bool queued = ready.erase({{one->key, one->serial}, one}) > 0;
-        one->key = key;
-        if (queued) ready.insert({{key, one->serial}, one});
-        found.insert(found.end(), one->waits.begin(), one->waits.end());
-        Passage* passage = one->passage.get();
-        if (passage == nullptr || passage->started() || passage->key <= key) continue;
-        const bool waits = waiting_.erase({{passage->key, passage->serial}, passage}) > 0;
-        passage->key = key;
-        for (Task* inner : passage->tasks) {
-            for (Task* other : inner->waits) {
-                if (other->passage.get() != passage) found.push_back(other);
-            }
-        }
-        if (waits) {
-            waiting_.insert({{key, passage->serial}, passage});
-            start(nullptr);
-        }
-    }
+void Books::record(int64_t number, double since, double until) {
+    if (number < 0 || ran_max_ == 0) return;
+    if (ran_.size() == ran_max_) ran_.pop_front();
+    ran_.push_back({number, since, until});
 }
 
 }  // namespace books

@@ -21,20 +21,19 @@ using without_gil::WithoutGil;
 
 using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `offload/books.py`
 
-static TaskPtr make_task(int lane, Key key, bool of_user, const PassagePtr& passage,
-                         std::optional<Spans> spans, int64_t number) {
-    auto task = std::make_shared<Task>();
-    task->lane = lane;
-    task->key = key;
-    task->of_user = of_user;
-    task->passage = passage;
-    if (spans) {
-        const auto [into, source, bytes] = *spans;
-        if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
-        task->copy = {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes,
-                      number};
-    }
-    return task;
+// An op that comes again, by numbers: see `Known` in `offload/books.py`.
+struct Known {
+    int lane;
+    int64_t deadline;
+    Copy copy;
+    Cells reads, writes;
+};
+
+static Copy copy_of(std::optional<Spans> spans) {
+    if (!spans) return {};
+    const auto [into, source, bytes] = *spans;
+    if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
+    return {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes};
 }
 
 // The books, and what lanes will do in Python: with the GIL, and never by who copies without it.
@@ -48,11 +47,35 @@ public:
         if (getpid() == pid_) delete books_;
     }
 
-    void add(nb::object handle, const std::vector<TaskPtr>& waits) {
-        const TaskPtr task = nb::cast<TaskPtr>(handle);
-        if (!task->of_user && task->copy.bytes == 0) handles_.emplace(task.get(), handle);
-        books_->add(task, waits);
+    // Queue a task; `waits` where the caller says for whom it waits, else by what it touches.
+    nb::object issue(const Known& known, int64_t pass, nb::object op, nb::object run,
+                     const PassagePtr& passage, int64_t number,
+                     const std::optional<std::vector<TaskPtr>>& waits) {
+        const auto task = std::make_shared<Task>();
+        task->lane = known.lane;
+        task->of_user = run.is_none() && known.copy.bytes == 0;
+        task->key = {pass, known.deadline};
+        task->copy = known.copy;
+        task->number = number;
+        task->passage = passage;
+        nb::object handle = nb::cast(task);
+        if (known.copy.bytes == 0) {
+            handle.attr("op") = op;
+            handle.attr("run") = run;
+            if (!task->of_user) handles_.emplace(task.get(), handle);
+        }
+        if (waits) {
+            books_->add(task, *waits);
+        } else {
+            books_->issue(task, known.reads, known.writes);
+        }
+        return handle;
     }
+    std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
+        return books_->touching(reads, writes);
+    }
+    std::vector<TaskPtr> all() { return books_->all(); }
+    size_t most_kept() { return books_->most_kept(); }
     void seal(const PassagePtr& passage) { books_->seal(passage); }
     void cancel(const std::vector<TaskPtr>& tasks) {
         books_->cancel(tasks);
@@ -133,11 +156,20 @@ NB_MODULE(_books, module) {
             return task.state == State::CANCELLED;
         });
     module.def("make_passage", [] { return std::make_shared<Passage>(); });
-    module.def("make_task", &make_task, nb::arg("lane"), nb::arg("key"), nb::arg("of_user"),
-               nb::arg("passage").none(), nb::arg("spans").none(), nb::arg("number"));
+    nb::class_<Known>(module, "Known");
+    module.def("make_known", [](int lane, int64_t deadline, std::optional<Spans> spans,
+                                Cells reads, Cells writes) {
+        return Known{lane, deadline, copy_of(spans), std::move(reads), std::move(writes)};
+    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("spans").none(), nb::arg("reads"),
+       nb::arg("writes"));
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
-        .def("add", &Shared::add)
+        .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"), nb::arg("op"),
+             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("number"),
+             nb::arg("waits").none())
+        .def("touching", &Shared::touching)
+        .def("all", &Shared::all)
+        .def("most_kept", &Shared::most_kept)
         .def("seal", &Shared::seal)
         .def("cancel", &Shared::cancel)
         .def("begin", &Shared::begin)

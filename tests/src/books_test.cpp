@@ -1,6 +1,5 @@
 // The lanes' books without Python, for the sanitizers: `make sanitize`. Ends with 0 where all is
 // well. What tasks touch is plain memory: ThreadSanitizer sees any two that were not ordered.
-#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -39,8 +38,6 @@ void check(bool so, const char* what) {
 
 struct Cell {
     int64_t words[WORDS] = {};
-    TaskPtr wrote;
-    std::vector<TaskPtr> read;
 };
 
 // Tasks that are ordered by the cells they touch, on lanes that are threads.
@@ -66,30 +63,15 @@ public:
         task->of_user = of_user;
         task->key = {any(4), any(6)};
         task->passage = passage;
-        task->copy = {cells[into].words, cells[from].words, 0, from * CELLS + into};
+        task->number = from * CELLS + into;
+        task->copy = {cells[into].words, cells[from].words, 0};
         if (copies) task->copy.bytes = sizeof(Cell::words);
-        std::vector<TaskPtr> waits = cells[into].read;
-        for (const int cell : {from, into}) {
-            const TaskPtr& wrote = cells[cell].wrote;
-            if (wrote) waits.push_back(wrote);
-            if (cell == from && wrote && wrote->state == State::CANCELLED) {
-                waits.insert(waits.end(), cells[from].read.begin(), cells[from].read.end());
-            }
-        }
-        std::erase_if(waits, [](const TaskPtr& other) { return other->over(); });
-        std::ranges::sort(waits);
-        waits.erase(std::ranges::unique(waits).begin(), waits.end());
-        books.add(task, waits);
-        // Who is behind a task that may be taken back is behind what was before it, too.
-        waits.push_back(task);
-        cells[into].read = std::move(waits);
-        cells[into].wrote = task;
-        cells[from].read.push_back(task);
+        books.issue(task, {from}, {into});
         return task;
     }
 
     void run(const Task& task) {
-        const int64_t from = task.copy.number / CELLS, into = task.copy.number % CELLS;
+        const int64_t from = task.number / CELLS, into = task.number % CELLS;
         cells[into].words[0] += cells[from].words[0] + 1;
         done++;
     }
@@ -107,10 +89,6 @@ public:
         } catch (const std::exception&) {
             failed++;
         }
-    }
-
-    void forget_order() {
-        for (Cell& cell : cells) cell.read.clear(), cell.wrote.reset();
     }
 
     Books books{LANES, SLOTS, 64};
@@ -165,13 +143,15 @@ void test_all_is_ordered(unsigned seed) {
         }
     }
     for (const TaskPtr& task : own) begin_and_finish(model, task);
+    for (const TaskPtr& task : model.books.all()) {
+        check(model.books.over(*task, LONG_S), "what touches a place ends");
+    }
     for (const TaskPtr& task : all) check(model.books.over(*task, LONG_S), "all end");
     int64_t sum = 0;  // What is over can be read by who has asked.
     for (const Cell& cell : model.cells) sum += cell.words[0];
     check(sum != 0 && model.failed == 0, "tasks have run");
     ended = true;
     watcher.join();
-    model.forget_order();
 }
 
 void test_stop_ends_all_waits(unsigned seed) {
@@ -193,7 +173,6 @@ void test_stop_ends_all_waits(unsigned seed) {
     model.books.stop(false);
     model.books.begin(*behind, LONG_S);
     for (std::thread& thread : blocked) thread.join();
-    model.forget_order();
 }
 
 int torn = 0;  // times that books told so
@@ -230,7 +209,6 @@ bool test_memory_runs_out(int64_t number) {
     }
     blocked.join();
     check(ran_out || came, "all ends where memory is enough");
-    model.forget_order();
     return ran_out;
 }
 
