@@ -83,7 +83,7 @@ class Lanes:
         self._pace = pace
         self._trace = trace
         self._device = device
-        self._closing = False
+        self.closed = False
         self._failure: BaseException | None = None
         self._pid = os.getpid()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
@@ -195,7 +195,7 @@ class Lanes:
         """Block until `come`, which waits for a while itself."""
         self.check()
         since = time.perf_counter()
-        while not (found := come()) and self._failure is None and not self._closing:
+        while not (found := come()) and self._failure is None and not self.closed:
             pass
         self._blame(task, since)
         self.check()
@@ -260,12 +260,12 @@ class Lanes:
         lane may hold the lock, and cannot wait for its own end.
         """
         if threading.current_thread() in self._threads:
-            self._closing = True
+            self.closed = True
             threading.Thread(
                 target=self.close, args=(then,), name="offload-close", daemon=True
             ).start()
             return
-        self._closing = True
+        self.closed = True
         self._books.stop(closing=True)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.

@@ -383,7 +383,7 @@ def test_pressed_twice_anywhere_the_handler_is_back() -> None:
         raise KeyboardInterrupt
 
     work = whole(lambda: None)
-    own, torn = interrupt.__file__, interrupt.torn()
+    own, torn = interrupt.__file__, [*interrupt.torn()]
     before = signal.signal(signal.SIGINT, mine)
     raised = 0
     try:
