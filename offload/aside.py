@@ -67,7 +67,13 @@ def unseen() -> bool:
 
 def nothing_to_take() -> bool:
     """Whether `aside` would have nothing to do."""
-    return unseen() and not (_taken.functions or _taken.dispatchers)
+    return not (
+        _functions_active()
+        or _dispatchers_active()
+        or _transform() is not None
+        or _taken.functions
+        or _taken.dispatchers
+    )
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

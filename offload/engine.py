@@ -157,14 +157,13 @@ class Engine:
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        self.enter_backward()
+        if torch._C._current_graph_task_id() not in self._graphs:
+            self.enter_backward()
         self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
-        if not self.finality.final:
-            return
         exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
         for unit in sorted(self.finality.final):
             bound = self.units[unit]
@@ -200,16 +199,15 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD or self.calls.broken_off:
             self.end_pass(finished=False)
 
-    def enter(self, unit: int) -> None:
-        """A module that uses `unit` is about to run, in a call that is not broken off."""
-        bound = self.units[unit]
+    def enter(self, bound: BoundUnit) -> None:
+        """A module that uses a unit is about to run, in a call that is not broken off."""
         if in_backward():
             self.enter_backward()  # A recompute may be the first that is seen of it.
-            self.finality.recomputed(unit)
+            self.finality.recomputed(bound.index)
         else:
             if self.passes.verb is Verb.BACKWARD:
                 self.end_pass(finished=False)
-            self.finality.called(unit)
+            self.finality.called(bound.index)
             bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
         self._use(bound)
         bound.depth += 1
@@ -231,7 +229,8 @@ class Engine:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
         bound = self.units[unit]
         self._release_held(but=bound)
-        self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
+        if self.finality.final:
+            self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if unit not in self.finality.begun:  # Else nothing that comes needs its weights.
             bound.held = True
             self._use(bound)

@@ -110,14 +110,14 @@ class Finality:
         """
         if unit in self.begun:
             self._require_open(unit, "another gradient")
-        self._now[unit].gradients[parameter] += 1
-        self._judge(unit)
+        came = self._now[unit].gradients
+        came[parameter] = came.get(parameter, 0) + 1
+        if self._micro_batches is not None:
+            self._judge(unit)
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
-        if self._micro_batches is None:
-            return
-        last = self._backwards == self._micro_batches - 1
+        last = self._micro_batches is not None and self._backwards == self._micro_batches - 1
         if last and self._now[unit] == self._before[unit]:
             self.final.add(unit)
         else:

@@ -28,7 +28,6 @@ import torch
 
 from offload.aside import unseen
 from offload.interrupt import whole
-from offload.passes import in_backward
 from offload.served import ServedParameter
 
 
@@ -92,11 +91,11 @@ class SavingGuard:
 
     __slots__ = ("_in_backward", "_locator", "_outer", "_pair", "_stack", "_units")
 
-    def __init__(self, locator: Locator, units: Sequence[Savers]):
-        """Guard what is saved from here to `close`, while `units` are used."""
+    def __init__(self, locator: Locator, units: Sequence[Savers], inside: bool):
+        """Guard what is saved from here to `close`, while `units` are used; `inside` a backward."""
         self._locator = locator
         self._units = units
-        self._in_backward = in_backward()
+        self._in_backward = inside
         self._outer: Any = _top(False)
         self._pair: _Pair = (self._pack, self._unpack)
         _push(*self._pair)

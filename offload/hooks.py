@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload.aside import refuse_transforms
+from offload.binding import BoundUnit
 from offload.collected import take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
@@ -54,7 +55,8 @@ class Hooks:
         hook = partial(Hook, lock=engine.lock)
         keep(model.register_forward_pre_hook(hook(self._enter_root), prepend=True))
         for module, used in announcers.items():
-            before = hook(partial(self._before_forward, tuple(used)), refuses=True)
+            units = tuple(engine.units[unit] for unit in used)
+            before = hook(partial(self._before_forward, units), refuses=True)
             after = hook(partial(self._after_forward, tuple(used), [0, 0]))
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
@@ -114,21 +116,22 @@ class Hooks:
                 self._marks.forward_ends(output)
 
     def _before_forward(
-        self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
+        self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        self._engine.check()
-        if not in_backward():
-            if self._engine.calls.broken_off:
+        engine, inside = self._engine, in_backward()
+        engine.check()
+        if not inside:
+            if engine.calls.broken_off:
                 self._in_forward = False
                 self._leave_guards()
-                self._engine.end_abandoned()
-            self._engine.calls.begin()
-        for unit in used:
-            self._engine.enter(unit)
-            self._engine.casts.use(unit)
-        units = [self._engine.units[unit] for unit in used]
-        guard = SavingGuard(self._engine, units)
-        self._guards.append((module, guard, _Began.now((args, kwargs))))
+                engine.end_abandoned()
+            engine.calls.begin()
+        for bound in used:
+            engine.enter(bound)
+            engine.casts.use(bound.index)
+        guard = SavingGuard(engine, used, inside)
+        began = _Began(_sequence_number(), _makers((args, kwargs)) if inside else ())
+        self._guards.append((module, guard, began))
 
     def _after_forward(
         self, used: tuple[int, ...], looks: list[int], module: nn.Module, args: Any, output: Any
@@ -158,7 +161,8 @@ class Hooks:
 
     def _before_backward(self, unit: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of `unit`: its backward is next."""
-        _refuse_create_graph()
+        if torch.is_grad_enabled():
+            _refuse_create_graph()
         self._engine.enter_backward()
         self._engine.hold(unit)
 
@@ -199,18 +203,16 @@ class _Began(NamedTuple):
     given: tuple[Any, ...]
     """In a recompute, what made the arguments: the numbers of the forward's thread are others."""
 
-    @classmethod
-    def now(cls, arguments: Any) -> _Began:
-        """As a forward begins that is given `arguments`."""
-        given = tensors_in(arguments) if in_backward() else ()
-        return cls(_sequence_number(), tuple(one.grad_fn for one in given))
-
     def before(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` was made in the forward."""
         maker = tensor.grad_fn
-        if maker is None or any(maker is one for one in self.given):
+        if maker is None or (self.given and any(maker is one for one in self.given)):
             return False
         return maker._sequence_nr() >= self.number
+
+
+def _makers(arguments: Any) -> tuple[Any, ...]:
+    return tuple(one.grad_fn for one in tensors_in(arguments))
 
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -278,7 +280,8 @@ def _gradient_arrived(
             "backward() on a model attached without an optimizer: its gradients have no home; "
             "attach it with its optimizer, or run it under torch.no_grad()"
         )
-    _refuse_create_graph()
+    if torch.is_grad_enabled():
+        _refuse_create_graph()
     engine.collect(unit, index, gradient)
 
 
@@ -286,13 +289,12 @@ def _refuse_create_graph() -> None:
     """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: always.
     """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True needs all weights until the second backward, and offloaded ones "
-            "move: compute higher derivatives on a model that is not attached"
-        )
+    raise RuntimeError(
+        "create_graph=True needs all weights until the second backward, and offloaded ones move: "
+        "compute higher derivatives on a model that is not attached"
+    )
 
 
 def _refuse_assign(
