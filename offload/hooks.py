@@ -219,6 +219,12 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """The number that autograd gives to the next operation of this thread."""
 
 
+_dynamo: Any = torch._dynamo
+_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What of torch.compile looks at the frames of this thread; None where nothing does. (To have
+`disable` ask takes as long as much of what is called.)"""
+
+
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
@@ -228,12 +234,14 @@ class Hook:
         """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`."""
         self._function, self._refuses = _alone(lock, function), refuses
 
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
+    @_dynamo.decorators.skip  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         if self._refuses:
             refuse_transforms("an offloaded module was called")
-        return self._function(*args)
+        if _compiler() is None:
+            return self._function(*args)
+        return _dynamo.disable(self._function)(*args)
 
     def __deepcopy__(self, memo: object) -> Any:
         return _inert
