@@ -162,6 +162,12 @@ class Engine:
         self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
 
+    def collect_between(self, unit: int, index: int, parameter: torch.nn.Parameter) -> bool:
+        """The same where nothing but the gradient's place changes; or not."""
+        with self.lock:
+            known = torch._C._current_graph_task_id() in self._graphs and not self.finality.counts
+            return known and self.collector.collect_between(unit, index, parameter)
+
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
         exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.

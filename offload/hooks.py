@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aside import refuse_transforms
+from offload.aside import refuse_transforms, unseen
 from offload.binding import BoundUnit
 from offload.collected import take_gradient
 from offload.engine import Engine
@@ -21,6 +21,7 @@ from offload.interrupt import whole
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
+from offload.served import ServedParameter
 from offload.structure import Structure
 
 
@@ -77,7 +78,10 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    arrive = hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    place = (known, trains, unit.index, index)
+                    arrive = hook(
+                        partial(_gradient_arrived, *place), unless=partial(_in_between, *place)
+                    )
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -229,10 +233,18 @@ class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
     def __init__(
-        self, function: Callable[..., Any], lock: threading.RLock, *, refuses: bool = False
+        self,
+        function: Callable[..., Any],
+        lock: threading.RLock,
+        *,
+        refuses: bool = False,
+        unless: Callable[..., bool] | None = None,
     ):
-        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`."""
-        self._function, self._refuses = _alone(lock, function), refuses
+        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`.
+
+        Not where `unless` has done all that there was to do, which signals may come between.
+        """
+        self._function, self._refuses, self._unless = _alone(lock, function), refuses, unless
 
     @_dynamo.decorators.skip  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any) -> Any:
@@ -240,6 +252,8 @@ class Hook:
         if self._refuses:
             refuse_transforms("an offloaded module was called")
         if _compiler() is None:
+            if self._unless is not None and self._unless(*args):
+                return None
             return self._function(*args)
         return _dynamo.disable(self._function)(*args)
 
@@ -270,6 +284,19 @@ def _inert(*_: object) -> None:
 
 def _get_inert() -> Any:
     return _inert
+
+
+def _in_between(
+    known: Callable[[], Engine | None],
+    trains: bool,
+    unit: int,
+    index: int,
+    parameter: nn.Parameter,
+) -> bool:
+    """See [Note: Gradients in between]."""
+    engine = known()
+    usual = type(parameter) is ServedParameter and unseen() and not torch.is_grad_enabled()
+    return bool(usual and trains and engine and engine.collect_between(unit, index, parameter))
 
 
 def _gradient_arrived(
