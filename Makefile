@@ -17,7 +17,7 @@ help:
 	@echo "make test-slow  the slow tests too"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make check      ruff, mypy, sizes and layering"
-	@echo "make sanitize   the native file layer under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make sanitize   the native file layer and books under AddressSanitizer, UBSan, ThreadSanitizer"
 	@echo "make wheel      a manylinux wheel for this Python, in dist/, without a container"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -41,13 +41,16 @@ check: $(READY)
 
 # Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
 ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
+BOOKS := $(filter-out offload/src/module.cpp,$(wildcard offload/src/*.cpp)) tests/src/books_test.cpp
+SANITIZED = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers \
+	-fno-sanitize-recover=all -pthread -fsanitize=$$kind
 sanitize:
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
 		echo "== $$kind" && \
-		$(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers -fsanitize=$$kind \
-			-fno-sanitize-recover=all -Iaio/src $(ENGINE) -pthread -o build/engine_test && \
-		setarch -R build/engine_test build || exit 1; \
+		$(SANITIZED) -Iaio/src $(ENGINE) -o build/engine_test && \
+		$(SANITIZED) -Ioffload/src $(BOOKS) -o build/books_test && \
+		setarch -R build/engine_test build && setarch -R build/books_test || exit 1; \
 	done
 
 wheel:

@@ -1,34 +1,53 @@
 """The compiled books of the lanes, by numbers: see `offload/compiled.py` and `src/module.cpp`.
 
 Tasks and passages are objects of C++ here. They have what of `offload.task` is asked of them from
-outside of the books, by the same names, and are typed as those; `waits` are serial numbers.
+outside of the books, by the same names, and are typed as those, but for what lanes change: that
+gives `look`.
 """
 
 from collections.abc import Iterable
 
-from offload.task import Key, Passage, Task
+from offload.program import Op
+from offload.task import Key, Passage, Run, Task
 
 def make_passage() -> Passage: ...
-def make_task(
+
+class Known: ...
+
+def make_known(
     lane: int,
-    key: Key,
-    of_user: bool,
-    passage: Passage | None,
+    deadline: int,
     spans: tuple[int, int, int] | None,
-    number: int,
-) -> Task:
-    """A task that is not queued yet; with `spans` a copy, which `ran` calls by its number."""
+    reads: list[int],
+    writes: list[int],
+) -> Known:
+    """An op that comes again, by numbers; with `spans` a copy that its lane does."""
 
 class Books:
-    """For so many lanes and staging slots; of copies the last `ran_max` are remembered."""
+    """For so many lanes and staging slots; of what ran without Python the last is told."""
 
     def __init__(self, lanes: int, slots: int, ran_max: int) -> None: ...
-    def add(self, task: Task, waits: Iterable[Task]) -> None: ...
+    def issue(
+        self,
+        known: Known,
+        pass_number: int,
+        op: Op,
+        run: Run | None,
+        passage: Passage | None,
+        number: int,
+        waits: Iterable[Task] | None,
+    ) -> Task:
+        """A task, queued; `ran` calls it by its number, where that is not below zero."""
+    def touching(self, reads: list[int], writes: list[int]) -> list[Task]: ...
+    def all(self) -> list[Task]: ...
+    def most_kept(self) -> int: ...
     def seal(self, passage: Passage) -> None: ...
     def cancel(self, tasks: Iterable[Task]) -> None: ...
     def begin(self, task: Task, seconds: float) -> bool: ...
     def over(self, task: Task, seconds: float) -> bool: ...
     def finish(self, task: Task) -> None: ...
+    def look(self, task: Task) -> tuple[Key, list[int], list[tuple[int, float]]]:
+        """Its urgency, the serials of what it waits for, and the lanes that led to it."""
     def take(self, lane: int, wait: bool) -> Task | None: ...
     def overtaking(self, lane: int, than: Task) -> Task | None: ...
     def stop(self, closing: bool) -> None: ...

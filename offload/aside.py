@@ -80,6 +80,22 @@ class _Taken(threading.local):
 _taken = _Taken()
 
 
+def unseen() -> bool:
+    """Whether no mode of the user's and no transform sees what is done here."""
+    return not (_functions_active() or _dispatchers_active() or _transform() is not None)
+
+
+def nothing_to_take() -> bool:
+    """Whether `aside` would have nothing to do."""
+    return not (
+        _functions_active()
+        or _dispatchers_active()
+        or _transform() is not None
+        or _taken.functions
+        or _taken.dispatchers
+    )
+
+
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let `function` work without the modes that are active where it is called."""
 
@@ -88,10 +104,10 @@ def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         if transforms():
             with temporarily_clear_interpreter_stack():
                 return run(*args, **kwargs)
-        if _functions_active() or _dispatchers_active() or _taken.functions or _taken.dispatchers:
-            with _off():
-                return function(*args, **kwargs)
-        return function(*args, **kwargs)
+        if nothing_to_take():
+            return function(*args, **kwargs)
+        with _off():
+            return function(*args, **kwargs)
 
     return run
 

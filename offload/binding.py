@@ -6,6 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,10 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called: parameters right in them belong to the module around."""
+
+
+SHOWN_MAX = 32
+"""Views of a unit's weights that are kept for the next backward."""
 
 
 @dataclass(slots=True)
@@ -115,6 +120,11 @@ def _lists_blocks(module: nn.Module) -> bool:
     return len(kinds) > len(set(kinds))
 
 
+_TENSOR: Any = torch.Tensor
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
+"""Torch's own, whatever a class makes of it."""
+
+
 class BoundUnit:
     """A unit and the parameters that stand for it in the model."""
 
@@ -161,6 +171,8 @@ class BoundUnit:
         self.kept: torch.Tensor | None = None
         """The slot that the unit is always used in, once it was, with the views of it."""
         self._kept_views: list[torch.Tensor] = []
+        self._shown: dict[object, torch.Tensor] = {}
+        """Views of it that handles stood for: of what was saved, see `Handle`."""
         self.views: list[torch.Tensor] = []
         """While in use, what the parameters were given."""
         self.address = 0
@@ -199,11 +211,10 @@ class BoundUnit:
         self._show(self.kept, self._kept_views)
 
     def _show(self, buffer: torch.Tensor, views: list[torch.Tensor]) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, view in zip(self.parameters, views):
-                parameter.data = view
-                parameter.__class__ = ServedParameter
-            self._versions = [parameter._version for parameter in self.parameters]
+        for parameter, view in zip(self.parameters, views):
+            parameter.__class__ = ServedParameter  # Of which torch sends nothing to a trap.
+            _set_data(parameter, view)
+        self._versions = [parameter._version for parameter in self.parameters]
         self.buffer, self.views, self.looked = buffer, views, False
         self.address = buffer.data_ptr()
         self._given.clear()
@@ -239,7 +250,7 @@ class BoundUnit:
     @property
     def changed(self) -> bool:
         """Whether a parameter may have been changed in place in this use."""
-        return self.looked or self._versions_now() != self._versions
+        return self.looked or [one._version for one in self.parameters] != self._versions
 
     def moved(self) -> str | None:
         """Name of a parameter that was given other storage in this use; None when none was."""
@@ -251,10 +262,10 @@ class BoundUnit:
 
     def rest(self) -> None:
         """Let the parameters be at rest."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for parameter, dummy in zip(self.parameters, self.dummies):
-                parameter.__class__ = RestingParameter
-                parameter.data = dummy
+        for parameter, dummy in zip(self.parameters, self.dummies):
+            parameter.__class__ = ServedParameter  # As above.
+            _set_data(parameter, dummy)
+            parameter.__class__ = RestingParameter
         self.buffer, self.views = None, []
 
     def lend(self, parameter: int, tensor: torch.Tensor) -> None:
@@ -278,6 +289,36 @@ class BoundUnit:
         parameter = bisect_right(self._offsets, offset) - 1
         return self.handle(engine, parameter, offset - self._offsets[parameter], saved)
 
+    def require_version(self, handle: Handle) -> None:
+        """Refuse what was saved of values that are no more.
+
+        Raises:
+            RuntimeError: the parameter was modified after the forward that saved it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            version = self.parameters[handle.parameter]._version
+        if version != handle.version:
+            raise RuntimeError(
+                f"{self.spec.parameters[handle.parameter].name} was modified between a forward and "
+                "its backward (by optimizer.step() or an in-place operation): the gradient would "
+                "be wrong. Run backward first, or forward again"
+            )
+
+    def shown(self, handle: Handle) -> torch.Tensor:
+        """What a handle stands for, in the weights in use."""
+        found = handle.of(self.views[handle.parameter])
+        if self.buffer is self.kept and len(self._shown) < SHOWN_MAX:
+            self._shown[handle[2:7]] = found
+        return found
+
+    def shown_again(self, handle: Handle) -> torch.Tensor | None:
+        """The same as the last time, if all is as it was; None where it may not be."""
+        if self.buffer is None or self.buffer is not self.kept:
+            return None
+        same = self.parameters[handle.parameter]._version == handle.version  # No trap: in use.
+        return self._shown.get(handle[2:7]) if same else None
+
     def close(self) -> None:
         """Let go of all views."""
         self.kept, self._kept_views = None, []
+        self._shown.clear()

@@ -6,9 +6,9 @@ do are woken: each once, however much was queued for it, as a lane that wakes ta
 queues. What is raised under the lock leaves the books half written, and ends everything.
 
 [Note: Compiled books]
-The books are kept in C++ (`offload/src`) where that is asked for (`OFFLOAD_BOOKS=compiled`), the
-compiler was there and the device is the host: the same order of starts and the same waits, which a
-test holds against those here for random ops. Lanes then wait without the GIL, and copy within CPU
+The books are kept in C++ (`offload/src`) where the compiler was there and the device is the host,
+but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
+against those here for random ops. Lanes then wait without the GIL, and copy within CPU
 memory without Python at all, so the user's thread pays for a copy only when it is queued. Fences of
 a device are Python's, so its books are.
 """
@@ -19,9 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 from offload.program import Lane, Op
 from offload.schedule import Schedule
+from offload.scoreboard import Scoreboard
 from offload.task import Fence, Key, Passage, Run, State, Task
 from offload.trace import Ran
 
@@ -33,11 +37,26 @@ Spans = tuple[int, int, int]
 """A copy within CPU memory: the addresses of its target and its source, and its bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Known:
+    """An op that may come again in every pass, with what does not change from one to the next."""
+
+    op: Op
+    run: Run | None
+    """What it does, where that is always the same."""
+    copies: bool
+    """Whether its lane does it on its own."""
+    booked: Any
+    """What the books that know it have written down of it: of these here, the cells that it reads
+    and those that it writes, see `program.cells`."""
+
+
 class Books:
-    """The books of some lanes, by `Schedule`."""
+    """The books of some lanes, by `Schedule` and `Scoreboard`."""
 
     copies = False
-    """Whether lanes copy on their own, given the spans."""
+    """Whether lanes copy on their own, given the spans, and all that Python does not do is in
+    `ran`."""
 
     def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
         """Of these lanes; `fail` ends everything with an error."""
@@ -49,6 +68,11 @@ class Books:
         self._blocked = 0
         """Threads that wait for `changed`."""
         self._schedule = Schedule(self._on_ready)
+        self._board: Scoreboard[Task] = Scoreboard(
+            taken_back=attrgetter("cancelled"),
+            fixed=attrgetter("begun"),
+            settled=attrgetter("settled"),
+        )
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
         self._woken: set[Lane] = set()
         """Lanes that are to be told that they have something to do."""
@@ -59,6 +83,43 @@ class Books:
     def passage(self) -> Passage:
         """A new passage, to be given to `submit` and then to `seal`."""
         return Passage()
+
+    def know(
+        self,
+        op: Op,
+        reads: Sequence[object],
+        writes: Sequence[object],
+        run: Run | None = None,
+        spans: Spans | None = None,
+    ) -> Known:
+        """Write an op down, to be issued any number of times; see `program.cells`."""
+        return Known(op, run, False, (reads, writes))
+
+    def issue(
+        self, known: Known, number: int, run: Run | None, passage: Passage | None = None
+    ) -> Task:
+        """Queue an op of the pass of that number behind those that touched its cells before.
+
+        Without `run` it is the user's own compute, or what its lane does on its own.
+        """
+        (reads, writes), key = known.booked, (number, known.op.deadline)
+        waits = self._board.waits(reads, writes)
+        task = self.submit(known.op, waits, key, run, passage, None)
+        self._board.note(task, reads, writes)
+        return task
+
+    def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
+        """Whom an op with these cells would have to wait for."""
+        return self._board.waits(reads, writes)
+
+    def all(self) -> list[Task]:
+        """Tasks to wait for before anybody else has the places."""
+        return self._board.all()
+
+    @property
+    def most_kept(self) -> int:
+        """How many accesses are kept of the place of which there are most."""
+        return self._board.most_kept
 
     def submit(
         self,
@@ -148,7 +209,7 @@ class Books:
         return 0.0, 0, 0
 
     def ran(self) -> list[Ran]:
-        """The last of those copies since that was asked, in the order of their end."""
+        """The last of those, and of the user's computes, since that was asked, as they ended."""
         return []
 
     def stop(self, *, closing: bool) -> None:

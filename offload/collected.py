@@ -89,18 +89,46 @@ class Collector:
                 "offloaded: build the embedding with sparse=False"
             )
         now = self._units[unit]
-        at_home = self._plan.gradient_slot[unit] is None
-        if parameter in now.arrived and not at_home:
+        if parameter in now.arrived and self._plan.gradient_slot[unit] is not None:
             self.send(unit)
         if now.task is None:
             self._acquire(unit)
         else:
             self._executor.lanes.join(now.task)
+        self._put(now, unit, parameter, gradient)
+        if now.arrived == now.trainable:
+            self.send(unit)
+
+    def collect_between(self, unit: int, parameter: int, holder: nn.Parameter) -> bool:
+        """Take over the gradient of `holder` where no collecting begins or ends with it; or not.
+
+        [Note: Gradients in between]
+        Of a unit's gradients the first acquires the place where they are collected, and the last
+        sends all on. Those in between only go there, copied at once: a signal's handler may run
+        before or behind that, and who cuts the backward off there cuts it off before or behind
+        this gradient.
+        """
+        now = self._units[unit]
+        ends = len(now.arrived) + 1 >= len(now.trainable)
+        adds = self._plan.gradient_slot[unit] is None and parameter in now.kept
+        if now.task is None or ends or adds or parameter in now.arrived:
+            return False
+        gradient = _GRAD.__get__(holder)
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
+        self._executor.lanes.join(now.task)
+        _GRAD.__set__(holder, None)
+        self._put(now, unit, parameter, gradient)
+        return True
+
+    def _put(self, now: _Unit, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Put a gradient to those that have arrived."""
         view = now.views.get(parameter)
         if view is None:
             view = now.views[parameter] = self._view(
                 self._passes.known.collecting(unit), unit, parameter
             )
+        at_home = self._plan.gradient_slot[unit] is None
         if at_home and parameter in now.kept:
             accumulate(view, gradient)
         else:
@@ -108,8 +136,6 @@ class Collector:
         if at_home:
             now.kept.add(parameter)
         now.arrived.add(parameter)
-        if now.arrived == now.trainable:
-            self.send(unit)
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
 
-from offload.books import Books, Spans
+from offload.books import Books, Known, Spans
 from offload.device import Device
 from offload.layout import CHUNK_STAGES
 from offload.program import Lane, Op
@@ -15,10 +15,12 @@ from offload.task import Fence, Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"
-"""Environment variable: `compiled` keeps the books in C++ where they can serve.
+"""Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
+serve."""
 
-Not by itself: of that code no sanitizer has seen two threads yet.
-"""
+OPS_KEPT = 4
+"""So many ops are known by their numbers for each one of which is remembered that it ran: of those
+that are queued some run much later, and some never."""
 
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
@@ -34,16 +36,54 @@ class CompiledBooks:
 
     copies = True
 
-    def __init__(self) -> None:
-        """Nothing is queued."""
-        self._books = books = _native.Books(len(_LANES), CHUNK_STAGES, SPANS_MAX)
-        self._copies: list[Op | None] = [None] * SPANS_MAX
-        """The last copies queued, each at its number in turn."""
+    def __init__(self, kept: int = SPANS_MAX) -> None:
+        """Nothing is queued; of what has run, remember the last so many."""
+        self._books = books = _native.Books(len(_LANES), CHUNK_STAGES, kept)
+        self._ops: list[Op | None] = [None] * (OPS_KEPT * kept or 1)
+        """The last ops queued of which lanes tell that they ran, each at its number in turn."""
         self._number = -1
+        self._cells: dict[object, int] = {}
+        """The number of every place."""
         self.passage = _native.make_passage
         self.seal, self.cancel = books.seal, books.cancel
         self.begin, self.over = books.begin, books.over
-        self._make, self._add = _native.make_task, books.add
+        self.all = books.all
+        self._issue = books.issue
+
+    def know(
+        self,
+        op: Op,
+        reads: Iterable[object],
+        writes: Iterable[object],
+        run: Run | None = None,
+        spans: Spans | None = None,
+    ) -> Known:
+        """Write an op down; what has `spans` its lane copies on its own."""
+        cells = self._numbers(reads), self._numbers(writes)
+        booked = _native.make_known(_NUMBER[op.lane], op.deadline, spans, *cells)
+        return Known(op, None if spans else run, spans is not None, booked)
+
+    def _numbers(self, cells: Iterable[object]) -> list[int]:
+        return [self._cells.setdefault(cell, len(self._cells)) for cell in cells]
+
+    def issue(
+        self, known: Known, number: int, run: Run | None, passage: Passage | None = None
+    ) -> Task:
+        """Queue an op of the pass of that number behind those that touched its cells before."""
+        op, place = known.op, -1
+        if run is None:
+            self._number = place = self._number + 1
+            self._ops[place % len(self._ops)] = op
+        return self._issue(known.booked, number, op, run, passage, place, None)
+
+    def touching(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
+        """Whom an op with these cells would have to wait for."""
+        return self._books.touching(self._numbers(reads), self._numbers(writes))
+
+    @property
+    def most_kept(self) -> int:
+        """How many accesses are kept of the place of which there are most."""
+        return self._books.most_kept()
 
     def submit(
         self,
@@ -55,15 +95,12 @@ class CompiledBooks:
         spans: Spans | None,
     ) -> Task:
         """Queue an op behind `waits`; what has `spans` its lane copies on its own."""
-        if spans is not None:
-            self._number += 1
-            self._copies[self._number % SPANS_MAX] = op
-            task = self._make(_NUMBER[op.lane], key, False, passage, spans, self._number)
-        else:
-            task = self._make(_NUMBER[op.lane], key, run is None, passage, None, 0)
-            task.op, task.run = op, run
-        self._add(task, waits)
-        return task
+        known = self.know(replace(op, deadline=key[1]), (), (), run, spans)
+        place = -1
+        if run is None:
+            self._number = place = self._number + 1
+            self._ops[place % len(self._ops)] = op
+        return self._issue(known.booked, key[0], op, run, passage, place, waits)
 
     def finish(self, task: Task, fences: Sequence[Fence] = ()) -> None:
         """`task` is done."""
@@ -72,9 +109,12 @@ class CompiledBooks:
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""
-        found: Any = task  # Its lanes are numbers.
-        own = [] if found.of_user else [(found.lane, found.ready_at)]
-        return [(_LANES[number], since) for number, since in (*own, *found.history)]
+        _, _, path = self._books.look(task)
+        return [(_LANES[number], since) for number, since in path]
+
+    def look(self, task: Task) -> tuple[Key, list[int]]:
+        """Its urgency, and the serial numbers of those that it waits for."""
+        return self._books.look(task)[:2]
 
     def take(self, lane: Lane, *, wait: bool = True) -> Task | None:
         """Begin the most urgent task of `lane`; without `wait` only if there is one now."""
@@ -89,12 +129,12 @@ class CompiledBooks:
         return self._books.copied(_NUMBER[lane])
 
     def ran(self) -> list[Ran]:
-        """The last copies since that was asked."""
-        kept = self._number - SPANS_MAX  # Of older ones the place is another's.
+        """The last copies and computes of the user since that was asked."""
+        kept = self._number - len(self._ops)  # Of older ones the place is another's.
         return [
             Ran(op.lane, op, start, stop)
             for number, start, stop in self._books.ran()
-            if number > kept and (op := self._copies[number % SPANS_MAX]) is not None
+            if number > kept and (op := self._ops[number % len(self._ops)]) is not None
         ]
 
     def stop(self, *, closing: bool) -> None:
@@ -111,10 +151,10 @@ class CompiledBooks:
 
 
 def books_of(
-    lanes: Iterable[Lane], fail: Callable[[BaseException], None], device: Device
+    lanes: Iterable[Lane], fail: Callable[[BaseException], None], device: Device, kept: int
 ) -> Books | CompiledBooks:
-    """The compiled books where they are asked for and can serve, else the reference."""
+    """The compiled books where they can serve, else the reference; `kept` as those say."""
     plain = type(device) is Device  # Else it may have fences.
-    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) == "compiled":
-        return CompiledBooks()
+    if plain and _native is not None and os.environ.get(BOOKS_VARIABLE) != "python":
+        return CompiledBooks(kept)
     return Books(lanes, fail)

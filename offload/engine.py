@@ -15,6 +15,7 @@ import torch
 
 from cpu_adam.choice import available
 from offload.arena import Memory
+from offload.aside import unseen
 from offload.binding import BoundUnit
 from offload.calls import Calls
 from offload.casts import Casts
@@ -65,7 +66,7 @@ class Engine:
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches if max_grad_norm is None else None, names)
         self.units, self.lock = units, threading.RLock()
-        self._pid, self._torn, self._since = os.getpid(), torn(), time.perf_counter()
+        self._pid, self._torn, self._since = os.getpid(), len(torn()), time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
@@ -101,9 +102,9 @@ class Engine:
                 "a forked process touched an offloaded model: its memory stays with the parent; "
                 "move the work there, or start workers with multiprocessing 'spawn'"
             )
-        if not self._close.alive:
+        if self.executor.lanes.closed:
             raise EngineError("the offload engine of this model was closed")
-        if torn() != self._torn:
+        if len(torn()) != self._torn:
             raise EngineError(
                 f"{torn()[-1]} while the engine was in the middle of something, which may be half "
                 "done now: start again from the last checkpoint"
@@ -156,14 +157,21 @@ class Engine:
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        self.enter_backward()
+        if torch._C._current_graph_task_id() not in self._graphs:
+            self.enter_backward()
         self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
+
+    def collect_between(self, unit: int, index: int, parameter: torch.nn.Parameter) -> bool:
+        """The same where nothing but the gradient's place changes; or not."""
+        with self.lock:
+            known = torch._C._current_graph_task_id() in self._graphs and not self.finality.counts
+            return known and self.collector.collect_between(unit, index, parameter)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
         exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
-        for unit in self.finality.final:
+        for unit in sorted(self.finality.final):
             bound = self.units[unit]
             if bound.buffer is None and not bound.saved and unit not in exposed:
                 self.collector.send(unit)
@@ -197,17 +205,16 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD or self.calls.broken_off:
             self.end_pass(finished=False)
 
-    def enter(self, unit: int) -> None:
-        """A module that uses `unit` is about to run, in a call that is not broken off."""
-        bound = self.units[unit]
+    def enter(self, bound: BoundUnit) -> None:
+        """A module that uses a unit is about to run, in a call that is not broken off."""
         if in_backward():
             self.enter_backward()  # A recompute may be the first that is seen of it.
-            self.finality.recomputed(unit)
+            self.finality.recomputed(bound.index)
         else:
             if self.passes.verb is Verb.BACKWARD:
                 self.end_pass(finished=False)
-            self.finality.called(unit)
-            bound.around.update([o.index for o in self.in_use if o.depth and o is not bound])
+            self.finality.called(bound.index)
+            bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
         self._use(bound)
         bound.depth += 1
 
@@ -228,7 +235,8 @@ class Engine:
         """The backward of `unit` is next; that of the units held need not, but may, be over."""
         bound = self.units[unit]
         self._release_held(but=bound)
-        self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
+        if self.finality.final:
+            self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if unit not in self.finality.begun:  # Else nothing that comes needs its weights.
             bound.held = True
             self._use(bound)
@@ -253,7 +261,8 @@ class Engine:
         if self.passes.verb is None:
             self.finality.require_step("the next forward")
             self.passes.open(Verb.FORWARD)
-        self.settle_edits(bound.index)
+        if self.exposures.copies:
+            self.settle_edits(bound.index)
         self.in_use.serve(bound)
 
     # -- saved tensors ---------------------------------------------------------------------------
@@ -267,7 +276,6 @@ class Engine:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
         return tensor if self.handle_of(tensor) is None else tensor.clone()
 
-    @whole
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
 
@@ -275,24 +283,16 @@ class Engine:
             RuntimeError: the parameter was modified after the forward that saved it.
         """
         self.check()
+        found = self.units[handle.unit].shown_again(handle) if unseen() else None
+        return self._tensor_of(handle) if found is None else found
+
+    @whole
+    def _tensor_of(self, handle: Handle) -> torch.Tensor:
         bound = self.units[handle.unit]
-        one = bound.spec.parameters[handle.parameter]
-        with torch._C.DisableTorchFunctionSubclass():
-            version = bound.parameters[handle.parameter]._version
-        if version != handle.version:
-            raise RuntimeError(
-                f"{one.name} was modified between a forward and its backward (by optimizer.step() "
-                "or an in-place operation): the gradient would be wrong. Run backward first, or "
-                "forward again"
-            )
+        bound.require_version(handle)
         if bound.buffer is not None:
-            base = bound.views[handle.parameter]
-        else:
-            base = self.exposures.tensor(handle.unit, handle.parameter).detach()
-        if base.dtype is not handle.dtype:
-            base = base.reshape(-1).view(torch.uint8).view(handle.dtype)
-        start = base.storage_offset() + handle.offset // handle.dtype.itemsize
-        return torch.as_strided(base, handle.shape, handle.stride, start)
+            return bound.shown(handle)
+        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
 
     # -- parameters at rest ----------------------------------------------------------------------
 

@@ -9,26 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 
 import torch
 
 from offload import copies
 from offload.arena import Memory, host_tensor
 from offload.bed import Bed
-from offload.books import Spans
+from offload.books import Known, Spans
 from offload.device import Device
 from offload.interrupt import whole
 from offload.lanes import Lanes
 from offload.layout import Plan
 from offload.program import WHOLE, Lane, Op, Use, Value, Verb, cells, staged
 from offload.records import Kind
-from offload.scoreboard import Scoreboard
 from offload.shared import Share
 from offload.store import Store
-from offload.task import Key, Passage, Run, Task, in_slot
+from offload.task import Passage, Run, Task, in_slot
 from offload.trace import Trace
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
@@ -37,20 +34,6 @@ ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 
 BytesOf = Callable[[Use], torch.Tensor]
 """Gives the flat bytes of a use, wherever its chunk has its staging slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """An op that comes again in every pass, with what does not change from one to the next."""
-
-    op: Op
-    reads: tuple[object, ...]
-    """Cells that it reads, see `program.cells`."""
-    writes: tuple[object, ...]
-    run: Run | None
-    """What it does, where that is always the same."""
-    spans: Spans | None = None
-    """The same of a copy within CPU memory, as long as the tiers have the memory that they have."""
 
 
 class Executor:
@@ -84,11 +67,6 @@ class Executor:
             raise
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
-        self._board: Scoreboard[Task] = Scoreboard(
-            taken_back=attrgetter("cancelled"),
-            fixed=attrgetter("begun"),
-            settled=attrgetter("settled"),
-        )
 
     def check(self) -> None:
         """Raise unless values can be had.
@@ -120,11 +98,12 @@ class Executor:
         if op.verb is not Verb.MOVE or "nvme" in (
             use.place.tier for use in (*op.reads, *op.writes)
         ):
-            return Known(op, reads, writes, None)
+            return self.lanes.know(op, reads, writes)
         if op.bytes > copies.PIECE_BYTES_MAX:
-            return Known(op, reads, writes, self._mover(op, None))
+            return self.lanes.know(op, reads, writes, self._mover(op, None))
         run = partial(self._copy, *op.reads, *op.writes)
-        return Known(op, reads, writes, run, self._spans(op) if self.lanes.copies else None)
+        spans = self._spans(op) if self.lanes.copies else None
+        return self.lanes.know(op, reads, writes, run, spans)
 
     def _spans(self, op: Op) -> Spans | None:
         into, source = (self.memory.at(use) for use in (*op.writes, *op.reads))
@@ -136,10 +115,10 @@ class Executor:
     ) -> Task:
         """As `issue`."""
         work = known.run or run
-        if work is None:
+        if work is None and not known.copies:
             assert known.op.verb is Verb.MOVE
             work = self._mover(known.op, None)
-        return self._submit(known, pass_number, work)
+        return self.lanes.issue(known, pass_number, work)
 
     def issue_chunk(
         self,
@@ -162,8 +141,8 @@ class Executor:
                 if work is None:
                     work = self._mover(op, passage) if moves else partial(run, bytes_of)
                 reads, writes = cells(self.plan, op.reads), cells(self.plan, op.writes)
-                known = Known(op, tuple(reads), tuple(writes), None)
-                tasks.append(self._submit(known, pass_number, work, passage))
+                known = self.lanes.know(op, tuple(reads), tuple(writes))
+                tasks.append(self.lanes.issue(known, pass_number, work, passage))
             if passage is not None:
                 self.lanes.seal(passage)
         except BaseException as error:
@@ -173,24 +152,10 @@ class Executor:
 
     def reserve(self, known: Known, pass_number: int) -> Task:
         """A task for the user's own compute, begun and finished by the caller."""
-        return self._submit(known, pass_number, None)
+        return self.lanes.issue(known, pass_number, None)
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else in_slot(use, passage.slot))
-
-    def _submit(
-        self,
-        known: Known,
-        pass_number: int,
-        run: Run | None,
-        passage: Passage | None = None,
-    ) -> Task:
-        reads, writes = known.reads, known.writes
-        key: Key = (pass_number, known.op.deadline)
-        waits = self._board.waits(reads, writes)
-        task = self.lanes.submit(known.op, waits, key, run, passage, known.spans)
-        self._board.note(task, reads, writes)
-        return task
 
     def _copy(self, source: Use, target: Use) -> None:
         self.device.copy(self.memory.at(target), self.memory.at(source))
@@ -223,11 +188,11 @@ class Executor:
         use = Use(self.plan.home(kind, unit), Value(kind, unit))
         touched = tuple(cells(self.plan, [use]))
         reads, writes = ((), touched) if to_write else (touched, ())
-        self.lanes.wait(self._board.waits(reads, writes))
+        self.lanes.wait(self.lanes.touching(reads, writes))
 
     def idle(self) -> None:
         """Block until no task touches any place, homes and slots and what is staged."""
-        self.lanes.wait(self._board.all())
+        self.lanes.wait(self.lanes.all())
 
     def peek(self, value: Value) -> torch.Tensor:
         """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""

@@ -51,14 +51,15 @@ class Exposures:
         self._before_write = before_write
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
-        self._copies: dict[int, dict[int, _Copy]] = {}
+        self.copies: dict[int, dict[int, _Copy]] = {}
+        """By unit and parameter."""
         self.reserved: dict[int, int] = {}
         """Bytes by unit that is served from memory of its own."""
 
     @property
     def bytes(self) -> int:
         """Bytes of all copies, and of units whose slot another one has."""
-        copies = sum(c.tensor.nbytes for unit in self._copies.values() for c in unit.values())
+        copies = sum(c.tensor.nbytes for unit in self.copies.values() for c in unit.values())
         return copies + sum(self.reserved.values())
 
     def reserve(self, unit: int, size: int, name: str) -> None:
@@ -76,7 +77,7 @@ class Exposures:
         Raises:
             MemoryError: the copies that are still held leave no room for it.
         """
-        found = self._copies.get(unit, {}).get(parameter)
+        found = self.copies.get(unit, {}).get(parameter)
         if found is None:
             one = self._plan.profile.units[unit].parameters[parameter]
             needs = f"touching {one.name} outside its use"
@@ -85,13 +86,13 @@ class Exposures:
             copied = self._read(unit, parameter)
             self._executor.device.drain()  # Other streams look at it, and write what was read.
             found = _Copy(copied, use_count(copied))
-            self._copies.setdefault(unit, {})[parameter] = found
+            self.copies.setdefault(unit, {})[parameter] = found
         return found.tensor
 
     def _make_room(self, size: int, what: str) -> None:
         if self.bytes + size <= self.limit_bytes:
             return
-        for unit in list(self._copies):
+        for unit in list(self.copies):
             self.settle(unit)
         if self.bytes + size > self.limit_bytes:
             raise MemoryError(
@@ -105,7 +106,7 @@ class Exposures:
     def settle(self, unit: int) -> bool:
         """Write back what was edited, let go of what nobody holds; whether anything was edited."""
         edited = False
-        copies = self._copies.get(unit)
+        copies = self.copies.get(unit)
         if not copies or not self._before_write(unit):
             return False
         self._executor.quiesce("weight", unit)
@@ -115,16 +116,16 @@ class Exposures:
             if not one.held:
                 del copies[parameter]
         if not copies:
-            del self._copies[unit]
+            del self.copies[unit]
         return edited
 
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
-        found = self._copies.get(unit, {}).get(parameter)
+        found = self.copies.get(unit, {}).get(parameter)
         if found is not None and found.tensor.data_ptr() != values.data_ptr():
-            del self._copies[unit][parameter]
-            if not self._copies[unit]:
-                del self._copies[unit]
+            del self.copies[unit][parameter]
+            if not self.copies[unit]:
+                del self.copies[unit]
 
     def read(self, unit: int, parameter: int) -> torch.Tensor:
         """The values of a parameter after any update, in memory of their own, not counted."""
@@ -136,13 +137,13 @@ class Exposures:
 
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""
-        return tuple(self._copies)
+        return tuple(self.copies)
 
     def renew(self, unit: int) -> None:
         """Show the present values in the copies of `unit` (after an update)."""
-        if unit in self._copies:
+        if unit in self.copies:
             self._executor.quiesce("weight", unit, to_write=False)
-            for parameter, one in self._copies[unit].items():
+            for parameter, one in self.copies[unit].items():
                 one.tensor.copy_(self._read(unit, parameter))
             self._executor.device.drain()
 

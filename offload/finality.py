@@ -71,7 +71,8 @@ class Finality:
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
         self._names = names
-        self._final: set[int] = set()
+        self.final: set[int] = set()
+        """Units all of whose gradient has come, in the last backward before a step."""
         self._now = [_Counts() for _ in names]
         self._before = [_Counts() for _ in names]
         """Of the last backward that was finished."""
@@ -84,11 +85,6 @@ class Finality:
     def counts(self) -> bool:
         """Whether the backward calls of a step are counted, so that updates begin early."""
         return self._micro_batches is not None
-
-    @property
-    def final(self) -> list[int]:
-        """Units all of whose gradient has come, in the last backward before a step."""
-        return sorted(self._final)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -112,21 +108,24 @@ class Finality:
         Raises:
             RuntimeError: the unit's update has begun without it.
         """
-        self._require_open(unit, "another gradient")
-        self._now[unit].gradients[parameter] += 1
-        self._judge(unit)
+        if unit in self.begun:
+            self._require_open(unit, "another gradient")
+        came = self._now[unit].gradients
+        came[parameter] = came.get(parameter, 0) + 1
+        if self._micro_batches is not None:
+            self._judge(unit)
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
         last = self._micro_batches is not None and self._backwards == self._micro_batches - 1
         if last and self._now[unit] == self._before[unit]:
-            self._final.add(unit)
+            self.final.add(unit)
         else:
-            self._final.discard(unit)
+            self.final.discard(unit)
 
     def begin(self, unit: int) -> Mapping[int, Turn]:
         """Freeze the update of a FINAL unit whose backward is over; nothing where none is due."""
-        self._final.remove(unit)
+        self.final.remove(unit)
         turns = self.freeze(unit)
         if turns:
             self.begun[unit] = turns
@@ -141,14 +140,14 @@ class Finality:
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
-        self._final.clear()
+        self.final.clear()
         if any(now.gradients for now in self._now):
             self._before, self._now = self._now, [_Counts() for _ in self._names]
             self._backwards += 1
 
     def aborted(self) -> None:
         """The outermost backward has ended with an exception; it does not count."""
-        self._final.clear()
+        self.final.clear()
         self._now = [_Counts() for _ in self._names]
         self._aborted = bool(self.begun)
 

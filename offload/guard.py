@@ -26,8 +26,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from offload.aside import unseen
 from offload.interrupt import whole
-from offload.passes import in_backward
+from offload.served import ServedParameter
 
 
 class Saved:
@@ -52,6 +53,13 @@ class Handle(NamedTuple):
     """The parameter's version when it was saved."""
     saved: Saved
     """The unit's, to keep alive."""
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """What it stands for, where `base` has the parameter's values."""
+        if base.dtype is not self.dtype:
+            base = base.reshape(-1).view(torch.uint8).view(self.dtype)
+        start = base.storage_offset() + self.offset // self.dtype.itemsize
+        return torch.as_strided(base, self.shape, self.stride, start)
 
 
 class Locator(Protocol):
@@ -81,14 +89,16 @@ class Savers(Protocol):
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saving guard]."""
 
-    def __init__(self, locator: Locator, units: Sequence[Savers]):
-        """Guard what is saved from here to `close`, while `units` are used."""
+    __slots__ = ("_in_backward", "_locator", "_outer", "_pair", "_stack", "_units")
+
+    def __init__(self, locator: Locator, units: Sequence[Savers], inside: bool):
+        """Guard what is saved from here to `close`, while `units` are used; `inside` a backward."""
         self._locator = locator
         self._units = units
-        self._in_backward = in_backward()
-        self._outer: Any = _hooks._top_saved_tensors_default_hooks(False)
+        self._in_backward = inside
+        self._outer: Any = _top(False)
         self._pair: _Pair = (self._pack, self._unpack)
-        _hooks._push_saved_tensors_default_hooks(*self._pair)
+        _push(*self._pair)
         self._stack = [self._pair]
         """Torch's stack as it was then."""
         if self._outer is not None:
@@ -97,9 +107,9 @@ class SavingGuard:
 
     def close(self) -> None:
         """Stop guarding."""
-        top = _hooks._top_saved_tensors_default_hooks(False)
+        top = _top(False)
         if top is not None and top[0] is self._pair[0]:
-            _hooks._pop_saved_tensors_default_hooks()
+            _pop()
         else:
             now = _take_all()
             _put_back([pair for pair in now if pair[0] is not self._pair[0]])
@@ -131,7 +141,8 @@ class SavingGuard:
             return self._locator.handle_of(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        handle = self._locate(tensor)
+        plain = type(tensor) in _PLAIN and unseen()
+        handle = self._locator.handle_of(tensor) if plain else self._locate(tensor)
         if handle is not None:
             return handle
         if self._outer is None:
@@ -148,21 +159,26 @@ class SavingGuard:
         return self._outer[1](packed[0])  # type: ignore[no-any-return]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, ServedParameter)
+"""Classes of which torch sends no question to a trap."""
+
 _Pair = tuple[Any, Any]
 """What packs and what unpacks."""
 
 _hooks: Any = torch._C._autograd
+_top, _push = _hooks._top_saved_tensors_default_hooks, _hooks._push_saved_tensors_default_hooks
+_pop = _hooks._pop_saved_tensors_default_hooks
 
 
 def _take_all() -> list[_Pair]:
     """Empty torch's stack of saved-tensor hooks; the lowest pair comes first."""
     found: list[_Pair] = []
-    while (top := _hooks._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := _top(True)) is not None:
         found.append(top)
-        _hooks._pop_saved_tensors_default_hooks()
+        _pop()
     return found[::-1]
 
 
 def _put_back(pairs: Sequence[_Pair]) -> None:
     for pair in pairs:
-        _hooks._push_saved_tensors_default_hooks(*pair)
+        _push(*pair)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aside import NO_RECORDING, refuse_transforms
+from offload.aside import NO_RECORDING, refuse_transforms, unseen
+from offload.binding import BoundUnit
 from offload.collected import take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
@@ -20,6 +21,7 @@ from offload.interrupt import whole
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
+from offload.served import ServedParameter
 from offload.structure import Structure
 
 
@@ -55,7 +57,8 @@ class Hooks:
         enter = hook(self._enter_root, refuses=bool(announcers))
         keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():
-            before = hook(partial(self._before_forward, tuple(used)), refuses=True)
+            units = tuple(engine.units[unit] for unit in used)
+            before = hook(partial(self._before_forward, units), refuses=True)
             after = hook(partial(self._after_forward, tuple(used), [0, 0]))
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
@@ -76,7 +79,10 @@ class Hooks:
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
-                    arrive = hook(partial(_gradient_arrived, known, trains, unit.index, index))
+                    place = (known, trains, unit.index, index)
+                    arrive = hook(
+                        partial(_gradient_arrived, *place), unless=partial(_in_between, *place)
+                    )
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -115,21 +121,22 @@ class Hooks:
                 self._marks.forward_ends(output)
 
     def _before_forward(
-        self, used: tuple[int, ...], module: nn.Module, args: Any, kwargs: Any
+        self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        self._engine.check()
-        if not in_backward():
-            if self._engine.calls.broken_off:
+        engine, inside = self._engine, in_backward()
+        engine.check()
+        if not inside:
+            if engine.calls.broken_off:
                 self._in_forward = False
                 self._leave_guards()
-                self._engine.end_abandoned()
-            self._engine.calls.begin()
-        for unit in used:
-            self._engine.enter(unit)
-            self._engine.casts.use(unit)
-        units = [self._engine.units[unit] for unit in used]
-        guard = SavingGuard(self._engine, units)
-        self._guards.append((module, guard, _Began.now((args, kwargs))))
+                engine.end_abandoned()
+            engine.calls.begin()
+        for bound in used:
+            engine.enter(bound)
+            engine.casts.use(bound.index)
+        guard = SavingGuard(engine, used, inside)
+        began = _Began(_sequence_number(), _makers((args, kwargs)) if inside else ())
+        self._guards.append((module, guard, began))
 
     def _after_forward(
         self, used: tuple[int, ...], looks: list[int], module: nn.Module, args: Any, output: Any
@@ -159,7 +166,8 @@ class Hooks:
 
     def _before_backward(self, unit: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of `unit`: its backward is next."""
-        _refuse_create_graph()
+        if torch.is_grad_enabled():
+            _refuse_create_graph()
         self._engine.enter_backward()
         self._engine.hold(unit)
 
@@ -200,37 +208,51 @@ class _Began(NamedTuple):
     given: tuple[Any, ...]
     """In a recompute, what made the arguments: the numbers of the forward's thread are others."""
 
-    @classmethod
-    def now(cls, arguments: Any) -> _Began:
-        """As a forward begins that is given `arguments`."""
-        given = tensors_in(arguments) if in_backward() else ()
-        return cls(_sequence_number(), tuple(one.grad_fn for one in given))
-
     def before(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` was made in the forward."""
         maker = tensor.grad_fn
-        if maker is None or any(maker is one for one in self.given):
+        if maker is None or (self.given and any(maker is one for one in self.given)):
             return False
         return maker._sequence_nr() >= self.number
+
+
+def _makers(arguments: Any) -> tuple[Any, ...]:
+    return tuple(one.grad_fn for one in tensors_in(arguments))
 
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number that autograd gives to the next operation of this thread."""
 
 
-_disable: Any = torch._dynamo.disable
-_left_alone = _disable(reason=f"torch.export() of an attached model, {NO_RECORDING}")
-"""By torch.compile; torch gives the reason where it may not."""
+_dynamo: Any = torch._dynamo
+_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What of torch.compile looks at the frames of this thread; None where nothing does. (To have
+`disable` ask takes as long as much of what is called.)"""
+
+
+def _left_alone(function: Any) -> Any:
+    """Let torch.compile not look into it; where it would have to, torch gives the reason."""
+    alone = _dynamo.decorators.skip(function)
+    alone._torchdynamo_disable_msg = f"torch.export() of an attached model, {NO_RECORDING}"
+    return alone
 
 
 class Hook:
     """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
 
     def __init__(
-        self, function: Callable[..., Any], lock: threading.RLock, *, refuses: bool = False
+        self,
+        function: Callable[..., Any],
+        lock: threading.RLock,
+        *,
+        refuses: bool = False,
+        unless: Callable[..., bool] | None = None,
     ):
-        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`."""
-        self._function, self._refuses = _alone(lock, function), refuses
+        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`.
+
+        Not where `unless` has done all that there was to do, which signals may come between.
+        """
+        self._function, self._refuses, self._unless = _alone(lock, function), refuses, unless
 
     def __getattr__(self, name: str) -> Any:
         """Functions have a name, and torch.jit.script asks for it."""
@@ -239,12 +261,16 @@ class Hook:
             f"model, {NO_RECORDING}"
         )
 
-    @_left_alone  # type: ignore[untyped-decorator]
+    @_left_alone
     def __call__(self, *args: Any) -> Any:
         """Call the function."""
         if self._refuses:
             refuse_transforms("an offloaded module was called")
-        return self._function(*args)
+        if _compiler() is None:
+            if self._unless is not None and self._unless(*args):
+                return None
+            return self._function(*args)
+        return _dynamo.disable(self._function)(*args)
 
     def __deepcopy__(self, memo: object) -> Any:
         return _inert
@@ -275,6 +301,19 @@ def _get_inert() -> Any:
     return _inert
 
 
+def _in_between(
+    known: Callable[[], Engine | None],
+    trains: bool,
+    unit: int,
+    index: int,
+    parameter: nn.Parameter,
+) -> bool:
+    """See [Note: Gradients in between]."""
+    engine = known()
+    usual = type(parameter) is ServedParameter and unseen() and not torch.is_grad_enabled()
+    return bool(usual and trains and engine and engine.collect_between(unit, index, parameter))
+
+
 def _gradient_arrived(
     known: Callable[[], Engine | None],
     trains: bool,
@@ -291,7 +330,8 @@ def _gradient_arrived(
             "backward() on a model attached without an optimizer: its gradients have no home; "
             "attach it with its optimizer, or run it under torch.no_grad()"
         )
-    _refuse_create_graph()
+    if torch.is_grad_enabled():
+        _refuse_create_graph()
     engine.collect(unit, index, gradient)
 
 
@@ -299,13 +339,12 @@ def _refuse_create_graph() -> None:
     """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it.
 
     Raises:
-        RuntimeError: it does.
+        RuntimeError: always.
     """
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "create_graph=True needs all weights until the second backward, and offloaded ones "
-            "move: compute higher derivatives on a model that is not attached"
-        )
+    raise RuntimeError(
+        "create_graph=True needs all weights until the second backward, and offloaded ones move: "
+        "compute higher derivatives on a model that is not attached"
+    )
 
 
 def _refuse_assign(

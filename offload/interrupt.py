@@ -26,11 +26,12 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam.interrupt import Handler, call, handlers, put_back
-from offload.aside import aside
+from offload.aside import aside, nothing_to_take
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
+_now, _thread = time.perf_counter, threading.get_ident
 _SIGINT = int(SIGINT)
 _MAIN = threading.main_thread().ident
 
@@ -69,9 +70,9 @@ def _note(number: int, frame: FrameType | None) -> None:
             raise KeyboardInterrupt
 
 
-def torn() -> tuple[str, ...]:
-    """What has torn something whole: each time, the reason."""
-    return tuple(_torn)
+def torn() -> Sequence[str]:
+    """What has torn something whole: each time, the reason. It grows."""
+    return _torn
 
 
 def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -79,20 +80,21 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
     The user's modes see nothing of it, see `aside`.
     """
-    function = aside(function)
+    apart = aside(function)
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         global _inside, _presses
-        if threading.get_ident() != _MAIN:  # On other threads Python calls no handlers.
-            since = time.perf_counter()
+        work = function if nothing_to_take() else apart
+        if _thread() != _MAIN:  # On other threads Python calls no handlers.
+            since = _now()
             try:
-                return function(*args, **kwargs)
+                return work(*args, **kwargs)
             finally:
-                calls.append((since, time.perf_counter(), _owner))
+                calls.append((since, _now(), _owner))
         if _inside:
-            return function(*args, **kwargs)
-        since = time.perf_counter()
+            return work(*args, **kwargs)
+        since = _now()
         found = handlers()
         begun, before = False, len(_torn)
         _came.clear()
@@ -105,7 +107,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
                 for number, _ in found:
                     _signal.signal(number, _note)
                 begun = True
-                return function(*args, **kwargs)
+                return work(*args, **kwargs)
             except BaseException as error:
                 # No error that the engine meets, and its own books are not written for it.
                 if begun and len(_torn) == before and not isinstance(error, Exception):
@@ -116,7 +118,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         finally:
             if _inside or _came:
                 _end(found)
-            calls.append((since, time.perf_counter(), _owner))
+            calls.append((since, _now(), _owner))
 
     return run
 

@@ -25,6 +25,7 @@ class InUse:
         self._memory = memory
         self._passes = passes
         self._units: list[BoundUnit] = []
+        """Those in use."""
         self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
@@ -34,10 +35,10 @@ class InUse:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        taken = [self._weight_slot[other.index] for other in self._units]
-        if slot is not None and slot in taken:
-            self._serve_apart(bound, entry)
-            return
+        for other in self._units:
+            if slot is not None and slot == self._weight_slot[other.index]:
+                self._serve_apart(bound, entry)
+                return
         try:
             self._executor.lanes.begin(entry.task)
             if bound.kept is None:
@@ -112,13 +113,13 @@ class InUse:
 
     def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
         """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
-        if tensor.layout is not torch.strided or tensor.device.type != self._device_type:
+        if tensor.layout is not torch.strided:
             return None
         address = tensor.data_ptr()
         for bound in self._units:
             offset = address - bound.address
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
-                return bound, offset
+                return (bound, offset) if tensor.device.type == self._device_type else None
         return None
 
 

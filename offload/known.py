@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TypeVar
 
-from offload.executor import Executor, Known
+from offload.books import Known
+from offload.executor import Executor
 from offload.program import Op, Use, Value, Verb, carry_out, compute, fetch, weight_in_use
 
 KNOWN_PER_UNIT_MAX = 16

@@ -7,10 +7,10 @@ call raises.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -71,17 +71,23 @@ class Lanes:
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        self._books = books_of(lanes, self.fail, device)
+        self._books = books_of(lanes, self.fail, device, trace.ran.maxlen or 0 if trace else 0)
         self._lock = threading.Lock()
         """Of what is counted and recorded, and of the failure."""
         self.copies = self._books.copies and pace is None
         """Whether copies within CPU memory need no more than `spans`."""
+        # What these do is said there; no call is so frequent as these.
+        self.know, self.issue = self._books.know, self._books.issue
+        self.touching, self.all = self._books.touching, self._books.all
+        self.passage, self.seal = self._books.passage, self._books.seal
+        self.cancel, self.together = self._books.cancel, self._books.together
         self._pace = pace
         self._trace = trace
         self._owner = trace and trace.key
         self._device = device
-        self._closing = False
+        self.closed = False
         self._failure: BaseException | None = None
+        self._pid = os.getpid()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
         intra_op_threads = torch.get_num_threads()
         self._threads = [
@@ -110,10 +116,6 @@ class Lanes:
 
     # -- submitting ---------------------------------------------------------------------------
 
-    def passage(self) -> Passage:
-        """A new passage, for `submit` and `seal`."""
-        return self._books.passage()
-
     def submit(
         self,
         op: Op,
@@ -130,14 +132,6 @@ class Lanes:
         """
         belongs(self._owner)
         return self._books.submit(op, waits, key, run, passage, spans)
-
-    def seal(self, passage: Passage) -> None:
-        """All ops of `passage` are queued: let it start."""
-        self._books.seal(passage)
-
-    def cancel(self, tasks: Iterable[Task]) -> None:
-        """Take back those of `tasks` that have not begun."""
-        self._books.cancel(tasks)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
@@ -164,10 +158,11 @@ class Lanes:
         """Block until the user's compute `task` may start, and start it."""
         if not self._books.begin(task, 0.0):
             self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
+        if self._device.is_host:
+            return
         for fence in task.fences:
             fence.wait()
-        if not self._device.is_host:
-            task.streams = [self._device.stream()]
+        task.streams = [self._device.stream()]
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -178,11 +173,13 @@ class Lanes:
 
     def finish(self, task: Task) -> None:
         """The user's compute `task` is over (on the host; the device may have work left)."""
-        self.join(task)
-        streams = [] if self._device.is_host else task.streams
-        fences = [self._device.fence(stream) for stream in streams]
-        self._books.finish(task, [fence for fence in fences if fence is not None])
-        if self._trace is not None:
+        if self._device.is_host:
+            self._books.finish(task)
+        else:
+            self.join(task)
+            fences = [self._device.fence(stream) for stream in task.streams]
+            self._books.finish(task, [fence for fence in fences if fence is not None])
+        if self._trace is not None and not self._books.copies:
             self.note(task.op, task.began_at, time.perf_counter())
 
     def wait(self, tasks: Iterable[Task]) -> None:
@@ -202,7 +199,7 @@ class Lanes:
         """Block until `come`, which waits for a while itself."""
         self.check()
         since = time.perf_counter()
-        while not (found := come()) and self._failure is None and not self._closing:
+        while not (found := come()) and self._failure is None and not self.closed:
             pass
         self._blame(task, since)
         self.check()
@@ -218,12 +215,25 @@ class Lanes:
             if until > begin:
                 self._expose(lane, begin, until)
                 until = begin
-        if until > since and task.history:
+        if until > since and len(path) > (not task.of_user):
             self._expose(path[-1][0], since, until)
+
+    def _require_own(self) -> None:
+        """Refuse a forked child what is counted: a lane may have had the lock in that moment.
+
+        Raises:
+            RuntimeError: this is one.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a forked process touched an offloaded model: its lanes, and what they have done, "
+                "stay with the parent; ask there, or start workers with multiprocessing 'spawn'"
+            )
 
     @property
     def use(self) -> dict[Lane, LaneUse]:
         """What each lane has done so far."""
+        self._require_own()
         with self._lock:
             for lane, use in self._use.items():
                 seconds, moved, operations = self._books.copied(lane)
@@ -254,22 +264,18 @@ class Lanes:
         lane may hold the lock, and cannot wait for its own end.
         """
         if threading.current_thread() in self._threads:
-            self._closing = True
+            self.closed = True
             threading.Thread(
                 target=self.close, args=(then,), name="offload-close", daemon=True
             ).start()
             return
-        self._closing = True
+        self.closed = True
         self._books.stop(closing=True)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
         self._books.forget()
         then()
-
-    def together(self) -> AbstractContextManager[None]:
-        """A context: lanes may begin what is queued inside at its end, all at once."""
-        return self._books.together()
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""
@@ -290,6 +296,7 @@ class Lanes:
 
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
+        self._require_own()
         with self._lock:
             if self._trace is None:
                 return None

@@ -88,12 +88,9 @@ class Passes:
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self._open: _Pass | None = None
-        self.known = KnownOps(executor)
-
-    @property
-    def verb(self) -> Verb | None:
+        self.verb: Verb | None = None
         """Direction of the open pass."""
-        return self._open.verb if self._open is not None else None
+        self.known = KnownOps(executor)
 
     @property
     def position(self) -> int:
@@ -104,12 +101,12 @@ class Passes:
         """Begin a pass: queue the fetches of all its units."""
         assert self._open is None
         self.number += 1
-        self._open = _Pass(verb, self.orders[verb])
+        self._open, self.verb = _Pass(verb, self.orders[verb]), verb
         self._queue(self._open, 0)
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
-        ended, self._open = self._open, None
+        ended, self._open, self.verb = self._open, None, None
         if ended is None:
             return
         self._drop(ended)

@@ -67,6 +67,7 @@ class Schedule:
 
     def seal(self, passage: Passage) -> None:
         """All tasks of `passage` are there."""
+        assert passage.tasks, "a passage that is sealed has tasks: its end frees its slot"
         for task in passage.tasks:
             for other in task.waits:
                 self._hurry(other, passage.key if other.passage is not passage else task.key)

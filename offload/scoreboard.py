@@ -56,6 +56,11 @@ class Scoreboard(Generic[Task]):
         """Tasks to wait for before anybody else has the places."""
         return self.waits((), tuple(self._accesses))
 
+    @property
+    def most_kept(self) -> int:
+        """How many accesses are kept of the place of which there are most."""
+        return max(map(len, self._accesses.values()), default=0)
+
     def note(self, task: Task, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
         for cell in reads:

@@ -43,7 +43,7 @@ class ParameterHome:
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
-                stack.callback(SavingGuard(_Lent(homes), units).close)
+                stack.callback(SavingGuard(_Lent(homes), units, in_backward()).close)
             with torch._C.DisableTorchFunctionSubclass(), users_modes():
                 return function(*args, **kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from offload.books import Books
 from offload.compiled import BOOKS_VARIABLE, CompiledBooks, books_of
 from offload.device import CPU, Device
 from offload.program import Lane, Op, Value, Verb
-from offload.scoreboard import Scoreboard
 from offload.task import State
 
 offload_books = pytest.importorskip("offload._books", reason="not compiled here")
@@ -20,8 +20,8 @@ offload_books = pytest.importorskip("offload._books", reason="not compiled here"
 LANES = (Lane.H2D, Lane.CPU)
 
 
-def op(lane: Lane) -> Op:
-    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), 0, 0)
+def op(lane: Lane, deadline: int = 0) -> Op:
+    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), 0, deadline)
 
 
 class Pair:
@@ -29,14 +29,6 @@ class Pair:
 
     def __init__(self) -> None:
         self.both: tuple[Any, Any] = (Books(LANES, self.fail), CompiledBooks())
-        self.boards: list[Scoreboard[Any]] = [
-            Scoreboard(
-                taken_back=lambda task: task.cancelled,
-                fixed=lambda task: task.begun,
-                settled=lambda task: task.settled,
-            )
-            for _ in self.both
-        ]
         self.tasks: list[tuple[Any, Any]] = []
         self.running: list[tuple[Any, Any]] = []
         self.started: list[int] = []
@@ -48,13 +40,10 @@ class Pair:
         self, lane: Lane, reads: Any, writes: Any, key: Any, user: bool, passages: Any
     ) -> None:
         made, found = [], []
-        for books, board, passage in zip(self.both, self.boards, passages):
-            waits = board.waits(reads, writes)
-            run = None if user else print
-            task = books.submit(op(lane), waits, key, run, passage, None)
-            board.note(task, reads, writes)
-            found.append([one.serial for one in waits])
-            made.append(task)
+        for books, passage in zip(self.both, passages):
+            found.append([one.serial for one in books.touching(reads, writes)])
+            known = books.know(op(lane, key[1]), reads, writes)
+            made.append(books.issue(known, key[0], None if user else print, passage))
         assert found[0] == found[1]
         self.tasks.append((made[0], made[1]))
 
@@ -92,14 +81,18 @@ class Pair:
             books.finish(task)
 
     def look(self) -> None:
-        """All that can be seen of every task."""
+        """All that can be seen of every task, and of the places."""
+        board, other_board = ([one.serial for one in books.all()] for books in self.both)
+        assert sorted(board) == sorted(other_board)
+        assert self.both[0].most_kept == self.both[1].most_kept
         for task, other in self.tasks:
-            assert (task.key if not task.over else None) == (other.key if not other.over else None)
+            key, other_waits = self.both[1].look(other)
+            assert task.over or task.key == key
             for name in ("over", "begun", "cancelled", "settled"):
                 assert getattr(task, name) == getattr(other, name), name
             if not task.over:
                 waits = [one.serial for one in task.waits if not one.over]
-                assert waits == list(other.waits)
+                assert waits == other_waits
                 path = [
                     [lane for lane, _ in books.path(one)]
                     for books, one in zip(self.both, (task, other))
@@ -180,8 +173,31 @@ def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
     assert seconds > 0
     assert (moved, operations) == (10000, 2)
     assert books.copied(Lane.H2D) == (0.0, 0, 0)
-    assert [(one.lane, one.op) for one in books.ran()] == [(Lane.H2D, op(Lane.H2D))] * 2
+    assert [one.lane for one in books.ran()] == [Lane.COMPUTE, Lane.H2D, Lane.H2D]
     assert books.ran() == []
+
+
+def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> None:
+    books = CompiledBooks()
+    lane = threading.Thread(target=books.take, args=(Lane.H2D,))
+    lane.start()
+    source = torch.arange(128 << 10).to(torch.uint8)
+    at_hand = False
+    try:
+        for number in range(1000):  # The first may come before the lane sleeps.
+            into = torch.zeros_like(source)
+            spans = (into.data_ptr(), source.data_ptr(), source.numel())
+            task = books.submit(op(Lane.H2D), [], (0, number), None, None, spans)
+            at_hand = task.over
+            while not books.over(task, 1.0):
+                pass
+            assert torch.equal(into, source)
+            if at_hand:
+                break
+        assert at_hand
+    finally:
+        books.stop(closing=True)
+        lane.join()
 
 
 def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
@@ -193,6 +209,10 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     books.finish(task)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
+    with pytest.raises(RuntimeError, match="a passage that is sealed has tasks"):
+        books.seal(books.passage())
+    with pytest.raises(ValueError, match="a copy of no bytes"):
+        books.submit(op(Lane.H2D), [], (0, 0), None, None, (8, 16, 0))
     mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
     books.cancel([mine])
     with pytest.raises(RuntimeError, match="what begins has not begun"):
@@ -204,6 +224,8 @@ def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.Monk
         is_host = False
 
     fenced = Fenced(torch.device("cpu"))
-    monkeypatch.setenv(BOOKS_VARIABLE, "compiled")
-    assert isinstance(books_of(LANES, print, CPU), CompiledBooks)
-    assert isinstance(books_of(LANES, print, fenced), Books)
+    monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
+    assert isinstance(books_of(LANES, print, CPU, 0), CompiledBooks)
+    assert isinstance(books_of(LANES, print, fenced, 0), Books)
+    monkeypatch.setenv(BOOKS_VARIABLE, "python")
+    assert isinstance(books_of(LANES, print, CPU, 0), Books)

@@ -186,7 +186,7 @@ def test_an_unstarted_end_of_a_copy_is_cut_short_by_closing(course: Course) -> N
     urgent = course.submit("urgent", 0)
     closing = threading.Thread(target=course.lanes.close)
     closing.start()
-    while not course.lanes._closing:
+    while not course.lanes.closed:
         pass
     course.end()
     closing.join()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from offload.recorded import run_of
 from tests.faults import in_child
 from tests.training import VOCABULARY, Run, attached, loss_of, plain, result_of, same_bits
 
@@ -127,6 +128,8 @@ def test_a_child_that_touches_the_model_is_told(tmp_path: Path) -> None:
             "step": run.optimizer.step,
             "state": run.optimizer.state_dict,
             "settle": run.engine.settle,
+            "report": run.engine.report,
+            "run": lambda: run_of(run.engine),
         }
         (tmp_path / "told").mkdir()
 

@@ -55,10 +55,11 @@ def pressed_in_collect(run: Run) -> Iterator[None]:
         collect(*args)
 
     run.engine.collector.collect = pressed  # type: ignore[method-assign]
+    run.engine.collector.collect_between = lambda *_: False  # type: ignore[method-assign]
     try:
         yield
     finally:
-        del run.engine.collector.collect
+        del run.engine.collector.collect, run.engine.collector.collect_between
 
 
 def place_of(run: Run) -> tuple[int, int]:

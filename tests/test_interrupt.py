@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import offload
-from offload import guard, interrupt
+from offload import collected, guard, interrupt
 from offload.interrupt import whole
 from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
@@ -383,7 +383,7 @@ def test_pressed_twice_anywhere_the_handler_is_back() -> None:
         raise KeyboardInterrupt
 
     work = whole(lambda: None)
-    own, torn = interrupt.__file__, interrupt.torn()
+    own, torn = interrupt.__file__, [*interrupt.torn()]
     before = signal.signal(signal.SIGINT, mine)
     raised = 0
     try:
@@ -477,3 +477,24 @@ def test_ctrl_c_at_every_line_of_the_guard_leaves_the_trap_on(tmp_path: Path) ->
                 run.loss().backward()
             assert torch._C._is_torch_function_enabled(), at
             run.optimizer.zero_grad()
+
+
+def test_ctrl_c_at_every_line_of_collecting_leaves_no_part_of_a_gradient(tmp_path: Path) -> None:
+    tokens = batch(torch.Generator().manual_seed(0))
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+
+        def gradients() -> dict[str, Any]:
+            named = [(n, p.grad) for n, p in run.model.named_parameters()]
+            run.optimizer.zero_grad(set_to_none=True)
+            return {name: gradient for name, gradient in named if gradient is not None}
+
+        with pressing(within=collected.__file__) as lines:
+            loss_of(run.model, tokens).backward()
+        wanted, between = gradients(), 0
+        for at in range(1, lines[0] + 1, 7):
+            with suppress(KeyboardInterrupt), pressing(at, within=collected.__file__):
+                loss_of(run.model, tokens).backward()
+            came = gradients()
+            between += len(came) < len(wanted)
+            assert all(same_bits(came[name], wanted[name]) for name in came), at
+        assert between > 10

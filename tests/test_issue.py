@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offload
-from offload.executor import Known
+from offload.books import Known
 from offload.layout import Plan
 from offload.program import Op, Verb, cells
 from offload.task import Task
@@ -36,20 +36,20 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     """What the engine issues in a step, taken back or not."""
-    executor: Any = run.engine.executor
-    submit, issued = executor._submit, list[tuple[Op, Task]]()
+    lanes: Any = run.engine.executor.lanes
+    issue, issued = lanes.issue, list[tuple[Op, Task]]()
 
     def recording(known: Known, *arguments: Any) -> Task:
-        task: Task = submit(known, *arguments)
+        task: Task = issue(known, *arguments)
         issued.append((known.op, task))
         return task
 
-    executor._submit = recording
+    lanes.issue = recording
     try:
         loop(run)
         run.engine.settle()
     finally:
-        del executor._submit
+        lanes.issue = issue
     assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 
@@ -189,7 +189,7 @@ def test_every_loop_issues_the_phases_as_run(
 
 
 def longest(engine: offload.Engine) -> int:
-    return max(len(found) for found in engine.executor._board._accesses.values())
+    return engine.executor.lanes._books.most_kept
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, MIXED, ("cpu", "cpu", "nvme")], ids="-".join)

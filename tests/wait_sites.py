@@ -141,8 +141,8 @@ WAITS = (
     Wait(
         "home: until nobody writes or reads it",
         "executor",
-        "        self.lanes.wait(self._board.waits(reads, writes))\n",
-        "        self._board.waits(reads, writes)\n",
+        "        self.lanes.wait(self.lanes.touching(reads, writes))\n",
+        "        self.lanes.touching(reads, writes)\n",
     ),
     Wait(
         "home: until nobody reads it",

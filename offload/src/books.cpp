@@ -1,23 +1,20 @@
 #include "books.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 namespace books {
 
-// As Python's time.perf_counter.
-static double now() {
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
-}
-
 static void require(bool so, const char* what) {
     if (!so) throw std::logic_error(what);
+}
+
+static void require_new(const Task& task) {
+    require(task.serial == 0, "a task is queued once");
+    require(!task.passage || !task.passage->started(), "a passage is sealed before it starts");
 }
 
 class Books::Turn {
@@ -25,14 +22,27 @@ public:
     explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
     Turn(const Turn&) = delete;
     ~Turn() {
-        if (lock_.owns_lock()) tell();
+        if (writing_ && std::uncaught_exceptions() > before_) {
+            books_.torn_ = books_.stopped_ = books_.told_ = true;
+            for (Lane& lane : books_.lanes_) lane.wake.notify_all();
+        }
+        tell();
     }
 
-    void let_go() {
-        tell();
-        lock_.unlock();
+    // From here on an error leaves the books half written.
+    void write() {
+        books_.require_whole();
+        writing_ = true;
     }
-    void take_again() { lock_.lock(); }
+
+    // Do something without the lock; nothing that may fail.
+    template <typename Function>
+    void without(Function function) {
+        lock_.unlock();
+        function();
+        lock_.lock();
+        write();  // Somebody else may have torn them meanwhile.
+    }
 
     // Wait until somebody tells, or the time is up; whether it is not.
     bool sleep(std::chrono::steady_clock::time_point until) {
@@ -45,8 +55,7 @@ public:
         lane.wake.wait(lock_);
         lane.asleep = false;
     }
-
-private:
+    // Wake whom it concerns.
     void tell() {
         if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
         for (Lane& lane : books_.lanes_) {
@@ -56,9 +65,19 @@ private:
         }
     }
 
+private:
     Books& books_;
     std::unique_lock<std::mutex> lock_;
+    const int before_ = std::uncaught_exceptions();
+    bool writing_ = false;
 };
+
+void Books::require_whole() const {
+    if (torn_) {
+        throw std::runtime_error(
+            "the books of the lanes are half written, as memory ran out in the midst of it");
+    }
+}
 
 static std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
@@ -71,41 +90,61 @@ Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran
 // -- tasks ------------------------------------------------------------------------------------
 
 void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
+    Turn turn(*this);
+    require_new(*task);
+    turn.write();
+    queue(task, waits);
+    copy_at_hand(turn);
+}
+
+void Books::issue(const TaskPtr& task, const Cells& reads, const Cells& writes) {
+    Turn turn(*this);
+    require_new(*task);
+    turn.write();
+    queue(task, board_.waits(reads, writes));
+    board_.note(task, reads, writes);
+    copy_at_hand(turn);
+}
+
+std::vector<TaskPtr> Books::touching(const Cells& reads, const Cells& writes) {
     const Turn turn(*this);
-    Passage* passage = task->passage.get();
-    require(task->serial == 0, "a task is queued once");
-    require(passage == nullptr || !passage->started(), "a passage is sealed before it starts");
-    task->serial = ++serial_;
-    alive_.emplace(task.get(), task);
-    if (passage != nullptr) {
-        if (passage->serial == 0) passage->serial = task->serial;
-        passage->tasks.push_back(task.get());
-        passage->left++;
-        passage->key = std::min(passage->key, task->key);
-    }
-    for (const TaskPtr& other : waits) {
-        if (other->over()) continue;
-        link(other.get(), task.get());
-        if (task->key < other->key) hurry(other.get(), task->key);
-    }
-    if (task->missing == 0) try_ready(task.get(), nullptr);
+    return board_.waits(reads, writes);
+}
+
+std::vector<TaskPtr> Books::all() {
+    const Turn turn(*this);
+    return board_.all();
+}
+
+size_t Books::most_kept() {
+    const Turn turn(*this);
+    return board_.most_kept();
 }
 
 void Books::seal(const PassagePtr& passage) {
-    const Turn turn(*this);
+    Turn turn(*this);
+    require(!passage->tasks.empty(), "a passage that is sealed has tasks: its end frees its slot");
+    turn.write();
     for (Task* task : passage->tasks) {
         for (Task* other : task->waits) {
             hurry(other, other->passage != passage ? passage->key : task->key);
         }
     }
     came(passage.get(), nullptr);
+    copy_at_hand(turn);
 }
 
 void Books::cancel(const std::vector<TaskPtr>& tasks) {
-    const Turn turn(*this);
+    Turn turn(*this);
+    const auto open = [](const TaskPtr& task) {
+        return task->state == State::WAITING || task->state == State::READY;
+    };
     for (const TaskPtr& task : tasks) {
-        if (task->state != State::WAITING && task->state != State::READY) continue;
-        require(!task->passage, "a passage is not taken back");
+        require(!task->passage || !open(task), "a passage is not taken back");
+    }
+    turn.write();
+    for (const TaskPtr& task : tasks) {
+        if (!open(task)) continue;
         if (!task->of_user) {
             lanes_[task->lane].ready.erase({{task->key, task->serial}, task.get()});
         }
@@ -129,6 +168,7 @@ bool Books::begin(Task& task, double seconds) {
         task.awaited = true;
         while (task.state == State::WAITING && !stopped_ && turn.sleep(until)) {}
     }
+    require_whole();
     if (task.state != State::READY || stopped_) return false;
     task.state = State::RUNNING;
     task.began_at = now();
@@ -142,13 +182,26 @@ bool Books::over(Task& task, double seconds) {
         task.awaited = true;
         while (!task.over() && !stopped_ && turn.sleep(until)) {}
     }
+    require_whole();
     return task.over();
 }
 
 void Books::finish(Task& task) {
-    const Turn turn(*this);
+    Turn turn(*this);
     require(task.state == State::RUNNING, "what is finished has begun");
+    turn.write();
+    if (task.of_user) record(task.number, task.began_at, now());
     done(&task);
+    copy_at_hand(turn);
+}
+
+Seen Books::look(const Task& task) {
+    const Turn turn(*this);
+    Seen seen{task.key, {}, {}};
+    for (const Task* other : task.waits) seen.waits.push_back(other->serial);
+    if (!task.of_user) seen.path.emplace_back(task.lane, task.ready_at);
+    seen.path.insert(seen.path.end(), task.history.begin(), task.history.end());
+    return seen;
 }
 
 void Books::stop(bool closing) {
@@ -166,8 +219,10 @@ TaskPtr Books::take(int number, bool wait) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
     while (!closing_) {
+        turn.write();
         if (Task* task = stopped_ ? nullptr : first(lane)) {
             if (task->copy.bytes == 0) return task->shared_from_this();
+            turn.tell();
             run_copy(turn, lane, task);
         } else if (wait) {
             turn.sleep(lane);
@@ -181,9 +236,11 @@ TaskPtr Books::take(int number, bool wait) {
 TaskPtr Books::overtaking(int number, const Task& than) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
+    turn.write();
     while (!stopped_ && !lane.ready.empty() && lane.ready.begin()->second->key < than.key) {
         Task* task = first(lane);
         if (task->copy.bytes == 0) return task->shared_from_this();
+        turn.tell();
         run_copy(turn, lane, task);
     }
     return nullptr;
@@ -209,126 +266,34 @@ Task* Books::first(Lane& lane) {
 
 void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
     const double since = now();
-    turn.let_go();
-    std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    turn.without([task] {
+        std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    });
     const double until = now();
-    turn.take_again();
-    if (ran_.size() == ran_max_) ran_.pop_front();
-    ran_.push_back({task->copy.number, since, until});
+    record(task->number, since, until);
     lane.copied.busy_s += until - since;
     lane.copied.bytes += int64_t(task->copy.bytes);
     lane.copied.operations++;
     done(task);
 }
 
-// -- inside, with the lock --------------------------------------------------------------------
-
-void Books::link(Task* other, Task* task) {
-    other->followers.push_back(task);
-    task->waits.push_back(other);
-    task->missing++;
-    if (task->passage && task->passage != other->passage) task->passage->missing++;
-}
-
-void Books::done(Task* task) {
-    const TaskPtr kept = task->shared_from_this();
-    Passage* passage = task->passage.get();
-    task->state = State::DONE;
-    if (passage != nullptr) std::erase(passage->tasks, task);
-    release(task);
-    if (passage != nullptr && --passage->left == 0) {
-        std::erase(started_, passage);
-        free_.push_back(passage->slot);
-        start(task);
-    }
-}
-
-// A task is over: who waits for it may be ready.
-void Books::release(Task* task) {
-    const TaskPtr kept = task->shared_from_this();
-    told_ = told_ || task->awaited;
-    for (Task* other : task->waits) std::erase(other->followers, task);
-    task->waits.clear();
-    for (Task* follower : std::exchange(task->followers, {})) {
-        std::erase(follower->waits, task);
-        follower->missing--;
-        if (follower->passage && follower->passage != task->passage) {
-            came(follower->passage.get(), task);
-        }
-        if (follower->missing == 0) try_ready(follower, task);
-    }
-    alive_.erase(task);
-}
-
-void Books::try_ready(Task* task, Task* last) {
-    if (task->missing > 0 || task->state != State::WAITING) return;
-    if (task->passage && !task->passage->started()) return;
-    task->state = State::READY;
-    task->ready_at = now();
-    if (last != nullptr && !last->of_user) {
-        task->history = {{last->lane, last->ready_at}};
-        const size_t more = std::min(last->history.size(), HISTORY_MAX - 1);
-        task->history.insert(
-            task->history.end(), last->history.begin(), last->history.begin() + more);
-    }
-    if (task->of_user) {
-        told_ = told_ || task->awaited;
-    } else {
-        lanes_[task->lane].ready.insert({{task->key, task->serial}, task});
-    }
-}
-
-void Books::came(Passage* passage, Task* last) {
-    if (--passage->missing == 0) {
-        waiting_.insert({{passage->key, passage->serial}, passage});
-        start(last);
-    }
-}
-
-// Start the passages for which there are slots.
-void Books::start(Task* last) {
-    while (!waiting_.empty()) {
-        Passage* passage = waiting_.begin()->second;
-        if (free_.empty()) {
-            const auto ending = std::ranges::min_element(started_, {}, [](const Passage* one) {
-                return std::pair(one->left, one->serial);
-            });
-            for (Task* task : (*ending)->tasks) hurry(task, passage->key);
-            return;
-        }
-        waiting_.erase(waiting_.begin());
-        passage->slot = free_.back();
-        free_.pop_back();
-        started_.push_back(passage);
-        for (Task* task : passage->tasks) try_ready(task, last);
-    }
-}
-
-void Books::hurry(Task* task, Key key) {
-    std::vector<Task*> found{task};
-    while (!found.empty()) {
-        Task* one = found.back();
-        found.pop_back();
-        if (one->over() || one->key <= key) continue;
-        auto& ready = lanes_[one->lane].ready;
-        const bool queued = ready.erase({{one->key, one->serial}, one}) > 0;
-        one->key = key;
-        if (queued) ready.insert({{key, one->serial}, one});
-        found.insert(found.end(), one->waits.begin(), one->waits.end());
-        Passage* passage = one->passage.get();
-        if (passage == nullptr || passage->started() || passage->key <= key) continue;
-        const bool waits = waiting_.erase({{passage->key, passage->serial}, passage}) > 0;
-        passage->key = key;
-        for (Task* inner : passage->tasks) {
-            for (Task* other : inner->waits) {
-                if (other->passage.get() != passage) found.push_back(other);
-            }
-        }
-        if (waits) {
-            waiting_.insert({{key, passage->serial}, passage});
-            start(nullptr);
+// Spare lanes that sleep what takes no longer than to wake them.
+void Books::copy_at_hand(Turn& turn) {
+    size_t left = AT_HAND_BYTES_MAX;
+    for (Lane& lane : lanes_) {
+        while (lane.asleep && !lane.ready.empty() && !stopped_) {
+            const size_t bytes = lane.ready.begin()->second->copy.bytes;
+            if (bytes == 0 || bytes > left) break;
+            left -= bytes;
+            run_copy(turn, lane, first(lane));
         }
     }
+}
+
+void Books::record(int64_t number, double since, double until) {
+    if (number < 0 || ran_max_ == 0) return;
+    if (ran_.size() == ran_max_) ran_.pop_front();
+    ran_.push_back({number, since, until});
 }
 
 }  // namespace books

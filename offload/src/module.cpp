@@ -21,19 +21,19 @@ using without_gil::WithoutGil;
 
 using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `offload/books.py`
 
-static TaskPtr make_task(int lane, Key key, bool of_user, const PassagePtr& passage,
-                         std::optional<Spans> spans, int64_t number) {
-    auto task = std::make_shared<Task>();
-    task->lane = lane;
-    task->key = key;
-    task->of_user = of_user;
-    task->passage = passage;
-    if (spans) {
-        const auto [into, source, bytes] = *spans;
-        task->copy = {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes,
-                      number};
-    }
-    return task;
+// An op that comes again, by numbers: see `Known` in `offload/books.py`.
+struct Known {
+    int lane;
+    int64_t deadline;
+    Copy copy;
+    Cells reads, writes;
+};
+
+static Copy copy_of(std::optional<Spans> spans) {
+    if (!spans) return {};
+    const auto [into, source, bytes] = *spans;
+    if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
+    return {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes};
 }
 
 // The books, and what lanes will do in Python: with the GIL, and never by who copies without it.
@@ -47,16 +47,42 @@ public:
         if (getpid() == pid_) delete books_;
     }
 
-    void add(nb::object handle, const std::vector<TaskPtr>& waits) {
-        const TaskPtr task = nb::cast<TaskPtr>(handle);
-        if (!task->of_user && task->copy.bytes == 0) handles_.emplace(task.get(), handle);
-        books_->add(task, waits);
+    // Queue a task; `waits` where the caller says for whom it waits, else by what it touches.
+    nb::object issue(const Known& known, int64_t pass, nb::object op, nb::object run,
+                     const PassagePtr& passage, int64_t number,
+                     const std::optional<std::vector<TaskPtr>>& waits) {
+        const auto task = std::make_shared<Task>();
+        task->lane = known.lane;
+        task->of_user = run.is_none() && known.copy.bytes == 0;
+        task->key = {pass, known.deadline};
+        task->copy = known.copy;
+        task->number = number;
+        task->passage = passage;
+        nb::object handle = nb::cast(task);
+        if (known.copy.bytes == 0) {
+            handle.attr("op") = op;
+            handle.attr("run") = run;
+            if (!task->of_user) handles_.emplace(task.get(), handle);
+        }
+        if (waits) {
+            books_->add(task, *waits);
+        } else {
+            books_->issue(task, known.reads, known.writes);
+        }
+        return handle;
     }
+    std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
+        return books_->touching(reads, writes);
+    }
+    std::vector<TaskPtr> all() { return books_->all(); }
+    size_t most_kept() { return books_->most_kept(); }
     void seal(const PassagePtr& passage) { books_->seal(passage); }
     void cancel(const std::vector<TaskPtr>& tasks) {
         books_->cancel(tasks);
+        std::vector<nb::object> gone;  // last, as what they hold may come back here as it goes
         for (const TaskPtr& task : tasks) {
-            if (task->over()) handles_.erase(task.get());
+            if (!task->over()) continue;
+            if (auto found = handles_.extract(task.get())) gone.push_back(found.mapped());
         }
     }
     bool begin(Task& task, double seconds) {
@@ -70,6 +96,11 @@ public:
         return books_->over(task, seconds);
     }
     void finish(Task& task) { books_->finish(task); }
+    std::tuple<Key, std::vector<int64_t>, std::vector<std::pair<int, double>>> look(
+        const Task& task) {
+        Seen seen = books_->look(task);
+        return {seen.key, std::move(seen.waits), std::move(seen.path)};
+    }
     nb::object take(int lane, bool wait) {
         TaskPtr task;
         {
@@ -87,7 +118,7 @@ public:
         return handed(task);
     }
     void stop(bool closing) { books_->stop(closing); }
-    void forget() { std::exchange(handles_, {}); }
+    void forget() { const auto gone = std::exchange(handles_, {}); }
     std::tuple<double, int64_t, int64_t> copied(int lane) {
         const Copied now = books_->copied(lane);
         return {now.busy_s, now.bytes, now.operations};
@@ -110,24 +141,13 @@ private:
     std::unordered_map<Task*, nb::object> handles_;
 };
 
-static std::vector<int64_t> serials(const Task& task) {
-    std::vector<int64_t> found;
-    for (const Task* other : task.waits) found.push_back(other->serial);
-    return found;
-}
-
 NB_MODULE(_books, module) {
     nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
-        .def_ro("key", &Task::key)
-        .def_ro("lane", &Task::lane)
         .def_ro("passage", &Task::passage)
         .def_ro("of_user", &Task::of_user)
-        .def_ro("ready_at", &Task::ready_at)
         .def_ro("began_at", &Task::began_at)
-        .def_ro("history", &Task::history)
-        .def_prop_ro("waits", &serials)
         .def_prop_ro("over", &Task::over)
         .def_prop_ro("settled", &Task::over)
         .def_prop_ro("fences", [](const Task&) { return nb::tuple(); })
@@ -136,16 +156,26 @@ NB_MODULE(_books, module) {
             return task.state == State::CANCELLED;
         });
     module.def("make_passage", [] { return std::make_shared<Passage>(); });
-    module.def("make_task", &make_task, nb::arg("lane"), nb::arg("key"), nb::arg("of_user"),
-               nb::arg("passage").none(), nb::arg("spans").none(), nb::arg("number"));
+    nb::class_<Known>(module, "Known");
+    module.def("make_known", [](int lane, int64_t deadline, std::optional<Spans> spans,
+                                Cells reads, Cells writes) {
+        return Known{lane, deadline, copy_of(spans), std::move(reads), std::move(writes)};
+    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("spans").none(), nb::arg("reads"),
+       nb::arg("writes"));
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
-        .def("add", &Shared::add)
+        .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"), nb::arg("op"),
+             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("number"),
+             nb::arg("waits").none())
+        .def("touching", &Shared::touching)
+        .def("all", &Shared::all)
+        .def("most_kept", &Shared::most_kept)
         .def("seal", &Shared::seal)
         .def("cancel", &Shared::cancel)
         .def("begin", &Shared::begin)
         .def("over", &Shared::over)
         .def("finish", &Shared::finish)
+        .def("look", &Shared::look)
         .def("take", &Shared::take)
         .def("overtaking", &Shared::overtaking)
         .def("stop", &Shared::stop)
