@@ -8,9 +8,10 @@ queues. What is raised under the lock leaves the books half written, and ends ev
 [Note: Compiled books]
 The books are kept in C++ (`offload/src`) where the compiler was there and the device is the host,
 but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
-against those here for random ops. Lanes then wait without the GIL, and copy within CPU
-memory without Python at all, so the user's thread pays for a copy only when it is queued. Fences of
-a device are Python's, so its books are.
+against those here for random ops. Lanes then wait without the GIL, and copy within CPU memory
+without Python at all, so the user's thread pays for a copy only when it is queued; a small one it
+does itself where the lane sleeps, as waking it takes as long. Fences of a device are Python's, so
+its books are.
 """
 
 from __future__ import annotations

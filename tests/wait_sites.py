@@ -31,8 +31,8 @@ WAITS = (
     Wait(
         "user: its stream for computes on other streams",
         "lanes",
-        "        for fence in task.fences:\n            fence.wait()\n        if not",
-        "        if not",
+        "        for fence in task.fences:\n            fence.wait()\n        task.streams = ",
+        "        task.streams = ",
     ),
     Wait(
         "user: another stream of its compute, for the same",
@@ -44,8 +44,8 @@ WAITS = (
     Wait(
         "user: fences on all streams of its compute",
         "lanes",
-        "for stream in streams]",
-        "for stream in streams[-1:]]",
+        "for stream in task.streams]",
+        "for stream in task.streams[-1:]]",
     ),
     Wait(
         "user: any fence of its compute",
