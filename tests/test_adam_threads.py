@@ -336,3 +336,32 @@ def test_daemon_threads_at_exit():
     for _ in range(8):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@needs_kernels
+def test_a_daemon_thread_in_python_within_a_call_at_exit():
+    """What is called meanwhile is let through before the interpreter ends."""
+    code = (
+        "import sys, threading, time, numpy\n"
+        "from cpu_adam import _kernels\n"
+        "words = numpy.zeros(1 << 16, numpy.int32)\n"
+        "row = numpy.array([[len(words), 0, 0, words.ctypes.data]], numpy.int64)\n"
+        "factors = numpy.zeros((1, _kernels.FACTORS), numpy.float32)\n"
+        "stream = _kernels.OPERATIONS.index('stream')\n"
+        "def busy(seconds):\n"
+        "    end = time.perf_counter() + seconds\n"
+        "    while time.perf_counter() < end: pass\n"
+        "class Late:\n"
+        "    def __del__(self): busy(0.3)\n"
+        "sys.late = Late()\n"
+        "def meanwhile():\n"
+        "    begun.set()\n"
+        "    busy(0.5)\n"
+        "def work():\n"
+        "    while True: _kernels.run(0, stream, 0, row, factors, None, meanwhile)\n"
+        "begun = threading.Event()\n"
+        "threading.Thread(target=work, daemon=True).start()\n"
+        "begun.wait()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -76,7 +76,10 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
     std::exception_ptr failed;
     auto begun = [&] {
         try {
-            if (!meanwhile.is_none()) meanwhile();
+            if (!meanwhile.is_none() && !without_gil::must_not_ask()) {
+                const without_gil::Passing passing;  // it may let the GIL go
+                meanwhile();
+            }
         } catch (...) {
             failed = std::current_exception();  // what is under way is first done
         }
