@@ -97,7 +97,7 @@ def test_a_ticket_that_is_done_holds_no_buffer(name, together):
             except BufferError:
                 found.append((done, False))
             if not done:
-                with pytest.raises(TimeoutError):  # it waits for this very thread
+                with pytest.raises(RuntimeError, match="finaliser"):  # of this very thread
                     tickets[0].wait()
 
         asking.ask = ask

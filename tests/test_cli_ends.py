@@ -224,6 +224,6 @@ def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encodin
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     shown = "caf\\udce9" + ("\\xe9" if encoding == "ascii" else "\u00e9")
-    assert f"{shown} (" in output
+    assert f"{shown}(" in "".join(output.split())  # Long names are broken before what they are.
     assert f"nvme_path='{tmp_path}/caf" in output
     assert f"measuring reading in {tmp_path}/{shown}" in errors
