@@ -24,6 +24,7 @@ int64_t cpu_ns_of_this_thread() {
 }
 
 constexpr int64_t TRY_OUT_NS = 1'000'000'000;
+constexpr int LOOKS = 100;
 constexpr int64_t SLEEP_NS_MAX = 1'000'000'000;  // a wake gets lost where its descriptor was closed
 constexpr int64_t BLOCK_BYTES = 4096;
 
@@ -66,10 +67,11 @@ void try_out(Queue& queue) {
     Piece* const pieces[] = {&piece};
     const bool sized = ftruncate(fd, BLOCK_BYTES) == 0;
     size_t taken = 0;
+    // Looks count, too, not time alone: a process that was stopped meanwhile has not looked.
     const int64_t end = now_ns() + TRY_OUT_NS;
-    while (sized && over.empty() && now_ns() < end) {
+    for (int look = 0; sized && over.empty() && (look < LOOKS || now_ns() < end); look++) {
         if (taken == 0) taken = queue.submit(pieces);
-        queue.reap(over, TRY_OUT_NS / 100);
+        queue.reap(over, TRY_OUT_NS / LOOKS);
     }
     queue.forget(fd);
     close(fd);
