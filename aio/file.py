@@ -14,7 +14,7 @@ from aio.errors import os_error
 from aio.part import Part, asked, verb
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Ticket
+from aio.ticket import Ticket, taken_out
 
 
 class Backend(Protocol):
@@ -84,8 +84,7 @@ class File(Region):
         self._identity = backend.io.identity(fd)
         self.closed = False
         self.gone = False
-        self._descriptor = threading.RLock()  # while it is used otherwise than by transfers
-        self._syncing = self._close_after_sync = False  # both with that lock held
+        self._syncs: list[threading.Lock] = []  # of any thread, each held in its midst
         self._close_fd = weakref.finalize(
             self, _close_fd, backend.io, fd, self._identity, self._pid
         )
@@ -97,40 +96,49 @@ class File(Region):
 
     def sync(self) -> None:
         """See Region.sync."""
-        self._check_process()  # before the lock, which a child may have inherited
-        with self._descriptor:
-            within_another = self._syncing
-            try:
-                self._syncing = True
+        self._check_process()
+        under_way = threading.Lock()
+        try:
+            with under_way:  # let go in one step, whatever a signal handler raises
+                self._syncs.append(under_way)  # first: who closes it leaves the descriptor to us
                 self._check_open("sync")
                 if is_lost(self._backend.io, self.fd, self._identity):
                     raise self._no_descriptor("sync")
                 self._fsync()
-            finally:
-                self._syncing = within_another
-                if self._close_after_sync and not within_another:
-                    self._close_fd()
+        finally:
+            taken_out(self._syncs, under_way)
+            if self.gone:
+                self._close_descriptor()
 
     def _fsync(self) -> None:
         try:
             self._backend.io.fsync(self.fd)
         except OSError as error:
-            raise os_error(error.errno or errno.EIO, "sync", self.path) from error
+            if error.errno is None:  # what a signal handler has raised
+                raise
+            raise os_error(error.errno, "sync", self.path) from error
 
     def close(self) -> None:
-        """See Region.close. In the midst of a `sync` of the same thread (a signal handler's close)
-        it leaves the descriptor to that, which closes it at its end."""
+        """See Region.close. A descriptor that is being synced (by another thread, or by what a
+        signal handler has interrupted) is closed at the end of that, and not waited for."""
         if os.getpid() != self._pid:
             return
         self.closed = True
         self._backend.drain(self)
         self.gone = True
         self._backend.drain(self)  # of what was queued by who had seen it open, and begun before
-        with self._descriptor:
-            if self._syncing:
-                self._close_after_sync = True
-                return
+        self._close_descriptor()
+
+    def _close_descriptor(self) -> None:
+        """Closes it once, by whoever comes first, unless it is being synced."""
+        if any(sync.locked() for sync in self._syncs.copy()) or not self._close_fd.alive:
+            return
+        try:
             lost = self._close_fd()
+        except BaseException:  # of a signal handler
+            if not self._close_fd.alive:  # it has forgotten what to call, and may not have done so
+                _close_fd(self._backend.io, self.fd, self._identity, self._pid)
+            raise
         if lost:
             raise self._no_descriptor("close")
 
@@ -162,6 +170,8 @@ def is_lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
     """Whether `fd` is another file's by now, or nobody's."""
     try:
         found = io.identity(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EBADF:  # what a signal handler has raised
+            raise
         return True
     return any(now != then for now, then in zip(found, identity))  # where both are told

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aio.ticket import LockSignal, Signal, Ticket
+from aio.ticket import SLEEP_S_MAX, LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:
     CommonSignal = LockSignal
@@ -90,8 +90,8 @@ def wait_any(tickets: Iterable[Ticket], timeout: float | None = None) -> Ticket:
             if part is None:
                 return ticket
             late.append(part)
-        left = None if end is None else max(0.0, end - time.monotonic())
-        if not _one_ends(late, left):
+        left = SLEEP_S_MAX if end is None else max(0.0, end - time.monotonic())
+        if not _one_ends(late, min(left, SLEEP_S_MAX)) and left < SLEEP_S_MAX:
             raise TimeoutError(
                 f"none of {len(asked)} transfers finished within {timeout} s, the first being "
                 f"{asked[0].what}; the drive is slower than that or hangs; wait longer, or look "

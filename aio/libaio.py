@@ -21,9 +21,9 @@ import numpy as np
 from aio.errors import BROKEN
 from aio.file import is_lost
 from aio.queued import Queued
-from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Requests
+from aio.request import RETRY_DELAY_S, Piece, Requests
 from aio.system import IO, SystemIO
-from aio.ticket import NO_MEMORY
+from aio.ticket import NO_MEMORY, SLEEP_S_MAX
 
 
 class _Wake:

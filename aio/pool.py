@@ -12,9 +12,9 @@ import time
 from queue import Empty, SimpleQueue
 
 from aio.queued import Queued
-from aio.request import RETRY_DELAY_S, SLEEP_S_MAX, Piece, Requests
+from aio.request import RETRY_DELAY_S, Piece, Requests
 from aio.system import IO, SystemIO
-from aio.ticket import NO_MEMORY
+from aio.ticket import NO_MEMORY, SLEEP_S_MAX
 
 
 class Pool(Queued):
@@ -83,15 +83,17 @@ def _work_once(requests: _Requests) -> bool:
         piece = requests.take()
         over = piece is None and requests.is_over()
         requests.depth_max = max(requests.depth_max, requests.pieces)
-    if over or (piece is not None and requests.waiting):
-        requests.wake()  # the next thread
     if piece is None:
-        if not over:
+        if over:
+            requests.wake()  # the next thread
+        else:
             with contextlib.suppress(Empty):
                 requests.tokens.get(timeout=SLEEP_S_MAX)
         return not over
     failure: OSError | None = NO_MEMORY
-    try:
+    try:  # at once: what is taken must end, also where there is no memory to wake another
+        if requests.waiting:
+            requests.wake()
         began = time.monotonic()
         moved, calls, failure = _transfer(requests.io, piece)
         took = time.monotonic() - began

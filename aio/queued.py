@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 from aio.counters import Counters
 from aio.file import File
 from aio.part import Part, asked
-from aio.request import SLEEP_S_MAX, Request, Requests
+from aio.request import Request, Requests
 from aio.system import IO
-from aio.ticket import THIS_THREAD, Ticket, check_thread
+from aio.ticket import SLEEP_S_MAX, THIS_THREAD, Ticket, check_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self

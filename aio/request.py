@@ -24,7 +24,6 @@ nothing holds them once the ticket is done.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
@@ -37,7 +36,16 @@ from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, described, verb
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import NO_MEMORY, THIS_THREAD, LockSignal, QueuedTicket
+from aio.ticket import (
+    NO_MEMORY,
+    SLEEP_S_MAX,
+    THIS_THREAD,
+    LockSignal,
+    QueuedTicket,
+    Signal,
+    set_all,
+    taken_out,
+)
 
 PIECE_BYTES_MAX = 1 << 30
 """One call of the system moves at most about 2 GiB on Linux."""
@@ -46,9 +54,6 @@ RETRIES_MAX = 64
 """Calls in a row without progress (EINTR, EAGAIN, nothing transferred) before giving up."""
 
 RETRY_DELAY_S = 0.001
-
-SLEEP_S_MAX = 1.0
-"""A wake gets lost where something else closed a pipe, or a handler raises before it."""
 
 _NOTHING = memoryview(b"")
 
@@ -198,7 +203,7 @@ class Requests:
         self._operations = self._retries = 0
         self._latencies = [0] * LATENCIES
         self._cpu_seconds: dict[int, float] = {}  # by thread
-        self._signals: list[LockSignal] = []  # of callers that wait until something is over
+        self._signals: list[Signal] = []  # of callers that wait until something is over
 
     def wake(self) -> None:
         """There is something for the threads to look at. Called by anybody, takes no lock."""
@@ -214,11 +219,8 @@ class Requests:
         self._refuse(request)
         self.queue.append(request)
         self.wake()
-        if self.ended or request.file.closed:
-            try:
-                self.queue.remove(request)
-            except ValueError:
-                return  # a thread has it
+        too_late = self.ended or request.file.closed
+        if too_late and taken_out(self.queue, request):  # else a thread has it
             self._refuse(request)
 
     def _refuse(self, request: Request) -> None:
@@ -230,11 +232,11 @@ class Requests:
             raise ValueError(f"{what}: the {closed} is closed; open a new one")
 
     def has(self, file: File) -> bool:
-        """Whether a transfer of `file` is queued or running."""
-        try:
-            return file.pending > 0 or any(one.file is file for one in tuple(self.queue))
-        except RuntimeError:  # a finaliser in the midst of the copy has changed the queue
-            return True
+        """Whether a transfer of `file` is queued or running.
+
+        The queue is looked at first, by a copy of one step: what leaves it is pending before.
+        """
+        return any(one.file is file for one in self.queue.copy()) or file.pending > 0
 
     @property
     def waiting(self) -> bool:
@@ -250,8 +252,7 @@ class Requests:
                 if not over():  # what ends from now on is told
                     signal.wait(SLEEP_S_MAX)
             finally:
-                with contextlib.suppress(ValueError):
-                    self._signals.remove(signal)
+                taken_out(self._signals, signal)
 
     def is_over(self) -> bool:
         """Whether a thread may leave. Lock held."""
@@ -291,9 +292,7 @@ class Requests:
                 continue
             file = request.file
             file.pending += 1  # before it leaves the queue: see `has`
-            try:
-                self.queue.remove(request)
-            except ValueError:
+            if not taken_out(self.queue, request):
                 file.pending -= 1
                 self.tell()
                 continue
@@ -336,19 +335,20 @@ class Requests:
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
-        request.file.pending -= 1
-        request.ticket.finish(request.failure, request.failure_offset)
-        self.tell()
+        try:
+            request.ticket.finish(request.failure, request.failure_offset)
+        finally:  # afterwards: who closes the file finds its tickets done
+            request.file.pending -= 1
+            self.tell()
 
     def tell(self) -> None:
         """Something is over."""
-        for signal in tuple(self._signals):
-            signal.set()
+        set_all(self._signals)
 
     def serve(self, work: Callable[[], None]) -> None:
         """The life of a thread: `work`, and then it is told that it is over."""
-        THIS_THREAD.serves = True
         try:
+            THIS_THREAD.serves = True
             work()
         finally:
             with self.lock:

@@ -153,7 +153,9 @@ class SystemIO:
 
         try:
             generation = fcntl.ioctl(fd, _FS_IOC_GETVERSION, bytes(8))
-        except OSError:  # memory file systems, whose numbers are not given again
+        except OSError as error:  # memory file systems, whose numbers are not given again
+            if error.errno is None:  # what a signal handler has raised
+                raise
             return found.st_dev, found.st_ino
         return found.st_dev, found.st_ino, int.from_bytes(generation[:4], sys.byteorder)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections import deque
+from typing import Any, Protocol
 
 from aio.errors import os_error
 
@@ -31,6 +32,27 @@ def check_thread(what: str) -> None:
             "finaliser (`__del__`, a weakref's callback) of memory that a transfer held last; hold "
             "it until the ticket is done"
         )
+
+
+def by_a_handler(error: BaseException) -> bool:
+    """Of what is caught round one call of C: whether a signal's handler has raised it, as that may
+    come before the next step of Python."""
+    return error.__traceback__ is not None and error.__traceback__.tb_next is not None
+
+
+def taken_out(things: list[Any] | deque[Any], one: object) -> bool:
+    """Removes `one`, in one step; whether it was there."""
+    try:
+        things.remove(one)
+    except ValueError as error:
+        if by_a_handler(error):
+            raise
+        return False
+    return True
+
+
+SLEEP_S_MAX = 1.0
+"""A wake gets lost without memory, where something else closed a pipe, or a handler raises."""
 
 
 class Signal(Protocol):
@@ -58,14 +80,28 @@ class LockSignal:
 
     def set(self) -> None:
         """See Signal.set."""
-        with contextlib.suppress(RuntimeError):
+        try:  # and no `contextlib.suppress`, which takes memory
             self._lock.release()
+        except RuntimeError as error:
+            if by_a_handler(error):
+                raise
 
     def wait(self, timeout: float | None = None) -> bool:
         """See Signal.wait."""
         return self._lock.acquire(
             timeout=-1 if timeout is None else min(max(timeout, 0.0), threading.TIMEOUT_MAX)
         )
+
+
+def set_all(signals: list[Signal]) -> None:
+    """Sets, and takes off the list, whatever is on it. It takes no memory of its own."""
+    while signals:
+        try:
+            signals.pop().set()
+        except IndexError:  # taken back in this moment
+            return
+        except MemoryError:  # who waits for that looks by himself, after SLEEP_S_MAX
+            pass
 
 
 class Ticket(ABC):
@@ -174,16 +210,11 @@ class QueuedTicket(Ticket):
         return self._done
 
     def finish(self, failure: OSError | None = None, offset: int = 0) -> None:
-        """Once: the transfer is over and its buffers free. It takes no memory."""
+        """Once: the transfer is over and its buffers free. It takes no memory of its own."""
         assert not self._done, f"{self.what}: finished twice"
         self._failure, self._failure_offset = failure, offset
         self._done = True
-        watchers = self._watchers
-        while watchers:
-            try:
-                watchers.pop().set()
-            except IndexError:  # taken back in this moment
-                break
+        set_all(self._watchers)
 
     def watch(self, signal: Signal) -> None:
         """See Ticket.watch."""
@@ -193,8 +224,7 @@ class QueuedTicket(Ticket):
 
     def unwatch(self, signal: Signal) -> None:
         """See Ticket.unwatch."""
-        with contextlib.suppress(ValueError):
-            self._watchers.remove(signal)
+        taken_out(self._watchers, signal)
 
     def check_process(self) -> None:
         """See Ticket.check_process; the same for what waits for itself."""
@@ -203,10 +233,14 @@ class QueuedTicket(Ticket):
 
     def _wait(self, timeout: float | None) -> bool:
         check_thread(f"a wait for the {self.what}")
-        signal = LockSignal()
+        signal, end = LockSignal(), None if timeout is None else time.monotonic() + timeout
         try:
             self.watch(signal)
-            return signal.wait(timeout)
+            while not self._done:
+                left = SLEEP_S_MAX if end is None else max(end - time.monotonic(), 0.0)
+                if not signal.wait(min(left, SLEEP_S_MAX)) and left < SLEEP_S_MAX:
+                    return self._done
+            return True
         finally:
             self.unwatch(signal)
 

@@ -4,14 +4,18 @@ import errno
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 
 import aio
+from aio import joint
 from aio.part import Part
 from aio.request import Request
+from aio.ticket import THIS_THREAD, LockSignal, QueuedTicket
 from tests.backends import ENGINE, USABLE, opened
-from tests.faults import aligned, nothing_leaks, scratch
+from tests.faults import GateIO, aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
 QUEUED = [name for name in USABLE if name in ("libaio", "python")]
@@ -21,17 +25,21 @@ QUEUED = [name for name in USABLE if name in ("libaio", "python")]
 # that started it, in between. The program may find closed what the handler has closed, or be done
 # before the handler's turn, which ends the whole.
 PROGRAM = """
-import aio, faulthandler, mmap, sys
+import aio, faulthandler, gc, mmap, os, sys
 directory, name, done, first, step, opcodes = sys.argv[1:]
 first, step, opcodes = int(first), int(step), opcodes == "opcodes"
 BLOCK = 4096
 memory, other = (mmap.mmap(-1, 2 * BLOCK) for _ in range(2))
 
 
+class Interrupted(TimeoutError, RuntimeError, ValueError, IndexError):
+    pass  # of each kind that aio itself looks for
+
+
 def once(turn):
     volume = aio.create_volume([directory] * 2, 4 * BLOCK, lambda: aio.open_backend(name, depth=2),
                                unit_bytes=BLOCK)
-    file, seen, ticket = volume.files[0], 0, None
+    file, seen, ticket, raised = volume.files[0], 0, None, None
 
     def handle():
         if done == "transfers":
@@ -48,10 +56,10 @@ def once(turn):
             volume.close()
             assert volume.closed and all(one.closed for one in volume.files)
         else:
-            raise Interrupted
+            raise Interrupted("by a handler")
 
     def trace(frame, event, argument):
-        nonlocal seen
+        nonlocal seen, raised
         if "/aio/" not in frame.f_code.co_filename:
             return None
         frame.f_trace_opcodes = opcodes
@@ -60,10 +68,15 @@ def once(turn):
             if seen == turn:
                 try:
                     handle()
+                except Interrupted:
+                    raised = frame.f_code.co_filename, frame.f_lineno
+                    raise
                 except (ValueError, OSError) as error:
                     assert "closed" in str(error)
         return trace
 
+    gc.collect()
+    gc.disable()  # what is raised in the midst of a collection is not raised on
     sys.settrace(trace)
     try:
         ticket = volume.write_from(memory, 0)
@@ -72,18 +85,25 @@ def once(turn):
         volume.sync()
         volume.counters()
         volume.close()
+    except Interrupted:
+        raised = None
     except (ValueError, OSError) as error:
         assert done in ("closes", "ends") and " is closed" in str(error), error
     finally:
         sys.settrace(None)
         volume.close()
+    assert raised is None, (turn, raised)  # else it was swallowed
+    assert not any(file.pending or file._close_fd.alive for file in volume.files), turn
     return seen >= turn
 
 
 faulthandler.dump_traceback_later(90, exit=True)
 turn = first
+open_before = len(os.listdir("/proc/self/fd"))
 while once(turn):
     turn += step
+gc.collect()
+assert len(os.listdir("/proc/self/fd")) == open_before
 print(turn)
 """
 
@@ -102,18 +122,20 @@ def told(code, *arguments):
     return done.stdout
 
 
+DONE = ["transfers", "syncs", "closes", "ends", "raises"]
+
 STEPS = {"linux_aio": 41, "libaio": 41}
 """To give a context of Linux AIO back takes the kernel 40 ms."""
 
 
-@pytest.mark.parametrize("done", ["transfers", "syncs", "closes", "ends"])
+@pytest.mark.parametrize("done", DONE)
 @pytest.mark.parametrize("name", USABLE)
 def test_a_handler_that_itself_does_io_never_hangs(name, done, tmp_path):
     assert int(told(PROGRAM, tmp_path, name, done, 1, STEPS.get(name, 7), "lines")) > 100
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("done", ["transfers", "syncs", "closes", "ends"])
+@pytest.mark.parametrize("done", DONE)
 @pytest.mark.parametrize("name", USABLE)
 def test_a_handler_before_every_opcode(name, done, tmp_path):
     step = 7 * STEPS.get(name, 7)
@@ -281,4 +303,142 @@ def test_what_is_queued_too_late_never_meets_another_file(name, tmp_path):
             with pytest.raises(OSError, match="the file is closed; likely it was closed") as caught:
                 late.ticket.wait(20)
             assert caught.value.errno == errno.EBADF
+            backend.drain(file)
             assert (file.bytes_written, file.pending) == (0, 0)
+
+
+def test_what_begins_while_it_is_looked_at_is_seen():
+    """It leaves the queue between two looks: closing a file waits for it all the same."""
+    io, lets = GateIO(), []
+    with aio.Pool(1, io) as pool, scratch(pool, BLOCK) as file:
+        requests = pool._requests
+
+        class Watched(type(file)):
+            @property
+            def pending(self):
+                found = self.__dict__["pending"]
+                while lets and not THIS_THREAD.serves and requests.queue:
+                    lets.pop()()  # the thread takes it, now
+                    time.sleep(0.2)
+                return found
+
+            @pending.setter
+            def pending(self, count):
+                self.__dict__["pending"] = count
+
+        file.__class__ = Watched
+        io.gate.clear()
+        with requests.lock:
+            ticket = file.write_from(aligned(BLOCK), 0)
+            lets.append(requests.lock.release)
+            seen = requests.has(file)
+            if not lets:
+                requests.lock.acquire()
+            lets.clear()
+        io.gate.set()
+        ticket.wait(20)
+        assert seen
+
+
+def test_who_closes_a_file_finds_its_tickets_done(monkeypatch):
+    inner = QueuedTicket.finish
+
+    def slow(*arguments):
+        time.sleep(0.2)
+        inner(*arguments)
+
+    with aio.Pool(1, aio.MemoryIO()) as pool, scratch(pool, BLOCK) as file:
+        monkeypatch.setattr(QueuedTicket, "finish", slow)
+        ticket = file.write_from(aligned(BLOCK), 0)
+        file.close()
+        assert ticket.done()
+
+
+def test_without_memory_to_wake_another_thread(monkeypatch):
+    with aio.Pool(2, aio.MemoryIO(), piece_bytes=BLOCK) as pool, scratch(pool, 8 * BLOCK) as file:
+        inner, calls = pool._requests.wake, []
+
+        def poor():
+            if THIS_THREAD.serves:
+                calls.append("wake")
+                if len(calls) == 1:
+                    raise MemoryError
+            inner()
+
+        monkeypatch.setattr(pool._requests, "wake", poor)
+        with pytest.raises(OSError, match="no memory left"):
+            file.write_from(aligned(8 * BLOCK), 0).wait(20)
+        file.write_from(aligned(8 * BLOCK), 0).wait(20)
+
+
+def test_without_memory_to_tell_who_waits(monkeypatch):
+    """Each looks by himself, too."""
+    io = GateIO()
+    with aio.Pool(1, io) as pool, scratch(pool, BLOCK) as file:
+        inner, calls = LockSignal.set, []
+
+        def poor(signal):
+            if THIS_THREAD.serves:
+                calls.append("set")
+                raise MemoryError
+            inner(signal)
+
+        monkeypatch.setattr(LockSignal, "set", poor)
+        for wait in (aio.Ticket.wait, lambda ticket: aio.wait_all([ticket])):
+            io.gate.clear()
+            ticket = file.write_from(aligned(BLOCK), 0)
+            waiter = threading.Thread(target=wait, args=(ticket,), daemon=True)
+            waiter.start()
+            while not ticket._watchers:
+                time.sleep(0.001)
+            io.gate.set()
+            waiter.join(10)
+            assert not waiter.is_alive()
+        assert calls or joint.CommonSignal is not LockSignal
+
+
+def test_a_finaliser_may_sync_what_is_synced_while_that_waits_for_it():
+    """A handler, in the midst of a sync, waits for a transfer whose memory's end syncs, too."""
+
+    class Waiting(aio.system.SystemIO):
+        syncs = 0
+
+        def fsync(self, fd):
+            self.syncs += 1
+            if self.syncs == 1:
+                memory = Owner(BLOCK)
+                memory.at_end = file.sync
+                ticket = file.write_from(memory, 0)
+                del memory
+                ticket.wait(20)
+            super().fsync(fd)
+
+    io = Waiting()
+    with aio.Pool(1, io) as pool, scratch(pool, BLOCK, "/dev/shm") as file:
+        thread = threading.Thread(target=file.sync, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        assert io.syncs == 2
+
+
+def test_what_a_handler_raises_as_a_file_closes_leaves_no_descriptor(monkeypatch):
+    """As weakref.finalize has taken its entry out, and not yet called what stands there."""
+
+    class Interrupted(Exception):
+        pass
+
+    class Registry(dict):
+        def pop(self, *arguments):
+            super().pop(*arguments)
+            registry.pop(*arguments)
+            raise Interrupted
+
+    io, registry = aio.MemoryIO(), weakref.finalize._registry
+    with aio.Pool(1, io) as pool:
+        file = scratch(pool, BLOCK)
+        with monkeypatch.context() as patched, pytest.raises(Interrupted):
+            patched.setattr(weakref.finalize, "_registry", Registry(registry))
+            file.close()
+        assert not io.files
+        file.close()
