@@ -19,7 +19,7 @@ from offload.runs import Run
 def note(remarks: Output, notices: Sequence[str]) -> None:
     """Tells each in a line of its own."""
     for notice in notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
+        remarks.sentence(f"note: {notice}")
 
 
 def check(settings: Train) -> None:

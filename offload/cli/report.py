@@ -111,7 +111,7 @@ def command(arguments: Sequence[str]) -> None:
     _write(page, report_html.page(run, found, path), "--html")
     _write(timeline, json.dumps(report_timeline.timeline(run)), "--timeline")
     for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
-        console.print(f"{what}: {where}", highlight=False, soft_wrap=True, markup=False)
+        console.sentence(f"{what}: {where}")
 
 
 def _path(asked: Sequence[str]) -> Path:

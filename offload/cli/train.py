@@ -168,7 +168,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         _emit(_summary(reached, report))
     if console.is_terminal and len(reached.losses) > 1:
         console.print("Loss, smoothed", style="italic")
-        console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
+        losses, width = live.smoothed(reached.losses), min(console.width, 80)
+        ascii_only = console.options.ascii_only
+        console.print(live.loss_curve(losses, width, ascii_only=ascii_only))
     console.print(display.lanes(report.lanes))
     console.sentence(display.lanes_caption(report.lanes), style="dim")
     console.sentence(
