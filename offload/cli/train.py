@@ -38,9 +38,6 @@ from offload.device import compute_device
 from offload.runs import Run
 from offload.totals import Report
 
-LR_FLOOR = 0.05
-"""Share of the peak learning rate that is left at the end."""
-
 
 def command(arguments: Sequence[str]) -> None:
     """Trains as `arguments` say. Everything that can be refused is refused before the first step.
@@ -238,7 +235,7 @@ def rate(settings: Train, step: int) -> float:
     if number <= peak:
         return number / peak
     done = (number - peak) / max(1, settings.steps - peak)
-    return 1 - (1 - LR_FLOOR) * min(1.0, done)
+    return 1 - (1 - settings.lr_floor) * min(1.0, done)
 
 
 def steps(
