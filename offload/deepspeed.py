@@ -59,7 +59,8 @@ class Translation:
         where the program has others than the file.
         """
         fields = {**self.fields, **(fields or {})}
-        lines = [f"NOT DONE HERE, so something else is trained: {name}" for name in self.missing()]
+        missing = self.missing()
+        lines = [f"NOT DONE HERE, so something else is trained: {name}" for name in missing]
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
             key, told = _key_of(name), self.spelled.get(name, name)
@@ -67,14 +68,14 @@ class Translation:
                 lines.append(f"{told} = {shown(value)}: {became[name]}")
             elif False:
                 lines.append(f"{told} = {shown(value)}: nothing is to be done for it")
-            elif key.fate == "nothing":
+            elif key.fate == "nothing" and told not in missing:
                 reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
                 now = f"{key.becomes}={fields[key.becomes]!r}"
                 if fields[key.becomes] != self.fields[key.becomes]:
                     now += ", your own, which counts"
                 lines.append(f"{told} = {shown(value)}: {now}")
-            else:
+            elif told not in missing:
                 lines.append(f"{told} = {shown(value)}: yours: {key.says}")
         if "gradient_clipping" not in self.values:
             norm = fields["max_grad_norm"]

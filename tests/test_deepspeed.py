@@ -383,4 +383,4 @@ def test_what_is_not_done_and_matters_is_told_first():
     on = {"sparse_attention": {"mode": "fixed"}, "amp": {"enabled": "false"}, "compile": {"a": 1}}
     first, *others = deepspeed.translate(on).report()
     assert first == "NOT DONE HERE, so something else is trained: sparse_attention"
-    assert not [line for line in others if line.startswith("NOT DONE")]
+    assert not [line for line in others if line.startswith("NOT DONE") or "sparse" in line]

@@ -134,6 +134,7 @@ _AS_HERE = {
     f"{_ADAM}adam_w_mode": "so it is here",
     f"{_ADAM}bias_correction": "so it is here",
     f"{_WARMUP}warmup_type": "so it is here",
+    f"{_WARMUP}warmup_min_lr": "so it is here",
 }
 """What this command does anyway, or was refused."""
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import cpu_adam
 import offload
 from offload.cli import (
     Signals,
@@ -60,6 +61,7 @@ def command(arguments: Sequence[str]) -> None:
     left.note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
+            left.warnings_of(remarks, cpu_adam.kernel)
             model, optimizer = build(settings)
         with optimizer.engine as engine:
             left.note(remarks, engine.notices)
