@@ -66,7 +66,7 @@ class Translation:
             key, told = _key_of(name), self.spelled.get(name, name)
             if became and name in became:
                 lines.append(f"{told} = {shown(value)}: {became[name]}")
-            elif False:
+            elif name in _PRECISIONS and not value:
                 lines.append(f"{told} = {shown(value)}: nothing is to be done for it")
             elif key.fate == "nothing" and told not in missing:
                 reasons.setdefault(key.says, []).append(told)
