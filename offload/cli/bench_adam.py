@@ -153,10 +153,10 @@ def command(arguments: Sequence[str]) -> None:
                 if len(groups) % len(wanted.threads) == 0:
                     shown, narrow = groups[-len(wanted.threads) :], display.is_narrow(console.width)
                     console.print(bench_adam_report.table(shown, narrow=narrow), "")
-        console.sentence(bench_adam_report.CAPTION, style="dim")
+        console.print(bench_adam_report.CAPTION, style="dim", highlight=False)
         verdict = bench_adam_report.verdict(groups)
         verdict += f" But {busy}." if busy else ""
-        console.sentence(verdict)
+        console.print(verdict, highlight=False)
         if draw:
             signals.where = "while drawing"
             remarks.sentence(draw(groups, heading))
