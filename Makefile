@@ -56,10 +56,20 @@ sanitize:
 wheel:
 	@native/wheel.sh $(PYTHON)
 
+# Where it was set up without a compiler and there is one now, it is set up again.
+COMPILER := $(firstword $(foreach name,$(CXX) c++ g++ clang++,$(shell command -v $(name) 2>/dev/null)))
+ifneq ($(and $(COMPILER),$(wildcard $(VENV)/.no-compiler)),)
+.PHONY: $(READY)
+endif
+
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
+	@$(if $(COMPILER),rm -f,touch) $(VENV)/.no-compiler
+	@test -z "$(COMPILER)" || $(BIN)/python -c 'from cpu_adam import _kernels' 2>/dev/null || \
+		echo "note: $(COMPILER) did not build the compiled update, and the reference serves: same" \
+			"bits, but slow; its errors: $(BIN)/pip install -v -e ." >&2
 	@touch $(READY)
 
 # The extra `models`, apart: training needs none of it.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -144,6 +145,9 @@ def _loaded() -> tuple[ModuleType | None, str]:
     return _kernels, ""
 
 
+_REINSTALL = f"reinstall ({sys.executable} -m pip install -v -e . in a checkout)"
+
+
 def _chosen(asked: str | None) -> Kernel:
     if asked and asked not in KERNEL_NAMES:
         raise ValueError(
@@ -167,10 +171,10 @@ def _chosen(asked: str | None) -> Kernel:
     here = compiler()
     if here is None:
         likely = "no C++ compiler when it was installed"
-        remedy = "install g++ and reinstall"
+        remedy = f"install g++, then {_REINSTALL}"
     else:
-        likely = f"they did not build when it was installed, though {here} is here now"
-        remedy = "reinstall with pip install -v and read its errors"
+        likely = f"no C++ compiler when it was installed ({here} is here now), or it failed"
+        remedy = f"{_REINSTALL}, which shows its errors"
     warnings.warn(
         f"asked for the compiled update of cpu_adam; found only its Python reference, which gives "
         f"the same bits more slowly ({cause}); likely cause: {likely}; try: {remedy}, or set "

@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
@@ -175,19 +176,26 @@ class Config:
             )
 
     @classmethod
-    def from_deepspeed(cls, file: str | os.PathLike[str]) -> Config:
-        """The Config that a JSON file of DeepSpeed asks for; a warning says what each key became.
+    def from_deepspeed(
+        cls, file: str | os.PathLike[str] | Mapping[str, Any], *, report: bool = True
+    ) -> Config:
+        """The Config that a JSON file of DeepSpeed asks for, or the dict that is in it.
 
-        `attach` then refuses an optimizer that contradicts the file. `offload.deepspeed.read` says
-        the same without a Config; docs/deepspeed.md has every key.
+        A warning says what each key became, but with `report=False`. `attach` then refuses an
+        optimizer that contradicts the file. `offload.deepspeed.read` says the same without a
+        Config; docs/deepspeed.md has every key.
 
         Raises:
             OSError: the file cannot be read.
             ValueError: it is no JSON, or a key is misspelt or holds what it cannot mean.
         """
-        found = deepspeed.read(file)
-        lines = [f"what {os.fspath(file)} became:", *found.report()]
-        warnings.warn("\n    ".join(lines), stacklevel=2)
+        if isinstance(file, Mapping):
+            what, found = "a dict of DeepSpeed's", deepspeed.translate(file)
+        else:
+            what, found = os.fspath(file), deepspeed.read(file)
+        if report:
+            lines = [f"what {what} became:", *found.report()]
+            warnings.warn("\n    ".join(lines), stacklevel=2)
         return DeepSpeedConfig(**found.fields, expects=found.expects)
 
     def conflicts(self, optimizer: Any) -> tuple[str, ...]:

@@ -22,9 +22,11 @@ from offload.deepspeed_keys import (
     BY_NAME,
     FREE_SECTIONS,
     OPEN_SECTIONS,
+    OTHER,
     Key,
     known_in,
 )
+from offload.deepspeed_values import as_kind, hashable, is_default, is_on, shown
 
 _ZERO = "zero_optimization"
 _PARAM, _OPTIMIZER = f"{_ZERO}.offload_param", f"{_ZERO}.offload_optimizer"
@@ -57,20 +59,23 @@ class Translation:
         where the program has others than the file.
         """
         fields = {**self.fields, **(fields or {})}
-        lines = []
+        missing = self.missing()
+        lines = [f"NOT DONE HERE, so something else is trained: {name}" for name in missing]
         reasons: dict[str, list[str]] = {}
         for name, value in self.values.items():
             key, told = _key_of(name), self.spelled.get(name, name)
-            if key.fate == "nothing":
-                reasons.setdefault(key.says, []).append(told)
-            elif became and name in became:
+            if became and name in became:
                 lines.append(f"{told} = {shown(value)}: {became[name]}")
+            elif name in _PRECISIONS and not value:
+                lines.append(f"{told} = {shown(value)}: nothing is to be done for it")
+            elif key.fate == "nothing" and told not in missing:
+                reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
                 now = f"{key.becomes}={fields[key.becomes]!r}"
                 if fields[key.becomes] != self.fields[key.becomes]:
                     now += ", your own, which counts"
                 lines.append(f"{told} = {shown(value)}: {now}")
-            else:
+            elif told not in missing:
                 lines.append(f"{told} = {shown(value)}: yours: {key.says}")
         if "gradient_clipping" not in self.values:
             norm = fields["max_grad_norm"]
@@ -85,6 +90,14 @@ class Translation:
             lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(unknown)}")
         return lines
 
+    def missing(self) -> list[str]:
+        """Keys that are on and change what is trained, and that nothing here does."""
+        return [
+            self.spelled.get(name, name)
+            for name, value in self.values.items()
+            if _key_of(name).says == OTHER and is_on(value)
+        ]
+
 
 def read(path: str | os.PathLike[str]) -> Translation:
     """Translates the JSON file at `path`.
@@ -94,38 +107,59 @@ def read(path: str | os.PathLike[str]) -> Translation:
         ValueError: it is no JSON, a key is misspelt, holds what it cannot, or contradicts another;
             the message names file and key.
     """
-    with open(path, encoding="utf-8-sig") as file:
-        text = file.read()
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read()
+    except OSError as error:
+        told = f"{error.strerror}; {_UNREADABLE}"
+        raise type(error)(error.errno, told, os.fspath(path)) from error
     try:
         return translate(_parsed(text))
     except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
+        told = str(error)
+        gap = "\n  " if "\n" in told else " "
+        raise ValueError(f"{os.fspath(path)}:{gap}{told}") from None
     except RecursionError:
         raise ValueError(f"{os.fspath(path)}: nested too deeply for a configuration") from None
 
 
+_UNREADABLE = (
+    "likely it is misspelt, or meant from another working directory; give the whole path of a JSON "
+    "file"
+)
+
+
 def translate(content: Any) -> Translation:
     """Translates what is in a file, with the same errors."""
-    if not isinstance(content, dict):
+    if not isinstance(content, Mapping):
         raise ValueError(f"expected one JSON object, found {shown(content)}")
-    unknown: list[str] = []
-    spelled: dict[str, str] = {}
-    auto: list[str] = []
-    values = dict(_flat(content, "", unknown, spelled, auto))
-    fields = _fields(values, auto)
-    expects = tuple(
-        (name, hashable(value))
-        for name, value in values.items()
-        if name.startswith(("optimizer.", "scheduler."))
-    )
-    return Translation(
-        fields=fields,
-        expects=expects,
-        values=values,
-        unknown=tuple(unknown),
-        auto=tuple(auto),
-        spelled=spelled,
-    )
+    seen = _Seen()
+    values = dict(_flat(content, "", seen))
+    if not seen.problems:
+        return Translation(
+            fields=_fields(values, seen.auto),
+            expects=tuple(
+                (name, hashable(value))
+                for name, value in values.items()
+                if name.startswith(("optimizer.", "scheduler."))
+            ),
+            values=values,
+            unknown=tuple(seen.unknown),
+            auto=tuple(seen.auto),
+            spelled=seen.spelled,
+        )
+    raise ValueError("\n  ".join(seen.problems))
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What reading came upon beside values; see `Translation`."""
+
+    unknown: list[str] = field(default_factory=list)
+    spelled: dict[str, str] = field(default_factory=dict)
+    auto: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """All that is wrong with single keys, so that they can be mended at once."""
 
 
 def _parsed(text: str) -> Any:
@@ -152,38 +186,36 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _flat(
-    found: Mapping[str, Any],
-    section: str,
-    unknown: list[str],
-    spelled: dict[str, str],
-    auto: list[str],
-) -> Iterator[tuple[str, Any]]:
-    """Proper names and values of all keys that hold something; those of the others go to lists."""
-    seen: dict[str, str] = {}
+def _flat(found: Mapping[str, Any], section: str, seen: _Seen) -> Iterator[tuple[str, Any]]:
+    """Proper names and values of all keys that hold something; all else goes to `seen`."""
+    names: dict[str, str] = {}
     for given, value in found.items():
         full = f"{section}.{given}".lstrip(".")
         name = ALIASES.get(full, full)
-        if name in seen and value != found[seen[name]]:
-            raise ValueError(f"{full} and {seen[name]} are one key, and hold different values")
-        if name in seen:
-            continue
-        seen[name] = given
-        if name != full:
-            spelled[name] = full
-        if isinstance(value, str) and _is_default(value):
-            auto.append(full)
-        if section in FREE_SECTIONS:
-            if not _is_default(value):
-                yield full, value
-        elif name not in BY_NAME:
-            _refuse_misspelt(given, section)
-            unknown.append(full)
-        elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
-            value = _as_section(name, value)
-            yield from _flat(value, name, unknown, spelled, auto)
-        elif not _is_default(value):
-            yield name, _read(BY_NAME[name], value)
+        try:
+            if name in names and value != found[names[name]]:
+                told = f"{full} and {names[name]} are one key, and hold different values"
+                raise ValueError(told)
+            if name in names:
+                continue
+            names[name] = given
+            if name != full:
+                seen.spelled[name] = full
+            if isinstance(value, str) and is_default(value):
+                seen.auto.append(full)
+            if name not in BY_NAME and given not in known_in(section):
+                _refuse_misspelt(given, section)
+            if section in FREE_SECTIONS:
+                if not is_default(value):
+                    yield full, value
+            elif name not in BY_NAME:
+                seen.unknown.append(full)
+            elif BY_NAME[name].kind == "section" or name in FREE_SECTIONS:
+                yield from _flat(_as_section(name, value), name, seen)
+            elif not is_default(value):
+                yield name, as_kind(BY_NAME[name], value)
+        except ValueError as error:
+            seen.problems.append(str(error))
 
 
 def _nearest(name: str) -> str:
@@ -195,8 +227,9 @@ def _nearest(name: str) -> str:
 
 def _refuse_misspelt(given: str, section: str) -> None:
     where = f" in {section}" if section else ""
-    open_ = section in OPEN_SECTIONS
-    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=0.85 if open_ else 0.6)
+    open_ = section in OPEN_SECTIONS + FREE_SECTIONS
+    cutoff = 0.88 if section in FREE_SECTIONS else 0.85 if open_ else 0.6
+    close = difflib.get_close_matches(given, known_in(section), n=1, cutoff=cutoff)
     if close:
         raise ValueError(f"there is no key {given!r}{where}: did you mean {close[0]!r}?")
     if not open_:
@@ -211,62 +244,18 @@ def _as_section(name: str, value: Any) -> Mapping[str, Any]:
         return {}
     if value is True and name == _ZERO:  # As old files have it.
         return {"stage": 1}
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise ValueError(f"{name} holds {shown(value)}: expected an object, {{...}}")
     return value
 
 
-def _is_default(value: Any) -> bool:
-    return value is None or (isinstance(value, str) and value.lower() == "auto")
-
-
-def _read(key: Key, value: Any) -> Any:
-    """The value as the key's kind."""
-    if key.choices:
-        if isinstance(value, str) and value.lower() in key.choices:
-            return value.lower()
-        raise _wrong(key.name, value, f"one of {', '.join(key.choices)}")
-    if key.kind == "bool":
-        if isinstance(value, (bool, str, int)) and str(value).lower() in _SWITCHES:
-            return _SWITCHES[str(value).lower()]
-        # An old file may have a whole section in place of true.
-        if isinstance(value, dict) and "cpu_offload" in key.name:
-            return True
-        raise _wrong(key.name, value, "true or false")
-    if key.kind in ("int", "float"):
-        return number(key.name, value, whole=key.kind == "int")
-    if key.kind == "text" and not isinstance(value, str):
-        raise _wrong(key.name, value, "a text")
-    return value
-
-
-_SWITCHES = {"true": True, "false": False, "1": True, "0": False}
-
-
-def number(name: str, value: Any, *, whole: bool) -> int | float:
-    """A number as a file has it: 5e8 and texts too.
-
-    Raises:
-        ValueError: it is none; the message has the key's `name`.
-    """
-    try:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise TypeError
-        found = float(value)
-        if not abs(found) <= 2**63 or (whole and found != int(found)):
-            raise ValueError
-    except (TypeError, ValueError, OverflowError):
-        expected = "a whole number, such as 500000000 or 5e8" if whole else "a number"
-        raise _wrong(name, value, expected) from None
-    return int(found) if whole else found
-
-
-def _wrong(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{name} holds {shown(value)}: expected {expected}, or auto")
-
-
 def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
     """The fields of Config that a file asks for."""
+    if all(values.get(name) for name in _PRECISIONS):
+        raise ValueError(
+            f"{' and '.join(_PRECISIONS)} are both true: the weights have one type; set one of the "
+            "two to false"
+        )
     places = {"params": _place(values, _PARAM), "optimizer": _place(values, _OPTIMIZER)}
     if places["optimizer"] == "cpu" and values.get(f"{_OPTIMIZER}.ratio", 1.0) < 1:
         places["optimizer"] = "auto"
@@ -295,6 +284,8 @@ def _fields(values: Mapping[str, Any], auto: Sequence[str]) -> dict[str, Any]:
     fields["gradient_dtype"] = _GRADIENT_DTYPES[dtype]
     return fields
 
+
+_PRECISIONS = ("fp16.enabled", "bf16.enabled")
 
 _OLD = {_PARAM: f"{_ZERO}.cpu_offload_param", _OPTIMIZER: f"{_ZERO}.cpu_offload"}
 
@@ -348,22 +339,6 @@ def world_size() -> int:
     return int(given) if given.isascii() and given.isdigit() and int(given) else 1
 
 
-def hashable(value: Any) -> Any:
-    """What a file holds, as a Config can keep it."""
-    if isinstance(value, (list, tuple)):
-        return tuple(hashable(one) for one in value)
-    return json.dumps(value, sort_keys=True) if isinstance(value, dict) else value
-
-
 def _key_of(name: str) -> Key:
     """The row of the table for a key, which may be an argument in a free section."""
     return BY_NAME[name] if name in BY_NAME else BY_NAME[name.rpartition(".")[0]]
-
-
-def shown(value: Any) -> str:
-    """A value as a file has it, and no longer than a message can bear."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _TEXT_MAX else f"{text[: _TEXT_MAX - 3]}..."
-
-
-_TEXT_MAX = 60

@@ -45,6 +45,27 @@ OPEN_SECTIONS = ("", "aio", "activation_checkpointing", "fp16", "bf16", "data_ty
 FREE_SECTIONS = ("optimizer.params", "scheduler.params")
 """In these any key may be: they are arguments of a class."""
 
+_OPTIMIZERS = """
+lr betas eps weight_decay momentum dampening nesterov amsgrad maximize foreach fused capturable
+differentiable bias_correction adam_w_mode torch_adam fp32_optimizer_states set_grad_none
+freeze_step max_coeff min_coeff max_grad_norm muon_lr adam_lr ns_method cuda_aware
+comm_backend_name var_freeze_step factor_min factor_max
+"""
+
+_SCHEDULERS = """
+warmup_min_lr warmup_max_lr warmup_num_steps warmup_type total_num_steps warmup_min_ratio
+cos_min_ratio last_batch_iteration cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size
+cycle_second_step_size cycle_first_stair_count cycle_second_stair_count decay_step_size
+cycle_momentum cycle_min_mom cycle_max_mom decay_mom_rate lr_range_test_min_lr
+lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase
+"""
+
+ARGUMENTS: dict[str, tuple[str, ...]] = {
+    "optimizer.params": (*_OPTIMIZERS.split(),),
+    "scheduler.params": (*_SCHEDULERS.split(),),
+}
+"""Of the classes that DeepSpeed has itself: what is nearly one of these is misspelt."""
+
 _PLANNED = "buffers and their number are planned, to fit the budgets (device_memory, cpu_memory)"
 _ALWAYS = "always so here"
 _RANKS = "concerns traffic between ranks; one process drives one device here"
@@ -52,6 +73,8 @@ _MEASURED = "chosen for the drive by itself; `offload bench nvme` shows what was
 _WHOLE = "state_dict() is always whole, whatever lives where"
 _MONITOR = "engine.report() and `offload report` tell where the time goes"
 _ELSE = "not a matter of offloading: what it asks for is not done here"
+OTHER = "not done here: where it is on, what is trained without it is something else"
+"""What a key says that changes the mathematics, and that nothing here does."""
 _DEVICES = ("none", "cpu", "nvme")
 
 
@@ -262,7 +285,7 @@ _OFFLOAD = (
         "leaf_module=null save_muon_momentum_buffer_in_memory=false",
     ),
     *_none(_ZERO, _PLANNED, "stage3_partition_stream_chunk_size=null"),
-    *_none(_ZERO, _ELSE, "zenflow=null"),
+    *_none(_ZERO, OTHER, "zenflow=null"),
 )
 
 _REST = (
@@ -305,11 +328,16 @@ _REST = (
     *_none("", _WHOLE, "checkpoint={}"),
     *_none(
         "",
+        OTHER,
+        "amp={} data_efficiency={} curriculum_learning={} compression_training={} "
+        "sparse_attention={} progressive_layer_drop={} quantize_training={} torch_autocast={} "
+        "dataloader_drop_last=false",
+    ),
+    *_none(
+        "",
         _ELSE,
-        "amp={} autotuning={} data_efficiency={} curriculum_learning={} compression_training={} "
-        "sparse_attention={} progressive_layer_drop={} eigenvalue={} quantize_training={} "
-        "hybrid_engine={} compile={} torch_autocast={} dataloader_drop_last=false "
-        "graph_harvesting=false use_node_local_storage=false load_universal_checkpoint=false",
+        "autotuning={} eigenvalue={} hybrid_engine={} compile={} graph_harvesting=false "
+        "use_node_local_storage=false load_universal_checkpoint=false",
     ),
 )
 
@@ -327,6 +355,8 @@ ALIASES: dict[str, str] = {
 
 def known_in(section: str) -> list[str]:
     """All names, other names too, that may be in a section ("": the file), without it."""
+    if section in ARGUMENTS:
+        return list(ARGUMENTS[section])
     names = [*BY_NAME, *ALIASES]
     return [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
 

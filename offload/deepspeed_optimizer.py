@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from offload.deepspeed import hashable, shown
+from offload.deepspeed_values import hashable, plain, shown
 
 
 def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
@@ -27,11 +27,11 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         return
     for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
         there = [hashable(_plain(_value_in(group, name))) for group in groups if name in group]
-        if name in params and there and _as_number(params[name]) not in there:
+        if name in params and there and plain(params[name]) not in there:
             yield f"optimizer.params.{name} is {shown(params[name])}, and yours is {there[0]}"
-    if not params.get("bias_correction", True):
+    if not plain(params.get("bias_correction", True)):
         yield "optimizer.params.bias_correction is false, and yours corrects"
-    decoupled = asked.lower() == "adamw" or params.get("adam_w_mode", True)
+    decoupled = asked.lower() == "adamw" or plain(params.get("adam_w_mode", True))
     for group in groups if asked.lower() in ("adam", "adamw") else ():
         if group["weight_decay"] and bool(group.get("decoupled_weight_decay")) != decoupled:
             way = "decoupled (AdamW)" if decoupled else "within the gradient (Adam)"
@@ -50,11 +50,3 @@ def _value_in(group: Mapping[str, Any], name: str) -> Any:
 
 def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
-
-
-def _as_number(value: Any) -> Any:
-    # What goes through YAML has 1e-4 as a text.
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value

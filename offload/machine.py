@@ -159,7 +159,7 @@ def _usable(path: str, asked: str) -> tuple[int, int]:
         raise OSError(
             error.errno or errno.EIO,
             f"{asked} cannot be used: {error.strerror or error}; likely {advice[0]}; {advice[1]}",
-            path,
+            os.path.abspath(path),
         ) from None
     return stat.f_bavail * stat.f_frsize, drive
 

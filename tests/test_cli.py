@@ -20,6 +20,7 @@ from tests.command import SHORT, run
 # fmt: off
 FLAGS = [
     "--size", "--data", "--steps", "--batch", "--seq-len", "--lr", "--warmup",
+    "--lr-floor",
     "--weight-decay", "--beta1", "--beta2", "--eps", "--dtype", "--recompute", "--no-recompute",
     "--seed", "--eval-windows", "--sample", "--plot", "--trace-file",
     "--config", "--deepspeed", "--json", "--no-json",
@@ -246,10 +247,10 @@ def test_the_learning_rate_rises_then_falls():
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
     assert max(rates) == rates[9] == 1
     assert all(later < earlier for earlier, later in itertools.pairwise(rates[9:]))
-    assert rates[99] == train.rate(found, 100) == pytest.approx(train.LR_FLOOR)
+    assert rates[99] == train.rate(found, 100) == pytest.approx(found.lr_floor)
     for warmup in (0, 1):
         short = [train.rate(settings.Train(steps=5, warmup=warmup), step) for step in range(5)]
-        assert (short[0], short[4]) == (1, pytest.approx(train.LR_FLOOR))
+        assert (short[0], short[4]) == (1, pytest.approx(found.lr_floor))
         assert short.count(1) == 1
 
 

@@ -1,7 +1,6 @@
 """Files of DeepSpeed: what each key becomes, what is refused, and the page that tells."""
 
 import json
-import re
 import warnings
 
 import pytest
@@ -12,10 +11,8 @@ from hypothesis import strategies as st
 import offload
 from cpu_adam import CPULion
 from offload import deepspeed
-from offload.cli import BadInput, from_deepspeed, settings
 from offload.config import Config, DeepSpeedConfig
 from offload.deepspeed_keys import ALIASES, BY_NAME, KEYS
-from tests.command import SHORT, run
 
 HUGGING_FACE = """{
     // as the integration's guide has it
@@ -204,6 +201,10 @@ WRONG = {
     '{"aio": {}, "aio": {}}': "key 'aio' is there twice",
     '{"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "nvme",'
     ' "nvme_path": "/x"}}}': "remove the old",
+    '{"fp16": {"enabled": 1}, "bf16": {"enabled": true}}': "are both true",
+    '{"optimizer": {"params": {"weight_deca": 0.1}}}': "did you mean 'weight_decay'?",
+    '{"scheduler": {"params": {"total_num_step": 9}}}': "did you mean 'total_num_steps'?",
+    '{"optimizer": {"params": {"weight_deca": "auto"}}}': "in optimizer.params: did you mean",
     '{"optimizer": {"type": 3}}': "optimizer.type holds 3: expected a text",
     "[1]": "expected one JSON object",
     "{": "not JSON, even with comments allowed",
@@ -339,97 +340,47 @@ def test_attach_refuses_what_contradicts_the_file():
     optimizer.engine.close()
 
 
-def test_train_takes_a_file(tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    content = json.loads(NVME.split("/*")[0].rstrip(", \n") + "}") | {
-        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.99]}},
-        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 2}},
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-        "bf16": {"enabled": True},
-    }
-    path.write_text(json.dumps(content))
-    found = settings.parse(["--deepspeed", str(path)])
-    assert (found.batch, found.micro_batches, found.placing.optimizer) == (4, 8, "cpu")
-    assert (found.lr, found.beta1, found.beta2, found.warmup) == (3e-4, 0.9, 0.99, 2)
-    found = settings.parse(["--deepspeed", str(path), "--batch=2", "--optimizer", "device"])
-    assert (found.batch, found.placing.optimizer) == (2, "device")
-    assert run("train", "--deepspeed", str(path), "--lr=1") == 2
-    assert "--lr 1.0 contradicts" in capsys.readouterr().err
-    assert run(*SHORT, "--deepspeed", str(path), "--micro-batches=1") == 0
-    shown = capsys.readouterr().err
-    assert f"note: what {path} became:\n" in shown
-    assert "    optimizer.params.lr = 0.0003: --lr 0.0003\n" in shown
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type is Lamb"),
-        ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "AdamW alone"),
-        ({"scheduler": {"type": "OneCycle"}}, "scheduler.type is OneCycle"),
-        ({"fp16": {"enabled": True}}, "give bf16 instead"),
-        ({"zero_optimisation": {}}, "did you mean 'zero_optimization'?"),
-        ({"optimizer": {"params": {"betas": 3}}}, "expected two numbers"),
-        ({"optimizer": {"params": {"lr": "fast"}}}, '"fast"'),
-        (
-            {"optimizer": {"params": {"lr": 1}}, "scheduler": {"params": {"warmup_max_lr": 2}}},
-            "make them equal",
-        ),
-    ],
-)
-def test_train_refuses_what_it_has_not(content, told, tmp_path, capsys):
+def file_of(content, tmp_path):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(content))
-    assert run("train", "--deepspeed", str(path)) == 2
-    shown = capsys.readouterr().err
-    assert told in shown
-    assert shown.count("\n") == 1
-    assert run("train", "--deepspeed", str(tmp_path / "gone")) == 2
-    assert "gone cannot be read: No such file" in capsys.readouterr().err
+    return str(path)
 
 
-def adopted(content, tmp_path, *flags):
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(content))
-    found = settings.parse(["--deepspeed", str(path), *flags])
-    return found, "\n".join(from_deepspeed.Adopted.of(str(path)).report(found))
+def test_all_that_is_wrong_is_told_at_once(tmp_path):
+    wrong = {"aio": {"queue_dept": 8}, "gradient_clipping": "x", "optimizer": {"type": 3}}
+    with pytest.raises(ValueError) as caught:
+        read(json.dumps(wrong), tmp_path)
+    assert str(caught.value).count("\n  ") == 3
+    for told in ("queue_depth", "gradient_clipping holds", "optimizer.type holds"):
+        assert told in str(caught.value)
 
 
-def test_train_says_what_it_does_and_not_what_the_file_has(tmp_path):
-    found, told = adopted({"train_batch_size": 64}, tmp_path)
-    assert (found.batch, found.micro_batches) == (64, 1)
-    assert "train_batch_size = 64: --batch 64 --micro-batches 1" in told
-    assert "bf16 and fp16 say nothing: --dtype bfloat16" in told
-    open_count = {"train_batch_size": 64, "gradient_accumulation_steps": "auto"}
-    assert adopted(open_count, tmp_path)[0].batch == settings.Train().batch
-    found, told = adopted({"gradient_clipping": 2}, tmp_path, "--max-grad-norm", "5")
-    assert found.placing.max_grad_norm == 5
-    assert "gradient_clipping = 2.0: max_grad_norm=5.0, your own, which counts" in told
-    params = {"lr": "1e-4", "betas": [0.9, "0.95"], "torch_adam": True}
-    schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 1e1, "warmup_min_lr": 0}}
-    content = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": schedule}
-    found, told = adopted(content, tmp_path)
-    assert (found.lr, found.beta2, found.warmup) == (1e-4, 0.95, 10)
-    for name in ("optimizer.params.torch_adam", "scheduler.params.warmup_min_lr"):
-        assert re.search(rf"^{re.escape(name)} = \w+: ignored", told, re.M)
+def test_a_dict_and_a_file_that_is_not_there(tmp_path):
+    content = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    with pytest.warns(UserWarning, match="what a dict of DeepSpeed's became:"):
+        config = Config.from_deepspeed(content)
+    assert Config.from_deepspeed(file_of(content, tmp_path), report=False) == config
+    with pytest.raises(FileNotFoundError, match="give the whole path of a JSON file") as caught:
+        Config.from_deepspeed(tmp_path / "gone")
+    assert caught.value.filename == str(tmp_path / "gone")
 
 
-@pytest.mark.parametrize(
-    ("params", "told"),
-    [
-        ({"amsgrad": True}, "amsgrad"),
-        ({"bias_correction": False}, "bias_correction"),
-        ({"lr": "fast"}, 'optimizer.params.lr holds "fast": expected a number'),
-        ({"betas": [0.9, "x"]}, 'optimizer.params.betas holds "x": expected a number'),
-    ],
-)
-def test_train_refuses_what_it_cannot_be(params, told, tmp_path):
-    with pytest.raises(BadInput, match=re.escape(told)):
-        adopted({"optimizer": {"type": "AdamW", "params": params}}, tmp_path)
+def test_texts_are_numbers_and_switches_for_attach_too():
+    params = {"lr": "3e-4", "betas": ["0.9", "0.95"], "amsgrad": "false", "adam_w_mode": "true"}
+    mine = optimizer_of(lr=3e-4, betas=(0.9, 0.95))
+    assert not conflicts({"type": "AdamW", "params": params}, mine)
+    (told,) = conflicts({"type": "AdamW", "params": params}, optimizer_of(lr=3e-4))
+    assert told.startswith("optimizer.params.betas is")
+    plain = {"type": "Adam", "params": {"adam_w_mode": "false", "weight_decay": 0.1}}
+    assert not conflicts(plain, optimizer_of(torch.optim.Adam, weight_decay=0.1))
 
 
-def test_a_path_is_no_flag(tmp_path):
-    section = {"device": "nvme", "nvme_path": "--trace-file=/x"}
-    found, _ = adopted({"zero_optimization": {"offload_optimizer": section}}, tmp_path)
-    assert found.trace_file is None
-    assert found.placing.nvme_path == ("./--trace-file=/x",)
+def test_names_like_none_are_arguments_of_other_classes():
+    assert not conflicts({"type": "AdamW", "params": {"xyzzy": 1, "beta1": 2}}, optimizer_of())
+
+
+def test_what_is_not_done_and_matters_is_told_first():
+    on = {"sparse_attention": {"mode": "fixed"}, "amp": {"enabled": "false"}, "compile": {"a": 1}}
+    first, *others = deepspeed.translate(on).report()
+    assert first == "NOT DONE HERE, so something else is trained: sparse_attention"
+    assert not [line for line in others if line.startswith("NOT DONE") or "sparse" in line]

@@ -52,11 +52,21 @@ def test_a_curve_is_whole_and_of_its_size(values, columns, rows):
         assert not found or min(abs(a - b) for a in before for b in now) <= 1
 
 
+@given(st.lists(FLOATS), st.integers(1, 20), st.integers(1, 6))
+def test_a_curve_can_be_plain_ascii(values, columns, rows):
+    lines = curve(values, columns, rows, ascii_only=True)
+    assert [len(line) for line in lines] == [columns] * rows
+    assert set("".join(lines)) <= set(" '.:")
+    if any(map(math.isfinite, values)):
+        assert all(any(line[x] != " " for line in lines) for x in range(columns))
+
+
 def test_a_falling_line_falls_from_corner_to_corner():
     found = points(curve([3.0, 2.0, 1.0, 0.0], 2, 2))
     assert {(0, 0), (3, 7)} <= found
     assert (3, 0) not in found
     assert points(curve([5, 5, 5], 3, 1)) == {(x, 2) for x in range(6)}
+    assert curve([3.0, 2.0, 1.0, 0.0], 4, 2, ascii_only=True) == ["':. ", "  ':"]
 
 
 def test_loads_are_shares_of_the_time_between_two_looks():

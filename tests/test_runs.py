@@ -190,6 +190,14 @@ def test_how_long_ago_is_told():
     assert report_list.age("2020-01-01T00:00:00+00:00").endswith("days")
 
 
+def test_a_place_that_cannot_be_written_is_why_no_run_is_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda path, _: str(path) != str(tmp_path))
+    assert run("report") == 2
+    told = capsys.readouterr().err
+    assert f"this user may not write to {tmp_path}; try: offload train --trace-file FILE" in told
+
+
 def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("report") == 2

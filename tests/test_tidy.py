@@ -21,7 +21,15 @@ TEST_FILE_LINES_MAX = 500
 
 PURE = ("config", "machine", "profile", "records", "scoreboard", "layout", "plan", "program")
 PURE += ("task", "schedule", "rules", "variants", "verify", "simulate", "deepspeed")
-PURE += ("deepspeed_keys", "deepspeed_optimizer", "trace", "intervals", "runs", "breakdown")
+PURE += (
+    "deepspeed_keys",
+    "deepspeed_values",
+    "deepspeed_optimizer",
+    "trace",
+    "intervals",
+    "runs",
+    "breakdown",
+)
 PURE += ("disks", "kept", "rows", "blocks", "shapes")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
@@ -30,8 +38,8 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler"),
-    ("deepspeed",),
-    ("deepspeed_optimizer",),
+    ("deepspeed_values",),
+    ("deepspeed", "deepspeed_optimizer"),
     ("runs", "disks"),
     ("breakdown",),
     ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),

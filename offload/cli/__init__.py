@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import importlib
@@ -150,8 +151,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _write_any_text(stream: TextIO) -> None:
     """Has it write an escape for what its encoding lacks, as in names of files: nothing is lost."""
-    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-        stream.reconfigure(errors="backslashreplace")
+    if isinstance(stream, io.TextIOWrapper) and stream.errors in _ESCAPING:
+        stream.reconfigure(errors=_ESCAPING[stream.errors])
+
+
+def _bytes_or_escape(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Bytes of a name that were none of the encoding's as they were, all else as an escape."""
+    try:
+        return codecs.lookup_error("surrogateescape")(error)
+    except UnicodeError:
+        return codecs.backslashreplace_errors(error)
+
+
+codecs.register_error("offload-escape", _bytes_or_escape)
+
+_ESCAPING = {"strict": "backslashreplace", "surrogateescape": "offload-escape"}
+"""By what a stream does with text that its encoding lacks (the second in the C locale), what it is
+to do instead."""
 
 
 class _Output:
@@ -279,10 +295,10 @@ def in_lines(text: str, stream: TextIO, indent: str = "") -> str:
     import shutil  # With all kinds of archives: only where it is needed.
 
     columns = shutil.get_terminal_size().columns
-    return "\n".join(_broken(line, columns, indent) for line in text.split("\n"))
+    return "\n".join(broken(line, columns, indent) for line in text.split("\n"))
 
 
-def _broken(line: str, columns: int, indent: str) -> str:
+def broken(line: str, columns: int, indent: str) -> str:
     """One line as several of at most `columns`; colours take no place."""
     lines, first = [""], True
     for word in line.split(" "):

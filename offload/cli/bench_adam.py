@@ -22,7 +22,7 @@ import tyro
 import cpu_adam
 from cpu_adam import FORMATS, bench, choice, peers
 from cpu_adam.figures import Group
-from offload.cli import Signals, bad_input, bench_adam_report, measuring, nearest
+from offload.cli import Signals, bad_input, bench_adam_report, display, measuring, nearest
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
@@ -130,17 +130,17 @@ def command(arguments: Sequence[str]) -> None:
         with bad_input():
             draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_adam_plot")
         if asked.peers and importlib.util.find_spec("deepspeed") is not None:
-            remarks.print("note: DeepSpeed compiles its CPUAdam at its first use", soft_wrap=True)
+            remarks.sentence("note: DeepSpeed compiles its CPUAdam at its first use")
         with bad_input():
             wanted, notices = _wanted(asked)
             _check_memory(asked, wanted)
         notices += [busy] if busy else []
         for notice in notices:
-            remarks.print(f"note: {notice}", highlight=False, soft_wrap=True)
+            remarks.sentence(f"note: {notice}")
         machine, versions = _machine(), _versions()
         heading = f"{asked.elements} parameters, {asked.gradients} gradients; {machine['cpu']}, "
         heading += f"{machine['cores']} cores; torch {versions['torch']}"
-        console.print(heading, highlight=False, soft_wrap=True)
+        console.sentence(heading)
         groups: list[Group] = []
         with measuring.bar(remarks) as progress:
 
@@ -151,14 +151,15 @@ def command(arguments: Sequence[str]) -> None:
             for group in bench.measure(wanted, told):
                 groups.append(group)
                 if len(groups) % len(wanted.threads) == 0:
-                    console.print(bench_adam_report.table(groups[-len(wanted.threads) :]), "")
+                    shown, narrow = groups[-len(wanted.threads) :], display.is_narrow(console.width)
+                    console.print(bench_adam_report.table(shown, narrow=narrow), "")
         console.print(bench_adam_report.CAPTION, style="dim", highlight=False)
         verdict = bench_adam_report.verdict(groups)
         verdict += f" But {busy}." if busy else ""
         console.print(verdict, highlight=False)
         if draw:
             signals.where = "while drawing"
-            remarks.print(draw(groups, heading), highlight=False, soft_wrap=True, markup=False)
+            remarks.sentence(draw(groups, heading))
     if asked.json:
         found = {
             "kind": "bench adam",

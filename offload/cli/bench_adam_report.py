@@ -10,6 +10,9 @@ from rich.table import Table
 from cpu_adam.figures import Figure, Group, Spread
 
 VERDICT_PARAMETERS = 7e9
+NARROW_WIDTH = 9
+"""Columns of a narrow table break what is wider."""
+
 BOUND_BY_MEMORY = 0.9
 """Share of a stream's speed from which on it is memory that bounds the update."""
 
@@ -21,8 +24,8 @@ CAPTION = (
 )
 
 
-def table(groups: Sequence[Group]) -> Table:
-    """The figures of one format, by number of threads."""
+def table(groups: Sequence[Group], *, narrow: bool = False) -> Table:
+    """The figures of one format, by number of threads; a narrow one breaks names and ratios."""
     first = groups[0]
     found = Table(
         title=f"{first.format}: {first.bytes_per_element:.4g} bytes moved per parameter",
@@ -31,11 +34,16 @@ def table(groups: Sequence[Group]) -> Table:
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 0 if narrow else 1),
     )
-    found.add_column("threads", justify="right")
-    found.add_column("by", min_width=22, no_wrap=True)
+    found.add_column("threads", justify="right", min_width=7)
+    found.add_column("by", min_width=None if narrow else 22, no_wrap=not narrow, overflow="fold")
     for name, width in (("M/s", 5), ("GB/s", 5), ("of stream", 16), ("of peer", 7)):
-        found.add_column(name, min_width=width, justify="right", no_wrap=True)
+        broken = narrow and width > NARROW_WIDTH
+        width = min(width, NARROW_WIDTH) if narrow else width
+        found.add_column(
+            name, min_width=width, justify="right", no_wrap=not broken, overflow="fold"
+        )
     for group in groups:
         for number, figure in enumerate(group.figures):
             found.add_row("" if number else str(group.threads), *_cells(figure))

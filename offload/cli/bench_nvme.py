@@ -18,7 +18,15 @@ import tyro
 from aio import backends, bench, fio
 from aio.figures import Found
 from aio.system import is_memory
-from offload.cli import Signals, bad_input, bench_nvme_report, bench_nvme_saved, measuring, nearest
+from offload.cli import (
+    Signals,
+    bad_input,
+    bench_nvme_report,
+    bench_nvme_saved,
+    display,
+    measuring,
+    nearest,
+)
 from offload.cli.bench_nvme_verdict import GPUS, FormatVerdict, Verdict
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
@@ -177,7 +185,8 @@ def command(arguments: Sequence[str]) -> None:
             with bad_input():
                 for one in bench.measure(wanted, told):
                     report.add(one)
-                    console.print(*bench_nvme_report.shown(one), sep="\n", highlight=False)
+                    told_of = bench_nvme_report.shown(one, narrow=display.is_narrow(console.width))
+                    console.print(*told_of, sep="\n", highlight=False)
                     _remark(one, remarks)
         signals.where = "after the last figure; nothing is left on disk"
         told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
@@ -314,7 +323,7 @@ def _remark(one: object, remarks: Output) -> None:
 
 def _note(remarks: Output, text: str) -> None:
     """A line that may hold names of files, whose brackets are no markup."""
-    remarks.print(text, highlight=False, soft_wrap=True, markup=False)
+    remarks.sentence(text)
 
 
 def _concluded(
@@ -332,7 +341,8 @@ def _concluded(
     verdict = _verdict(asked, report)
     told = bench_nvme_report.verdict(verdict, report)
     told += f" But {busy}." if busy else ""
-    console.print(bench_nvme_report.formats(verdict))
+    narrow = display.is_narrow(console.width)
+    console.print(bench_nvme_report.formats(verdict, narrow=narrow))
     console.sentence(f"{told}\n")
     config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
     _note(console, config)

@@ -25,6 +25,9 @@ from offload.config import format_bytes
 Result = Found | list[Compared] | Together
 
 
+NARROW_WIDTH = 11
+"""Columns of a narrow table break what is wider."""
+
 FIGURE_SECONDS_MIN = 0.3
 """What was measured for less says little: it is told, and not saved."""
 
@@ -89,19 +92,19 @@ def _rates(found: Found) -> dict[str, float]:
     return {"write": found.fill_bytes_per_s} | rates
 
 
-def shown(one: Result) -> list[RenderableType]:
-    """A result as it is printed."""
+def shown(one: Result, *, narrow: bool = False) -> list[RenderableType]:
+    """A result as it is printed; a narrow table breaks settings and headings."""
     if isinstance(one, Found):
-        return [_figures(one)]
+        return [_figures(one, narrow)]
     if isinstance(one, Together):
         return [
             f"all drives together, {DOING[one.mode]}: {one.bytes_per_s / 1e9:.2f} GB/s, "
             f"{one.of_sum:.2f} of the sum of each alone"
         ]
-    return [_compared(one)]
+    return [_compared(one, narrow)]
 
 
-def _table(title: str, columns: Sequence[tuple[str, int]], caption: str | None = None) -> Table:
+def _table(title: str, columns: Sequence[tuple[str, int]], caption: str, *, narrow: bool) -> Table:
     table = Table(
         title=Text(title, style="italic"),  # Names of files may hold brackets.
         title_justify="left",
@@ -109,16 +112,24 @@ def _table(title: str, columns: Sequence[tuple[str, int]], caption: str | None =
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 0 if narrow else 1),
     )
     for name, width in columns:
         left = name in ("", "setting", "states")
         justify: Any = "left" if left else "right"
-        table.add_column(name, min_width=width, justify=justify, no_wrap=True)
+        broken = narrow and (width > NARROW_WIDTH or " " in name)
+        table.add_column(
+            name,
+            min_width=min(width, NARROW_WIDTH if broken else len(name)) if narrow else width,
+            justify=justify,
+            no_wrap=not broken,
+            overflow="fold",
+        )
     return table
 
 
-def _figures(found: Found) -> Table:
-    direct = "O_DIRECT" if found.direct else "without O_DIRECT: the page cache's speed too"
+def _figures(found: Found, narrow: bool) -> Table:
+    direct = "O_DIRECT" if found.direct else "without O_DIRECT: the page cache's speed"
     columns = [("", 5), ("setting", 23), ("GB/s", 5), ("GiB/s", 5)]
     columns += [("p50 ms", 6), ("p99 ms", 6), ("CPU s/GB", 8)]
     table = _table(
@@ -128,6 +139,7 @@ def _figures(found: Found) -> Table:
         "together. p50, p99: half of the blocks, and 99 of 100, take no longer; counted in powers "
         f"of two. Written in all: {format_bytes(found.bytes_written)}; {len(found.cells)} settings "
         "tried.",
+        narrow=narrow,
     )
     for figure in found.figures:
         table.add_row(*_cells(figure))
@@ -152,7 +164,7 @@ def block_size(count: int) -> str:
     return f"{count >> 20} MiB" if count % (1 << 20) == 0 else f"{count >> 10} KiB"
 
 
-def _compared(compared: Sequence[Compared]) -> RenderableType:
+def _compared(compared: Sequence[Compared], narrow: bool) -> RenderableType:
     if not compared:
         return "not compared with fio: as many bytes as allowed have been written (--writes-max)"
     pooled = Ratio.of([ratio for one in compared for ratio in one.ratios])
@@ -161,6 +173,7 @@ def _compared(compared: Sequence[Compared]) -> RenderableType:
         [("", 5), ("setting", 20), ("fio engine", 10), ("ratio", 18), ("CPU ratio", 9)],
         "Our speed in multiples of fio's; geometric means, in brackets 95% intervals. CPU ratio: "
         f"the same of processor time, where less is better. All speeds: {_interval(pooled)}.",
+        narrow=narrow,
     )
     for one in compared:
         setting = one.setting
@@ -189,7 +202,7 @@ _FORMAT_COLUMNS = (
 )
 
 
-def formats(verdict: Verdict) -> Table:
+def formats(verdict: Verdict, *, narrow: bool = False) -> Table:
     """A row for each state format."""
     table = _table(
         f"Optimizer state on nvme, {verdict.model} parameters, {verdict.gpu}",
@@ -197,6 +210,7 @@ def formats(verdict: Verdict) -> Table:
         "bytes: of state for each parameter; M/s: million parameters whose state is read and "
         f"written back, {verdict.each_way.how}; GB/step: written; tokens/step: from which the GPU, "
         f"at {GPU_SHARE:.0%} of its peak, takes longer than the drives.",
+        narrow=narrow,
     )
     for one in verdict.formats:
         table.add_row(
@@ -234,7 +248,7 @@ def verdict(found: Verdict, report: Report) -> str:
         f"up the {found.endurance_bytes / 1e12:.4g} TB that {they} (--endurance)."
     )
     if not all(one.direct for one in report.found):
-        text += " Without O_DIRECT this is the page cache's speed too: the drive may be far slower."
+        text += " Without O_DIRECT this may be the page cache's speed: the drive may be far slower."
     if report.too_brief:
         text += f" But {report.too_brief}."
     return text

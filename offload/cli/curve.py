@@ -1,15 +1,30 @@
-"""A curve drawn with characters: Braille patterns, two points across and four down in each."""
+"""A curve drawn with characters, of several points each: Braille patterns, or plain ASCII."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of a point within its character, by row and column (Unicode 6.0, block U+2800)."""
 
-_BLANK = 0x2800
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """A character and its points."""
+
+    bits: tuple[tuple[int, ...], ...]
+    """Of each point, by row and column."""
+    characters: str
+    """By the sum of the bits that are set."""
+
+
+_BRAILLE = _Cell(
+    ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)),
+    " " + "".join(map(chr, range(0x2801, 0x2900))),
+)
+"""As Unicode 6.0 orders them (block U+2800)."""
+
+_ASCII = _Cell(((1,), (2,)), " '.:")
 
 
 def buckets(values: Sequence[float], count: int) -> list[float]:
@@ -32,16 +47,20 @@ def _points(values: Sequence[float], count: int) -> list[float]:
     return found
 
 
-def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
+def curve(
+    values: Sequence[float], columns: int, rows: int, *, ascii_only: bool = False
+) -> list[str]:
     """`values` from left to right as `rows` lines of `columns` characters, the highest on top.
 
     Every column of points has one at least, and neighbours are joined; values that are not finite
     are left out. All blank without values.
     """
+    cell = _ASCII if ascii_only else _BRAILLE
+    high_cell, wide_cell = len(cell.bits), len(cell.bits[0])
     values = [value for value in values if math.isfinite(value)]
-    down = 4 * rows
+    down = high_cell * rows
     cells = [[0] * columns for _ in range(rows)]
-    shown = _points(values, 2 * columns) if values else []
+    shown = _points(values, wide_cell * columns) if values else []
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     before: int | None = None
     for at, value in enumerate(shown):
@@ -49,6 +68,7 @@ def curve(values: Sequence[float], columns: int, rows: int) -> list[str]:
         y = min(down - 1, max(0, round(share * (down - 1))))
         first, last = sorted((y, y if before is None else before))
         for point in range(first, last + 1):
-            cells[point // 4][at // 2] |= _DOTS[point % 4][at % 2]
+            bit = cell.bits[point % high_cell][at % wide_cell]
+            cells[point // high_cell][at // wide_cell] |= bit
         before = y
-    return ["".join(chr(_BLANK + cell) if cell else " " for cell in row) for row in cells]
+    return ["".join(cell.characters[found] for found in row) for row in cells]

@@ -15,6 +15,9 @@ from offload.rows import Row, TierUse
 NARROW_COLUMNS = 72
 """Below it, lines leave out what is not needed."""
 
+TABLE_COLUMNS = 80
+"""Below it, tables of figures break names and headings."""
+
 _LANES = {
     "compute": "updates and sums on the device",
     "h2d": "copies to the device",
@@ -28,6 +31,11 @@ HINT = (
     "everything fits on the device; to see it move, try\n"
     "--params cpu --gradients cpu --optimizer nvme"
 )
+
+
+def is_narrow(columns: int) -> bool:
+    """Whether a table of figures is to break names and headings, not to lose columns."""
+    return columns < TABLE_COLUMNS
 
 
 def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:

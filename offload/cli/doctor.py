@@ -77,7 +77,7 @@ def command(arguments: Sequence[str]) -> int:
     else:
         more = f"; {notes} note{'s' if notes > 1 else ''} above may make it faster" if notes else ""
         verdict = f"training can start{more}" if ready else "training cannot start: see stop above"
-        console.print(verdict, highlight=False, soft_wrap=True)
+        console.sentence(verdict)
     return 0 if ready else EXIT_FAILED
 
 

@@ -7,6 +7,7 @@ able to say that torch is what is missing.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,8 @@ def kernels(name: str, reason: str, compiler: str | None) -> Finding:
     """The update's kernel in use, and why it is this one."""
     if name != "python" or reason == "asked for":
         return Finding("update", "ok", f"the {name} kernel: {reason}")
-    fix = "install g++ and reinstall" if compiler is None else "reinstall with pip install -v"
+    fix = f"reinstall ({sys.executable} -m pip install -v -e . in a checkout)"
+    fix = f"install g++, then {fix}" if compiler is None else fix
     told = f"the Python reference, same bits but slow: {reason}"
     if compiler is not None:
         told += f"; {compiler} is here now"

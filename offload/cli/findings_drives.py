@@ -18,6 +18,9 @@ from offload.config import format_bytes
 FREE_LEAST_BYTES = 1 << 30
 """The states of a model worth offloading take more."""
 
+FREE_USED_BYTES = 128 << 20
+"""With less not even what `offload train` trains by default has room there."""
+
 NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "9p", "fuse.sshfs"})
 
 
@@ -112,16 +115,22 @@ def directory(tried: Tried, mounted: Sequence[Mount], root: Path) -> Finding:
     told = f"{kind}, {'O_DIRECT' if tried.direct else 'no O_DIRECT'}, "
     told += f"{format_bytes(tried.free_bytes)} free, "
     told += ", ".join(under) if under else "drive unknown"
-    for hurts, why, fix in (
+    if tried.asked and tried.free_bytes < FREE_USED_BYTES:
+        least = format_bytes(FREE_USED_BYTES)
+        why = f"too little room: the least that offload train needs is {least}"
+        return Finding(subject, "stop", f"{told}: {why}", "free some space")
+    hurting = (
         (kind in MEMORY_FILE_SYSTEMS, "this is memory and no drive", _OTHER),
         (kind in NETWORK, "this is a network", _OTHER),
         (kind in COPY_ON_WRITE and tried.notice, "it copies on write", _OTHER),
         (not tried.direct, "transfers take memory of the page cache", _OTHER),
         (tried.free_bytes < FREE_LEAST_BYTES, "too little room", "free some space"),
         (_HARD_DISK in told, "updates from here will be slow", "give a directory on an SSD"),
-    ):
-        if hurts:
-            return Finding(subject, "note", f"{told}: {why}", fix)
+    )
+    if found := [(why, fix) for hurts, why, fix in hurting if hurts]:
+        return Finding(
+            subject, "note", f"{told}: {', and '.join(w for w, _ in found)}", found[0][1]
+        )
     return Finding(subject, "ok", told)
 
 

@@ -66,7 +66,8 @@ def memlock(limit_bytes: int | None, root: Path, *, gpu: bool) -> Finding:
         "memlock",
         "note",
         f"{told}: {what}, and transfers cost more",
-        "ulimit -l unlimited (docker --ulimit memlock=-1; LimitMEMLOCK=infinity of systemd)",
+        "ulimit -l unlimited, where ulimit -Hl allows it; else root does it: memlock in "
+        "/etc/security/limits.conf (docker --ulimit memlock=-1; LimitMEMLOCK=infinity of systemd)",
     )
 
 

@@ -6,7 +6,8 @@ By then a run has its result, or an error of its own, which nothing here may tak
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from offload import recorded, runs
@@ -19,7 +20,15 @@ from offload.runs import Run
 def note(remarks: Output, notices: Sequence[str]) -> None:
     """Tells each in a line of its own."""
     for notice in notices:
-        remarks.print(f"note: {notice}", highlight=False, soft_wrap=True, markup=False)
+        remarks.sentence(f"note: {notice}")
+
+
+def warnings_of(remarks: Output, call: Callable[[], object]) -> None:
+    """Tells as notes what a call warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    note(remarks, [str(one.message) for one in caught])
 
 
 def check(settings: Train) -> None:
@@ -58,7 +67,7 @@ def trace(remarks: Output, file: str | None, run: Run | None) -> None:
             runs.keep(run)
     except OSError as error:
         told = f"no trace was left at {file or error.filename}: {error.strerror}; "
-        note(remarks, [told + "try --trace-file, or --no-trace"])
+        note(remarks, [told + "try --trace-file FILE, then offload report FILE; or --no-trace"])
         return
     named = f" {shlex.quote(file)}" if file else ""
     note(remarks, [f"offload report{named} shows where the time went"])

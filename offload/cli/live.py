@@ -108,7 +108,7 @@ def loads_between(before: Any, now: Any) -> list[Load]:
     return [Load("model", model, 0.0), *found]
 
 
-def screen(shown: Shown, columns: int, lines: int) -> RenderableType:
+def screen(shown: Shown, columns: int, lines: int, *, ascii_only: bool = False) -> RenderableType:
     """A drawing for a terminal of so many columns and lines."""
     head = _head(shown, columns)
     verdict = Text(bounded_by(shown.loads), style="bold")
@@ -117,10 +117,11 @@ def screen(shown: Shown, columns: int, lines: int) -> RenderableType:
     bar = _BAR_COLUMNS if columns >= _TINY_COLUMNS else _BAR_COLUMNS // 2
     lanes, memory = _lanes(shown.loads, bar), _memory(shown.memory, bar)
     if columns < WIDE_COLUMNS:
-        return Group(head, loss_curve(shown.losses, columns), lanes, memory, verdict)
+        drawn = loss_curve(shown.losses, columns, ascii_only=ascii_only)
+        return Group(head, drawn, lanes, memory, verdict)
     both = Table.grid(padding=(0, 3))
-    curve_shown = loss_curve(shown.losses, columns - _RIGHT_COLUMNS)
-    both.add_row(curve_shown, Group(lanes, Text(), memory))
+    drawn = loss_curve(shown.losses, columns - _RIGHT_COLUMNS, ascii_only=ascii_only)
+    both.add_row(drawn, Group(lanes, Text(), memory))
     return Group(head, both, verdict)
 
 
@@ -147,9 +148,11 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def loss_curve(losses: Sequence[float], columns: int, rows: int = _CURVE_ROWS) -> Table:
+def loss_curve(
+    losses: Sequence[float], columns: int, rows: int = _CURVE_ROWS, *, ascii_only: bool = False
+) -> Table:
     """The losses as a curve with its highest and lowest value beside it, `columns` in all."""
-    drawn = curve(losses, max(8, columns - _EDGE_COLUMNS - 2), rows)
+    drawn = curve(losses, max(8, columns - _EDGE_COLUMNS - 2), rows, ascii_only=ascii_only)
     high, low = (f"{edge(losses):.3f}" if losses else "" for edge in (max, min))
     grid = Table.grid(padding=(0, 1))
     grid.add_column(justify="right", style="dim", no_wrap=True, min_width=_EDGE_COLUMNS)
@@ -280,5 +283,6 @@ class Progress:
             loads=loads,
             memory=memory,
         )
-        size = self._console.size
-        self._live.update(screen(shown, size.width, size.height), refresh=True)
+        size, ascii_only = self._console.size, self._console.options.ascii_only
+        drawn = screen(shown, size.width, size.height, ascii_only=ascii_only)
+        self._live.update(drawn, refresh=True)

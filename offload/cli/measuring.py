@@ -37,7 +37,7 @@ def bar(console: Output) -> Iterator[Callable[[float, str], None]]:
 
     def told(share: float, what: str) -> None:
         if what not in shown and not console.is_terminal:
-            console.print(f"measuring {what}", highlight=False, soft_wrap=True, markup=False)
+            console.sentence(f"measuring {what}")
         shown.add(what)  # What is measured in turns comes again and again.
         shown_as.update(task, completed=share, description=what)
 

@@ -111,7 +111,21 @@ def command(arguments: Sequence[str]) -> None:
     _write(page, report_html.page(run, found, path), "--html")
     _write(timeline, json.dumps(report_timeline.timeline(run)), "--timeline")
     for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
-        console.print(f"{what}: {where}", highlight=False, soft_wrap=True, markup=False)
+        console.sentence(f"{what}: {where}")
+
+
+def _none_left(folder: Path) -> str:
+    """That no run is there, and why."""
+    there = next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        return (
+            f"{folder} holds no run; likely none could be left, as this user may not write to "
+            f"{there}; try: offload train --trace-file FILE, then offload report FILE"
+        )
+    return (
+        f"{folder} holds no run; likely nothing was trained yet, or with --no-trace; try: offload "
+        "train"
+    )
 
 
 def _path(asked: Sequence[str]) -> Path:
@@ -124,10 +138,7 @@ def _path(asked: Sequence[str]) -> Path:
         if not asked:
             if kept := runs.kept():
                 return kept[0]
-            raise BadInput(
-                f"{runs.folder()} holds no run; likely nothing was trained yet, or with "
-                "--no-trace; try: offload train"
-            )
+            raise BadInput(_none_left(runs.folder()))
         path = Path(asked[0])
         if path.name == asked[0] and not path.exists():
             path = runs.folder() / f"{asked[0].removesuffix('.json')}.json"

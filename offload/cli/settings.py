@@ -77,7 +77,10 @@ class Train:
     """Peak learning rate."""
 
     warmup: int = 20
-    """Steps in which the learning rate rises; then it falls, linearly, to a twentieth."""
+    """Steps in which the learning rate rises; then it falls, linearly."""
+
+    lr_floor: float = 0.05
+    """Share of the peak learning rate that is left at the end; 1 for no fall."""
 
     weight_decay: float = 0.1
     """Weight decay of the matrices."""
@@ -143,6 +146,7 @@ class Train:
         self._check("weight_decay", 0 <= self.weight_decay <= FACTOR_MAX, "0 to 1e30")
         for name in ("beta1", "beta2"):
             self._check(name, 0 <= getattr(self, name) < 1, "0 or more, below 1")
+        self._check("lr_floor", 0 <= self.lr_floor <= 1, "0 to 1")
         self._check("eps", 0 <= self.eps <= FACTOR_MAX, "0 to 1e30")
 
     def _check(self, name: str, right: bool, expected: str) -> None:
@@ -159,7 +163,7 @@ def parse(arguments: Sequence[str]) -> Train:
         SystemExit: help was asked for, and shown.
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in _FILES:
+    for name in (*_FILES, "dtype"):
         finder.add_argument(flag(name), nargs="?")
     named = finder.parse_known_args(list(arguments))[0]
     # The files' settings come first as flags of their own: of two equal flags the last one counts.
@@ -176,7 +180,8 @@ def parse(arguments: Sequence[str]) -> Train:
                 raise BadInput(f"--config {named.config}: key {key!r}: {told}") from None
         raise
     if theirs:
-        theirs.refuse_conflicts(settings)
+        own = {*found, *(["dtype"] if named.dtype else [])}
+        theirs.refuse_conflicts(settings, own)
     return settings
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import cpu_adam
 import offload
 from offload.cli import (
     Signals,
@@ -37,9 +38,6 @@ from offload.config import format_bytes
 from offload.device import compute_device
 from offload.runs import Run
 from offload.totals import Report
-
-LR_FLOOR = 0.05
-"""Share of the peak learning rate that is left at the end."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -63,6 +61,7 @@ def command(arguments: Sequence[str]) -> None:
     left.note(remarks, corpus.notices)
     with Signals() as signals:
         with bad_input():
+            left.warnings_of(remarks, cpu_adam.kernel)
             model, optimizer = build(settings)
         with optimizer.engine as engine:
             left.note(remarks, engine.notices)
@@ -168,7 +167,9 @@ def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -
         _emit(_summary(reached, report))
     if console.is_terminal and len(reached.losses) > 1:
         console.print("Loss, smoothed", style="italic")
-        console.print(live.loss_curve(live.smoothed(reached.losses), min(console.width, 80)))
+        losses, width = live.smoothed(reached.losses), min(console.width, 80)
+        ascii_only = console.options.ascii_only
+        console.print(live.loss_curve(losses, width, ascii_only=ascii_only))
     console.print(display.lanes(report.lanes))
     console.sentence(display.lanes_caption(report.lanes), style="dim")
     console.sentence(
@@ -236,7 +237,7 @@ def rate(settings: Train, step: int) -> float:
     if number <= peak:
         return number / peak
     done = (number - peak) / max(1, settings.steps - peak)
-    return 1 - (1 - LR_FLOOR) * min(1.0, done)
+    return 1 - (1 - settings.lr_floor) * min(1.0, done)
 
 
 def steps(
