@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from aio import Probe
-from offload.cli import findings, findings_drives, findings_host
+from offload import machine
+from offload.cli import doctor, findings, findings_drives, findings_host
 from offload.cli.console import Output
 from offload.cli.doctor import show
 from offload.cli.findings import Accelerator, Finding
@@ -321,6 +323,23 @@ def test_the_command(tmp_path, capsys):
     assert expected | {f"nvme {tmp_path}", "a step", "speeds", "packages"} <= set(seen)
     assert "nvme" in seen["a step"]["found"]
     assert not list(tmp_path.iterdir())
+
+
+def test_a_drive_that_is_full_is_told_without_the_table_of_budgets(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "nvme_free_bytes", lambda *_, **__: 0)
+    found = doctor._trained(torch, [str(tmp_path)])
+    assert (found.level, found.subject) == ("stop", "a step")
+    assert found.found.endswith(
+        f"optimizer nvme: too little of nvme; likely nothing is free on nvme_path {tmp_path} "
+        "(--nvme-path)"
+    )
+    fix = f"free some space in {tmp_path}, or name a directory on another drive"
+    assert found.fix == fix
+    monkeypatch.setattr(machine, "nvme_free_bytes", lambda *_, **__: 1 / 0)
+    found = doctor._trained(torch, [str(tmp_path)])
+    assert found.found == "division by zero"
+    assert "OFFLOAD_TRACEBACK=1" in found.fix
+    assert "above" not in found.fix
 
 
 def test_a_path_that_cannot_be_used_stops(tmp_path, capsys):

@@ -148,6 +148,24 @@ def refused(subject: str, error: Exception, fix: str) -> Finding:
     return Finding(subject, "stop", " ".join(str(error).split()), fix)
 
 
+def untrained(error: Exception, paths: Sequence[str]) -> Finding:
+    """Why a very small model took no step; `paths`: where its states were to be.
+
+    Of budgets that are too small it tells which they are, in place of the table of all.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    short = [line.split()[0] for line in lines if "<-- too small" in line]
+    likely = next((line for line in lines if line.startswith("likely ")), "")
+    if not short:
+        fix = "take a step with offload train and OFFLOAD_TRACEBACK=1, which shows where it ends"
+        return refused("a step", error, fix)
+    fix = "end other programs, or give this one more memory"
+    if "nvme" in short and paths:
+        fix = f"free some space in {paths[0]}, or name a directory on another drive"
+    told = f"{lines[0]}: too little of {' and '.join(short)}; {likely}"
+    return Finding("a step", "stop", told, fix)
+
+
 def file_backends(probes: Sequence[Probe], environment: Mapping[str, str]) -> list[Finding]:
     """The backend that moves files to memory, and why the better ones do not."""
     usable = [probe.name for probe in probes if probe.usable]
