@@ -340,7 +340,7 @@ def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):
     file.touch()
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file / "machine.json"))
     found = [(str(tmp_path), bench_nvme_speed())]
-    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda _: found)
+    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda *_: found)
     assert command(tmp_path, *TINY) == 0
     assert "note: the speeds could not be saved to" in capsys.readouterr().err
 

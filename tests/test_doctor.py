@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from offload.cli.console import Output
 from offload.cli.doctor import show
 from offload.cli.findings import Accelerator, Finding
 from offload.config import format_bytes
+from offload.machine import DriveSpeed
 from tests.command import run, start
 
 GIB = 1 << 30
@@ -286,10 +288,26 @@ def test_directories(tree):
     check(directory(tree, "/x", error="no", asked=False), "note", "no", "sudo install -d")
 
 
+SPEED = DriveSpeed(
+    read_bytes_per_s=5.123e9,
+    write_bytes_per_s=3e9,
+    both_bytes_per_s=4e9,
+    backend="io_uring",
+    block_bytes=1 << 20,
+    depth=8,
+    measured="2026-11-21T12:00:00",
+)
+TOLD = "/a reads 5.12 GB/s and writes 3, measured 2026-11-21 12:00:00"
+
+
 def test_where_speeds_are_kept(tmp_path):
     kept = tmp_path / "deep/er/machine.json"
     assert findings.may_write(kept)
     check(findings.kept_speeds(kept, True), "ok", "nothing measured yet")
+    check(findings.kept_speeds(kept, True, None, {"/a": SPEED}), "ok", f"{kept}: {TOLD}")
+    noisy = {"/a": SPEED, "/b": replace(SPEED, others_percent=98)}
+    doubt = f"{TOLD}; /b {TOLD[3:]} while others kept 98% of the processors busy"
+    check(findings.kept_speeds(kept, True, None, noisy), "note", doubt, "or remove that file")
     (tmp_path / "file").touch()
     assert not findings.may_write(tmp_path / "file" / "machine.json")
     check(findings.kept_speeds(kept, False), "note", "cannot be written", "OFFLOAD_MACHINE=")

@@ -156,7 +156,8 @@ def command(arguments: Sequence[str]) -> None:
         asked = FLAGS.parse(arguments)
         # Results go to standard output, progress and remarks to standard error.
         console, remarks = Output(stderr=asked.json), Output(stderr=True)
-        busy = measuring.busy()
+        others_percent = measuring.others_percent()
+        busy = measuring.busy(others_percent)
         with bad_input():
             draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_nvme_plot")
             wanted, notices = _wanted(asked)
@@ -181,7 +182,7 @@ def command(arguments: Sequence[str]) -> None:
                     _remark(one, remarks)
         signals.where = "after the last figure; nothing is left on disk"
         told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
-        _note(remarks, bench_nvme_saved.saved(report) if asked.save else "not saved")
+        _note(remarks, _kept(asked, report, others_percent))
         if draw:
             _note(remarks, draw(report.found))
     if asked.json:
@@ -199,6 +200,11 @@ def command(arguments: Sequence[str]) -> None:
             "config": config,
         }
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+def _kept(asked: Nvme, report: bench_nvme_report.Report, others_percent: int) -> str:
+    """What became of the speeds."""
+    return bench_nvme_saved.saved(report, others_percent) if asked.save else "not saved"
 
 
 def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:

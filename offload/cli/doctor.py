@@ -25,7 +25,13 @@ from offload.cli.console import Output
 from offload.cli.findings import Finding
 from offload.cli.flags import Flags
 from offload.config import format_bytes
-from offload.machine import nvme_free_bytes, profile_path, ranks_on_host, unreadable_speeds
+from offload.machine import (
+    nvme_free_bytes,
+    profile_path,
+    ranks_on_host,
+    saved_speeds,
+    unreadable_speeds,
+)
 
 _ROOT = Path("/")
 _Paths = tyro.conf.arg(
@@ -142,7 +148,10 @@ def _speeds() -> Finding:
     except OSError as error:
         told = f"{error.strerror}; what `offload bench nvme` measures is not kept"
         return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
-    return findings.kept_speeds(kept, findings.may_write(kept), unreadable_speeds())
+    wrong = unreadable_speeds()
+    return findings.kept_speeds(
+        kept, findings.may_write(kept), wrong, {} if wrong else saved_speeds()
+    )
 
 
 def _torch() -> tuple[Any, Finding]:

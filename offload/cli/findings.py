@@ -10,9 +10,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE, Probe
+from offload.machine import DriveSpeed
 
 Level = Literal["ok", "note", "stop"]
 """`ok`: as it should be. `note`: training starts, but slower or with less. `stop`: it cannot."""
@@ -201,16 +203,38 @@ _BACKEND_FIXES = {
 }
 
 
-def kept_speeds(path: Path, writable: bool, wrong: str | None = None) -> Finding:
-    """Where measured speeds of drives are kept; `wrong`: what is the matter with what is there."""
+def kept_speeds(
+    path: Path,
+    writable: bool,
+    wrong: str | None = None,
+    speeds: Mapping[str, DriveSpeed] = MappingProxyType({}),
+) -> Finding:
+    """Where measured speeds of drives are kept, and what they are by mount point.
+
+    Args:
+        wrong: what is the matter with what is there.
+    """
     if wrong:
         told, _, fix = wrong.partition("; try: ")
         return Finding("speeds", "note", told, fix)
     if writable:
-        there = "holds what was measured" if path.is_file() else "nothing measured yet"
-        return Finding("speeds", "ok", f"{path}: {there}")
+        each = "; ".join(f"{mount} {_speed(speed)}" for mount, speed in speeds.items())
+        told = f"{path}: {each or 'nothing measured yet'}"
+        if not any(speed.others_percent for speed in speeds.values()):
+            return Finding("speeds", "ok", told)
+        fix = "measure again on a quiet machine with offload bench nvme, or remove that file"
+        return Finding("speeds", "note", told, fix)
     told = f"{path} cannot be written: what `offload bench nvme` measures is not kept"
     return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
+
+
+def _speed(speed: DriveSpeed) -> str:
+    read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
+    doubt = f" while others kept {speed.others_percent}% of the processors busy"
+    return (
+        f"reads {read:.3g} GB/s and writes {write:.3g}, measured {speed.measured.replace('T', ' ')}"
+        + doubt * bool(speed.others_percent)
+    )
 
 
 def may_write(path: Path) -> bool:
