@@ -59,7 +59,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
         taken = {tier: found.arena_bytes(tier) for tier in TIERS}
-        if lacking := _lacking(taken, machine):
+        if lacking := _lacking(taken, machine) or _roomless(taken["nvme"], config, machine):
             raise BudgetError(lacking)
         return found
     raise BudgetError(_refusal(search, budgets, config, machine))
@@ -206,6 +206,18 @@ def _lacking(taken: Mapping[Tier, int], machine: Machine) -> str:
             "larger device; lower it (--device-memory), and leave the rest to cpu or nvme"
         )
     return ""
+
+
+def _roomless(taken: int, config: Config, machine: Machine) -> str:
+    """What to say where `nvme_space` promises more than the drives have free; else nothing."""
+    if taken <= machine.nvme_bytes:
+        return ""
+    paths = " and ".join(config.nvme_path)
+    return (
+        f"the plan takes {format_bytes(taken, up=True)} of nvme_path {paths} (--nvme-path) but only "
+        f"{format_bytes(machine.nvme_bytes)} is free there: likely nvme_space (--nvme-space) was "
+        "given for another drive; free some space, or name a directory on a drive with room"
+    )
 
 
 def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:

@@ -363,7 +363,7 @@ def test_a_drive_that_is_full_is_told_without_the_table_of_budgets(tmp_path, mon
 def test_a_path_that_cannot_be_used_stops(tmp_path, capsys):
     assert run("doctor", str(tmp_path / "gone")) == 1
     shown = capsys.readouterr()
-    assert f"stop nvme {tmp_path}/gone: PATH cannot" in shown.out
+    assert f"stop nvme {tmp_path}/gone: it cannot" in shown.out
     assert shown.out.endswith("training cannot start: see stop above\n")
     assert not shown.err
     assert run("doctor", "--jsn") == 2

@@ -429,6 +429,10 @@ def test_budgets_that_the_machine_does_not_have() -> None:
         plan(profile, Config(device_memory="8GiB", cpu_memory="8GiB", params="cpu"), poor)
     with pytest.raises(BudgetError, match=r"device memory but only 1\.00 MiB is free"):
         plan(profile, Config(device_memory="8GiB", cpu_memory=0), poor)
+    told = r"of nvme_path /a \(--nvme-path\) but only 1\.00 MiB is free there: likely nvme_space"
+    small = Machine(device_bytes=1 << 30, cpu_bytes=1 << 30, nvme_bytes=1 << 20)
+    with pytest.raises(BudgetError, match=told):
+        plan(profile, Config(optimizer="nvme", nvme_path="/a", nvme_space="1GiB"), small)
 
 
 # -- speed --------------------------------------------------------------------------------------

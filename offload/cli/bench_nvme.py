@@ -269,7 +269,7 @@ def _one_on_each_drive(paths: Sequence[str]) -> tuple[tuple[str, ...], list[str]
         OSError: a path cannot be used.
     """
     for path in paths:
-        nvme_free_bytes((path,), asked="PATH")  # refuses what is no directory on a disk
+        nvme_free_bytes((path,), asked="it")  # refuses what is no directory on a disk
     kept, told = [], []
     for path, first in zip(paths, same_drive(paths)):
         if path == paths[first]:

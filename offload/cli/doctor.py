@@ -217,7 +217,7 @@ def _tried(paths: Sequence[str]) -> Iterator[findings_drives.Tried]:
         for path in paths or found:
             shown, asked = os.path.abspath(path), bool(paths)
             try:
-                free = nvme_free_bytes((path,), asked="PATH")
+                free = nvme_free_bytes((path,), asked="it")
                 with aio.create_scratch(path, aio.ALIGN_BYTES, backend) as file:
                     direct, notice = file.direct, file.notice
             except OSError as error:
