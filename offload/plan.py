@@ -214,9 +214,9 @@ def _roomless(taken: int, config: Config, machine: Machine) -> str:
         return ""
     paths = " and ".join(config.nvme_path)
     return (
-        f"the plan takes {format_bytes(taken, up=True)} of nvme_path {paths} (--nvme-path) but only "
-        f"{format_bytes(machine.nvme_bytes)} is free there: likely nvme_space (--nvme-space) was "
-        "given for another drive; free some space, or name a directory on a drive with room"
+        f"the plan takes {format_bytes(taken, up=True)} of nvme_path {paths} (--nvme-path) but "
+        f"only {format_bytes(machine.nvme_bytes)} is free there: likely nvme_space (--nvme-space) "
+        "was given for another drive; free some space, or name a directory on a drive with room"
     )
 
 
