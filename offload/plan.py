@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, TIERS, Choice, Config, Tier, format_bytes
@@ -244,7 +245,7 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
             f"   {BUDGETS[tier]} ({_flag(tier)}){mark}"
         )
     lines.append("needed: " + ("of one, the others as given" if alone else "of all together"))
-    lines.append(_likely_cause(budgets, config))
+    lines.append(_likely_cause(search, needed, budgets, config))
     ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
     first = "try one of these (fields of Config are named alike):"
     return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
@@ -257,11 +258,27 @@ def _flag(tier: Tier) -> str:
     return "--" + BUDGETS[tier].replace("_", "-")
 
 
-def _likely_cause(budgets: Mapping[Tier, int], config: Config) -> str:
+def _likely_cause(
+    search: _Search,
+    needed: Mapping[Tier, int | None],
+    budgets: Mapping[Tier, int],
+    config: Config,
+) -> str:
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
         paths = " or ".join(config.nvme_path)
         return f"likely nothing is free on nvme_path {paths} (--nvme-path)"
     if any(config.bytes_of(field) is not None for field in BUDGETS.values()):
+        short = {tier for tier, amount in needed.items() if (amount or 0) > budgets[tier]}
+        placed = search.placements(0, search.smallest().on_cpu)
+        if short and short.isdisjoint(one.of(kind) for one in placed for kind in KINDS):
+            largest = max(
+                zip(search.sizes.value["weight"], search.profile.units), key=itemgetter(0)
+            )
+            return (
+                "likely the budget leaves no room for the slots that values pass through on their "
+                "way: they go by the largest unit, not by the size of the model; here it is "
+                f"{largest[1].name!r} with {format_bytes(largest[0])} of weights"
+            )
         return "likely the budgets were given for a smaller model"
     return "likely too little is free: each budget is by default a share of that"
 

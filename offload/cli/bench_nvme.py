@@ -62,7 +62,8 @@ class Nvme:
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
 
     seconds: float = 60.0
-    """About how long to measure, for all paths together; a comparison comes on top."""
+    """About how long to measure, for all paths together. The first writing of each file (--size)
+    counts, but may alone take longer on a slow drive; a comparison comes on top."""
 
     size: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "4GiB"
     """Of the file on each drive: larger than the drive's cache."""
