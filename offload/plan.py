@@ -271,13 +271,14 @@ def _likely_cause(
         short = {tier for tier, amount in needed.items() if (amount or 0) > budgets[tier]}
         placed = search.placements(0, search.smallest().on_cpu)
         if short and short.isdisjoint(one.of(kind) for one in placed for kind in KINDS):
-            largest = max(
-                zip(search.sizes.value["weight"], search.profile.units), key=itemgetter(0)
-            )
+            values = search.sizes.value
+            most, weights = max(enumerate(values["weight"]), key=itemgetter(1))
             return (
                 "likely the budget leaves no room for the slots that values pass through on their "
-                "way: they go by the largest unit, not by the size of the model; here it is "
-                f"{largest[1].name!r} with {format_bytes(largest[0])} of weights"
+                "way, several of each kind: they go by the largest unit, not by the size of the "
+                f"model; here it is {search.profile.units[most].name!r} with "
+                f"{format_bytes(weights)} of weights and {format_bytes(values['state'][most])} of "
+                "states"
             )
         return "likely the budgets were given for a smaller model"
     return "likely too little is free: each budget is by default a share of that"

@@ -316,7 +316,7 @@ def test_the_refusal_tells_of_slots_where_nothing_lives_in_what_is_too_small() -
         plan(profile_of([unit("small", 1000), unit("large", 100_000)]), config, HUGE)
     (likely,) = [line for line in str(caught.value).splitlines() if line.startswith("likely")]
     assert "no room for the slots that values pass through" in likely
-    assert "by the largest unit, not by the size of the model; here it is 'large' with" in likely
+    assert "size of the model; here it is 'large' with" in likely
 
 
 def test_the_refusal_of_auto_names_every_tier() -> None:
