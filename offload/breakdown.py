@@ -17,14 +17,29 @@ Where an accelerator computes, the user's thread only queues the first, and wait
 
 HELP = {
     "compute": "a faster device, or no recomputing of activations if there is any",
-    "disk": "one more drive (--nvme-path A B), or more --cpu-memory, so that less lives on nvme",
-    "cpu": "more cores for the update, or states on the device as far as they fit "
-    "(--device-memory)",
-    "h2d": "more tokens in a step (--batch, --micro-batches), or more --device-memory",
-    "d2h": "more tokens in a step (--batch, --micro-batches), or gradients on the device",
+    "disk": "one more drive ({drives}), or more {cpu}, so that less lives on nvme",
+    "cpu": "more cores for the update, or states on the device as far as they fit ({device})",
+    "h2d": "more tokens in a step ({tokens}), or more {device}",
+    "d2h": "more tokens in a step ({tokens}), or gradients on the device",
 }
 """What can be done about each, by name of a lane; `compute` is the device: the user's own forward
 and backward, and what the engine computes on it."""
+
+_FLAGS = {
+    "drives": "--nvme-path A B",
+    "cpu": "--cpu-memory",
+    "device": "--device-memory",
+    "tokens": "--batch, --micro-batches",
+    "batch": "--batch",
+}
+_FIELDS = {
+    "drives": "Config.nvme_path of two directories",
+    "cpu": "Config.cpu_memory",
+    "device": "Config.device_memory",
+    "tokens": "larger batches, or more of them before step()",
+    "batch": "larger batches",
+}
+"""How `HELP` is followed in `offload train`, and in a loop of the user's own."""
 
 _TITLES = {MODEL: "forward and backward", ENGINE: "engine", OTHER: "data, loss, Python"}
 _QUEUED = "forward, backward, data, loss"
@@ -37,6 +52,9 @@ MEASURED = (
 
 GAIN_LEAST = 0.02
 """Share of the step that something must save to be worth naming."""
+
+ENGINE_LEAST = 0.1
+"""Share of the step from which the engine is worth a word where something else bounds it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,7 +187,7 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     gains = _gains(run)
     gain = gains.get("compute" if name == MODEL else name, 0.0)
     if gain >= GAIN_LEAST:
-        help_ = HELP["compute" if name == MODEL else name]
+        help_ = _said(HELP["compute" if name == MODEL else name], run)
         told.append(
             f"{'A device' if name == MODEL else f'The {name} lane'} twice as fast would save "
             f"{gain:.0%} of the step, says the simulator. Try {help_}."
@@ -187,7 +205,13 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     return told
 
 
-_MORE_TOKENS = "The engine takes as long for few tokens as for many: try more in a step (--batch)"
+_MORE_TOKENS = "The engine takes as long for few tokens as for many: try more in a step ({batch})"
+
+
+def _said(advice: str, run: Run) -> str:
+    """Advice in the words of what was run."""
+    own = list(run.command[:2]) != ["offload", "train"]
+    return advice.format(**(_FIELDS if own else _FLAGS))
 
 
 def _bounding(name: str, run: Run, found: Breakdown) -> str:
@@ -204,14 +228,14 @@ def _bounding(name: str, run: Run, found: Breakdown) -> str:
             f"{own} bounds the step, as it would without offloading: {share(part)} of it. "
             f"Waiting for lanes takes {share(waits)}, the engine itself {share(engine)}."
         )
-        worth = engine > max(waits, GAIN_LEAST * found.step_s)
-        return f"{told} {_MORE_TOKENS}." if worth else told
+        worth = engine > max(waits, ENGINE_LEAST * found.step_s)
+        return f"{told} {_said(_MORE_TOKENS, run)}." if worth else told
     if name == ENGINE:
         told = (
             f"The engine itself bounds the step: {share(part)} of it is its Python, and updates of "
             "units that live on the device."
         )
-        return f"{told} {_MORE_TOKENS}, or larger blocks."
+        return f"{told} {_said(_MORE_TOKENS, run)}, or larger blocks."
     if name == OTHER:
         return (
             f"Neither compute nor a lane bounds the step: {share(part)} of it is data, the loss, "

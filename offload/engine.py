@@ -91,7 +91,7 @@ class Engine:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences."""
-        return tuple(notice for notice in (*self._notices, self.casts.notice) if notice)
+        return tuple(n for n in (*self._notices, self.casts.notice, self.finality.notice) if n)
 
     # -- passes ----------------------------------------------------------------------------------
 

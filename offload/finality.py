@@ -41,6 +41,7 @@ which is what torch does when `step()` is called after a backward that raised.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,6 +59,10 @@ class _Counts:
     """Calls of its modules since the backward before."""
     recomputes: int = 0
     """Calls of its modules inside the backward."""
+
+
+SHORT_STEPS = 2
+"""So many in a row, after fewer backward calls than were declared, are worth a word."""
 
 
 class Finality:
@@ -78,6 +83,12 @@ class Finality:
         """Of the last backward that was finished."""
         self._backwards = 0
         """Finished since the last step, or since gradients were touched."""
+        self._again = False
+        """Whether the count has started again since the last step."""
+        self._short_steps = 0
+        """In a row, after fewer backward calls than were declared."""
+        self.notice: str | None = None
+        """What the user should know of how the declared number is kept."""
         self._aborted = False
         """Whether the last backward ended with an exception after updates had begun."""
 
@@ -154,6 +165,7 @@ class Finality:
     def discarded(self) -> None:
         """Gradients may have been thrown away: the next backward may be the first of a step."""
         assert not self.begun
+        self._again = self._again or self._backwards > 0
         self._backwards = 0
 
     def stepped(self, frozen: Frozen) -> Frozen:
@@ -163,6 +175,7 @@ class Finality:
             RuntimeError: the step is not the one that was begun.
         """
         begun = self.begun
+        self._note_short()
         if any(frozen.get(unit, {}) != turns for unit, turns in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
@@ -171,6 +184,25 @@ class Finality:
             )
         self.begun, self._backwards, self._aborted = {}, 0, False
         return {unit: turns for unit, turns in frozen.items() if unit not in begun}
+
+    def _note_short(self) -> None:
+        """Tell once of steps after too few backward calls: two in a row, as one may end an epoch.
+
+        Before anything of the step is done, as filters may make an error of it.
+        """
+        declared, found = self._micro_batches, self._backwards
+        known = not (self.begun or self._aborted or self._again)
+        short = declared is not None and 0 < found < declared and known
+        self._short_steps, self._again = self._short_steps + 1 if short else 0, False
+        if self._short_steps < SHORT_STEPS or self.notice is not None:
+            return
+        self.notice = (
+            f"Config.micro_batches={declared} declares so many backward calls before each step(), "
+            f"but {SHORT_STEPS} steps in a row came after fewer, the last after {found}: no update "
+            f"begins inside a backward then; likely the loop accumulates {found}; try "
+            f"micro_batches={found}, or leave it out where the number varies"
+        )
+        warnings.warn(self.notice, RuntimeWarning, stacklevel=2)
 
     # -- what is refused -------------------------------------------------------------------------
 

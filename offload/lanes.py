@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -232,7 +232,7 @@ class Lanes:
 
     @property
     def use(self) -> dict[Lane, LaneUse]:
-        """What each lane has done so far."""
+        """What each lane has done so far; it stays what it was when it was asked for."""
         self._require_own()
         with self._lock:
             for lane, use in self._use.items():
@@ -240,7 +240,7 @@ class Lanes:
                 use.busy_s += seconds
                 use.bytes += moved
                 use.operations += operations
-        return self._use
+            return {lane: replace(use) for lane, use in self._use.items()}
 
     def count(self, op: Op, since: float) -> float:
         """Book what `op` has done since then on its lane, whoever did it. Returns the time."""

@@ -255,11 +255,15 @@ class DriveSpeed:
     """Blocks under way in each direction."""
     measured: str
     """When, in ISO 8601."""
+    others_percent: int = 0
+    """Of all processors' time, what other programs took then; 0 for too little to matter."""
 
     def __post_init__(self) -> None:
         rates = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
         if not all(0 < float(rate) < math.inf for rate in rates):
             raise ValueError(f"speeds of a drive must be positive and finite: {self}")
+        if not 0 <= operator.index(self.others_percent) <= 100:
+            raise ValueError(f"no share of the processors: {self.others_percent}%")
         block, depth = operator.index(self.block_bytes), operator.index(self.depth)
         if block % 4096 or not (0 < block <= 1 << 30 and 0 < depth <= 1024):
             raise ValueError(f"a drive cannot be asked like that: {self}")

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, TIERS, Choice, Config, Tier, format_bytes
@@ -59,7 +60,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
         taken = {tier: found.arena_bytes(tier) for tier in TIERS}
-        if lacking := _lacking(taken, machine):
+        if lacking := _lacking(taken, machine) or _roomless(taken["nvme"], config, machine):
             raise BudgetError(lacking)
         return found
     raise BudgetError(_refusal(search, budgets, config, machine))
@@ -208,6 +209,18 @@ def _lacking(taken: Mapping[Tier, int], machine: Machine) -> str:
     return ""
 
 
+def _roomless(taken: int, config: Config, machine: Machine) -> str:
+    """What to say where `nvme_space` promises more than the drives have free; else nothing."""
+    if taken <= machine.nvme_bytes:
+        return ""
+    paths = " and ".join(config.nvme_path)
+    return (
+        f"the plan takes {format_bytes(taken, up=True)} of nvme_path {paths} (--nvme-path) but "
+        f"only {format_bytes(machine.nvme_bytes)} is free there: likely nvme_space (--nvme-space) "
+        "was given for another drive; free some space, or name a directory on a drive with room"
+    )
+
+
 def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
     """Why nothing fits: what is asked, what is needed of each tier and given, the ways out."""
     free = {"cpu": machine.cpu_bytes, "nvme": machine.nvme_bytes}
@@ -232,7 +245,7 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
             f"   {BUDGETS[tier]} ({_flag(tier)}){mark}"
         )
     lines.append("needed: " + ("of one, the others as given" if alone else "of all together"))
-    lines.append(_likely_cause(budgets, config))
+    lines.append(_likely_cause(search, needed, budgets, config))
     ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
     first = "try one of these (fields of Config are named alike):"
     return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
@@ -245,11 +258,28 @@ def _flag(tier: Tier) -> str:
     return "--" + BUDGETS[tier].replace("_", "-")
 
 
-def _likely_cause(budgets: Mapping[Tier, int], config: Config) -> str:
+def _likely_cause(
+    search: _Search,
+    needed: Mapping[Tier, int | None],
+    budgets: Mapping[Tier, int],
+    config: Config,
+) -> str:
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
         paths = " or ".join(config.nvme_path)
         return f"likely nothing is free on nvme_path {paths} (--nvme-path)"
     if any(config.bytes_of(field) is not None for field in BUDGETS.values()):
+        short = {tier for tier, amount in needed.items() if (amount or 0) > budgets[tier]}
+        placed = search.placements(0, search.smallest().on_cpu)
+        if short and short.isdisjoint(one.of(kind) for one in placed for kind in KINDS):
+            values = search.sizes.value
+            most, weights = max(enumerate(values["weight"]), key=itemgetter(1))
+            return (
+                "likely the budget leaves no room for the slots that values pass through on their "
+                "way, several of each kind: they go by the largest unit, not by the size of the "
+                f"model; here it is {search.profile.units[most].name!r} with "
+                f"{format_bytes(weights)} of weights and {format_bytes(values['state'][most])} of "
+                "states"
+            )
         return "likely the budgets were given for a smaller model"
     return "likely too little is free: each budget is by default a share of that"
 

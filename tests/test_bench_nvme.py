@@ -178,7 +178,7 @@ def test_what_is_to_be_pasted_can_be_run(typed, monkeypatch, tmp_path):
 
 REFUSED = {
     "": "found no path",
-    "/nonexistent/drive": "/nonexistent/drive: PATH cannot be used: No such file",
+    "/nonexistent/drive": "/nonexistent/drive: it cannot be used: No such file",
     ". --size many": "--size many: expected bytes, such as 4GiB",
     ". --size 8MiB --writes-max 4MiB": "found that 4MiB may be written (--writes-max), and to make",
     ". --blocks 1000": "--blocks 1000: expected multiples of 4 KiB",
@@ -340,7 +340,7 @@ def test_speeds_that_cannot_be_saved_are_a_note(monkeypatch, capsys, tmp_path):
     file.touch()
     monkeypatch.setenv("OFFLOAD_MACHINE", str(file / "machine.json"))
     found = [(str(tmp_path), bench_nvme_speed())]
-    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda _: found)
+    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda *_: found)
     assert command(tmp_path, *TINY) == 0
     assert "note: the speeds could not be saved to" in capsys.readouterr().err
 

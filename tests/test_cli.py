@@ -296,6 +296,7 @@ def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert ("device (CPU)" in shown.out) == (not torch.cuda.is_available())
     assert "everything fits on the device" not in shown.out
     assert "tokens/s" in shown.err
+    assert "evaluating 1/" in shown.err
     assert not list(tmp_path.iterdir())
 
 

@@ -2,16 +2,20 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from aio import Probe
-from offload.cli import findings, findings_drives, findings_host
+from offload import machine
+from offload.cli import doctor, findings, findings_drives, findings_host
 from offload.cli.console import Output
 from offload.cli.doctor import show
 from offload.cli.findings import Accelerator, Finding
 from offload.config import format_bytes
+from offload.machine import DriveSpeed
 from tests.command import run, start
 
 GIB = 1 << 30
@@ -288,10 +292,26 @@ def test_directories(tree):
     check(directory(tree, "/x", error="no", asked=False), "note", "no", "sudo install -d")
 
 
+SPEED = DriveSpeed(
+    read_bytes_per_s=5.123e9,
+    write_bytes_per_s=3e9,
+    both_bytes_per_s=4e9,
+    backend="io_uring",
+    block_bytes=1 << 20,
+    depth=8,
+    measured="2026-11-21T12:00:00",
+)
+TOLD = "/a reads 5.12 GB/s and writes 3, measured 2026-11-21 12:00:00"
+
+
 def test_where_speeds_are_kept(tmp_path):
     kept = tmp_path / "deep/er/machine.json"
     assert findings.may_write(kept)
     check(findings.kept_speeds(kept, True), "ok", "nothing measured yet")
+    check(findings.kept_speeds(kept, True, None, {"/a": SPEED}), "ok", f"{kept}: {TOLD}")
+    noisy = {"/a": SPEED, "/b": replace(SPEED, others_percent=98)}
+    doubt = f"{TOLD}; /b {TOLD[3:]} while others kept 98% of the processors busy"
+    check(findings.kept_speeds(kept, True, None, noisy), "note", doubt, "or remove that file")
     (tmp_path / "file").touch()
     assert not findings.may_write(tmp_path / "file" / "machine.json")
     check(findings.kept_speeds(kept, False), "note", "cannot be written", "OFFLOAD_MACHINE=")
@@ -327,10 +347,27 @@ def test_the_command(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_drive_that_is_full_is_told_without_the_table_of_budgets(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "nvme_free_bytes", lambda *_, **__: 0)
+    found = doctor._trained(torch, [str(tmp_path)])
+    assert (found.level, found.subject) == ("stop", "a step")
+    assert found.found.endswith(
+        f"optimizer nvme: too little of nvme; likely nothing is free on nvme_path {tmp_path} "
+        "(--nvme-path)"
+    )
+    fix = f"free some space in {tmp_path}, or name a directory on another drive"
+    assert found.fix == fix
+    monkeypatch.setattr(machine, "nvme_free_bytes", lambda *_, **__: 1 / 0)
+    found = doctor._trained(torch, [str(tmp_path)])
+    assert found.found == "division by zero"
+    assert "OFFLOAD_TRACEBACK=1" in found.fix
+    assert "above" not in found.fix
+
+
 def test_a_path_that_cannot_be_used_stops(tmp_path, capsys):
     assert run("doctor", str(tmp_path / "gone")) == 1
     shown = capsys.readouterr()
-    assert f"stop nvme {tmp_path}/gone: PATH cannot" in shown.out
+    assert f"stop nvme {tmp_path}/gone: it cannot" in shown.out
     assert shown.out.endswith("training cannot start: see stop above\n")
     assert not shown.err
     assert run("doctor", "--jsn") == 2

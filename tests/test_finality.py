@@ -288,3 +288,24 @@ def test_with_clipping_nothing_begins_early(tmp_path: Path) -> None:
         run.loss().backward()
         assert not run.engine.finality.begun
         run.step()
+
+
+def test_too_few_backward_calls_are_told_once(tmp_path: Path) -> None:
+    """Else updates never begin early, in silence; a single step may be the end of an epoch."""
+    with attached(PLACEMENT, tmp_path, micro_batches=3) as run:
+
+        def steps(*counts: int) -> None:
+            for count in counts:
+                for _ in range(count):
+                    run.loss().backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+
+        steps(3, 2, 3, 1, 3)
+        assert not run.engine.finality.notice
+        with pytest.warns(RuntimeWarning, match="came after fewer, the last after 2: no update"):
+            steps(2, 2)
+        steps(2, 2)  # Warnings are errors here.
+        assert run.engine.notices[-1].endswith(
+            "try micro_batches=2, or leave it out where the number varies"
+        )

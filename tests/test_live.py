@@ -186,3 +186,17 @@ def test_speed_and_time_left_are_of_the_last_steps(monkeypatch):
     step = int(last.split("/")[0].removeprefix("step "))
     left = divmod(1000 - step, 60)
     assert last.endswith(f"  50 tokens/s  {left[0]}:{left[1]:02} left")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_evaluating_is_told_from_its_first_forward(terminal, monkeypatch):
+    """Through nvme it takes minutes, in which nothing else is said."""
+    now = [0.0]
+    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with live.Evaluating(Output(file=out, width=80, force_terminal=terminal)) as progress:
+        for number in range(1, 129):
+            progress.update(number, 128)
+            now[0] += 1.0
+    told = [number for number in range(1, 129) if f"evaluating {number}/128" in out.getvalue()]
+    assert told == list(range(1, 129, 1 if terminal else 10))

@@ -276,7 +276,7 @@ def test_a_full_disk_is_told_by_the_file_that_was_not_saved(
         raise OSError(errno.ENOSPC, "No space left on device")  # As a write fails: without a name.
 
     monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
-    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda _: [("/", SPEED)])
+    monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda *_: [("/", SPEED)])
     monkeypatch.setattr(Path, "write_text", full)
     assert bench_nvme_saved.saved(Report([])) == (
         f"note: the speeds could not be saved to {tmp_path / 'machine.json'}: No space left on "

@@ -307,6 +307,18 @@ def test_the_refusal_is_a_table_with_what_to_change() -> None:
     assert [line.split()[0] for line in text[8:]] == ["--device-memory", "--cpu-memory"]
 
 
+def test_the_refusal_tells_of_slots_where_nothing_lives_in_what_is_too_small() -> None:
+    """A small model, all on nvme: it is no smaller model that the budget was given for."""
+    config = Config(
+        params="nvme", gradients="nvme", optimizer="nvme", nvme_path="/a", cpu_memory="16KiB"
+    )
+    with pytest.raises(BudgetError) as caught:
+        plan(profile_of([unit("small", 1000), unit("large", 100_000)]), config, HUGE)
+    (likely,) = [line for line in str(caught.value).splitlines() if line.startswith("likely")]
+    assert "no room for the slots that values pass through" in likely
+    assert "size of the model; here it is 'large' with" in likely
+
+
 def test_the_refusal_of_auto_names_every_tier() -> None:
     config = Config(device_memory="1MiB", cpu_memory="1MiB")
     with pytest.raises(BudgetError) as caught:
@@ -429,6 +441,10 @@ def test_budgets_that_the_machine_does_not_have() -> None:
         plan(profile, Config(device_memory="8GiB", cpu_memory="8GiB", params="cpu"), poor)
     with pytest.raises(BudgetError, match=r"device memory but only 1\.00 MiB is free"):
         plan(profile, Config(device_memory="8GiB", cpu_memory=0), poor)
+    told = r"of nvme_path /a \(--nvme-path\) but only 1\.00 MiB is free there: likely nvme_space"
+    small = Machine(device_bytes=1 << 30, cpu_bytes=1 << 30, nvme_bytes=1 << 20)
+    with pytest.raises(BudgetError, match=told):
+        plan(profile, Config(optimizer="nvme", nvme_path="/a", nvme_space="1GiB"), small)
 
 
 # -- speed --------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import offload
 from offload import recorded
-from offload.breakdown import OTHER, bound, breakdown, verdict
+from offload.breakdown import HELP, OTHER, bound, breakdown, verdict
 from offload.cli import report_html, report_timeline
 from offload.intervals import clip, length, overlap, union
 from offload.machine import Machine
@@ -129,6 +129,21 @@ def test_what_bounds_the_step_is_what_would_help():
     assert verdict(some, found)[-1].endswith("by much (cpu not tried: a step has many operations).")
     idle = replace(found, parts={"model": 9.9, "engine": 0.1}, busy={})
     assert "lives on the device" in verdict(replace(MADE, prediction=None), idle)[-1]
+
+
+def test_advice_is_in_the_words_of_what_was_run():
+    found = breakdown(MADE)
+    own = replace(MADE, command=["mine.py"])
+    assert "one more drive (--nvme-path A B), or more --cpu-memory" in verdict(MADE, found)[1]
+    assert "--" not in " ".join(verdict(own, found))
+    assert "(Config.nvme_path of two directories), or more Config.cpu" in verdict(own, found)[1]
+    compute = replace(own, prediction=Prediction(9.5, 0, {}, {"compute": 5.0}))
+    for engine, expected in ((1.1, "try more in a step (larger batches)."), (0.9, "itself 9%.")):
+        calling = replace(found, parts={"model": 9.0, "engine": engine})
+        assert verdict(compute, calling)[0].endswith(expected)
+    for lane in HELP:
+        gaining = replace(own, prediction=Prediction(9.5, 0, {}, {lane: 1.0}))
+        assert "{" not in " ".join(verdict(gaining, found))
 
 
 @given(*(st.floats(0.01, 10.0),) * 5, st.booleans())

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -44,6 +44,15 @@ COMPARE_SECONDS = 2 * 2 * bench.COMPARE_ROUNDS * bench.COMPARE_SECONDS
 _List = tyro.conf.arg(help_behavior_hint="")
 _Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 _Fio = tyro.conf.arg(metavar="fio", help_behavior_hint="")
+_GPU, _ENDURANCE = "h100", "600TB"
+"""What is assumed where nothing is given."""
+
+
+def _named(metavar: str) -> Any:
+    """A flag that may be left out, with so called a value."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
 _Paths = tyro.conf.arg(
     metavar="PATH [PATH ...]", help_behavior_hint="", help="Directories, one on each drive."
 )
@@ -61,7 +70,8 @@ class Nvme:
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
 
     seconds: float = 60.0
-    """About how long to measure, for all paths together; a comparison comes on top."""
+    """About how long to measure, for all paths together. The first writing of each file (--size)
+    counts, but may alone take longer on a slow drive; a comparison comes on top."""
 
     size: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "4GiB"
     """Of the file on each drive: larger than the drive's cache."""
@@ -86,11 +96,13 @@ class Nvme:
     model: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "7B"
     """Parameters of the model that the verdict is about."""
 
-    gpu: str = "h100"
-    """The GPU that the verdict is about, or its dense bf16 TFLOP/s."""
+    gpu: Annotated[str | None, _named("GPU")] = None
+    """The GPU that the verdict is about, or its dense bf16 TFLOP/s. Default: h100, and the verdict
+    says that this is assumed."""
 
-    endurance: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "600TB"
-    """Bytes that each drive endures, as its data sheet says (TBW)."""
+    endurance: Annotated[str | None, _named("BYTES")] = None
+    """Bytes that each drive endures, as its data sheet says (TBW). Default: 600TB, and the verdict
+    says that this is assumed."""
 
     save: bool = True
     """Keep the speeds where `offload` finds them when it plans."""
@@ -115,8 +127,10 @@ class Nvme:
             right = _bytes(getattr(self, name)) >= FILE_BYTES_MIN
             self._check(name, right, "bytes, such as 4GiB, at least 1MiB")
         self._check("model", _amount(self.model) >= 1, "a number of parameters, such as 7B")
-        self._check("endurance", _amount(self.endurance) >= 1, "bytes, such as 600TB")
-        right = self.gpu.lower() in GPUS or _amount(self.gpu) >= 1
+        right = self.endurance is None or _amount(self.endurance) >= 1
+        self._check("endurance", right, "bytes, such as 600TB")
+        gpu = _GPU if self.gpu is None else self.gpu
+        right = gpu.lower() in GPUS or _amount(gpu) >= 1
         self._check("gpu", right, f"TFLOP/s, or one of {', '.join(GPUS)}")
 
     def _check(self, name: str, right: bool, expected: str) -> None:
@@ -164,7 +178,8 @@ def command(arguments: Sequence[str]) -> None:
         asked = FLAGS.parse(arguments)
         # Results go to standard output, progress and remarks to standard error.
         console, remarks = Output(stderr=asked.json), Output(stderr=True)
-        busy = measuring.busy()
+        others_percent = measuring.others_percent()
+        busy = measuring.busy(others_percent)
         with bad_input():
             draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_nvme_plot")
             wanted, notices = _wanted(asked)
@@ -190,7 +205,7 @@ def command(arguments: Sequence[str]) -> None:
                     _remark(one, remarks)
         signals.where = "after the last figure; nothing is left on disk"
         told_verdict, config, formats = _concluded(asked, wanted, report, console, busy)
-        _note(remarks, bench_nvme_saved.saved(report) if asked.save else "not saved")
+        _note(remarks, _kept(asked, report, others_percent))
         if draw:
             _note(remarks, draw(report.found))
     if asked.json:
@@ -208,6 +223,11 @@ def command(arguments: Sequence[str]) -> None:
             "config": config,
         }
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
+
+
+def _kept(asked: Nvme, report: bench_nvme_report.Report, others_percent: int) -> str:
+    """What became of the speeds."""
+    return bench_nvme_saved.saved(report, others_percent) if asked.save else "not saved"
 
 
 def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
@@ -259,7 +279,7 @@ def _one_on_each_drive(paths: Sequence[str]) -> tuple[tuple[str, ...], list[str]
         OSError: a path cannot be used.
     """
     for path in paths:
-        nvme_free_bytes((path,), asked="PATH")  # refuses what is no directory on a disk
+        nvme_free_bytes((path,), asked="it")  # refuses what is no directory on a disk
     kept, told = [], []
     for path, first in zip(paths, same_drive(paths)):
         if path == paths[first]:
@@ -350,12 +370,18 @@ def _concluded(
 
 
 def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
-    name = asked.gpu.lower()
+    name = (asked.gpu or _GPU).lower()
+    free_bytes = None
+    with contextlib.suppress(OSError):
+        free_bytes = nvme_free_bytes(tuple(found.path for found in report.found))
     return Verdict(
         parameters=_amount(asked.model),
         model=asked.model,
         gpu=name.upper() if name in GPUS else f"a GPU of {asked.gpu} TFLOP/s",
-        gpu_flops=GPUS[name] if name in GPUS else _amount(asked.gpu) * 1e12,
-        endurance_bytes=_amount(asked.endurance) * len(report.found),
+        gpu_flops=GPUS[name] if name in GPUS else _amount(name) * 1e12,
+        endurance_bytes=_amount(asked.endurance or _ENDURANCE) * len(report.found),
         each_way=report.each_way(),
+        free_bytes=free_bytes,
+        gpu_assumed=asked.gpu is None,
+        endurance_assumed=asked.endurance is None,
     )

@@ -239,19 +239,56 @@ def verdict(found: Verdict, report: Report) -> str:
     exact, count = found.formats[0], len(report.found)
     drives = "this drive" if count == 1 else f"these {count} drives"
     they = "it endures" if count == 1 else "they endure"
+    gpu = f"{found.gpu} ({'assumed, as none is given: ' * found.gpu_assumed}--gpu)"
+    endured = f"{found.endurance_bytes / 1e12:.4g} TB"
+    if found.endurance_assumed:
+        endured += f", assumed (--endurance: the data sheet says what {they})"
+    else:
+        endured = f"the {endured} that {they} (--endurance)"
     text = (
         f"The optimizer state ({exact.name}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
         f"streams through {drives} each second, {found.each_way.how}, that of a {found.model} "
         f"model in {exact.step_seconds:.3g} s; from {_rounded(exact.tokens_per_step)} tokens per "
-        f"step on, {found.gpu} (--gpu) is what bounds it and no longer the drive. Each step writes "
+        f"step on, {gpu} is what bounds it and no longer the drive. Each step writes "
         f"{exact.written_bytes_per_step / 1e9:.4g} GB: {_rounded(exact.steps_endured)} steps use "
-        f"up the {found.endurance_bytes / 1e12:.4g} TB that {they} (--endurance)."
+        f"up {endured}."
     )
+    text += _room(found) + _caches(report)
     if not all(one.direct for one in report.found):
         text += " Without O_DIRECT this may be the page cache's speed: the drive may be far slower."
     if report.too_brief:
         text += f" But {report.too_brief}."
     return text
+
+
+def _room(found: Verdict) -> str:
+    """Whether the optimizer state fits what is free."""
+    if found.free_bytes is None:
+        return ""
+    sizes = {one.name: one.bytes_per_parameter * found.parameters for one in found.formats}
+    name, size = next(iter(sizes.items()))
+    free = f"{found.free_bytes / 1e9:.4g} GB are free"
+    told = f" The state ({name}) of a {found.model} model takes {size / 1e9:.4g} GB; {free}: "
+    if size <= found.free_bytes:
+        return f"{told}it fits."
+    fits = [one for one in sizes if sizes[one] <= found.free_bytes]
+    return f"{told}it does not fit{f', {fits[0]} would' if fits else ''}."
+
+
+WRITES_ODD = 1.5
+"""Times as fast as they read: where drives write so, something else took the bytes."""
+
+
+def _caches(report: Report) -> str:
+    """A doubt about drives that write much faster than they read."""
+    rates = [_rates(found) for found in report.found]
+    odd = max((rate["write"] / rate["read"] for rate in rates if rate.get("read")), default=0.0)
+    if odd < WRITES_ODD:
+        return ""
+    return (
+        f" But writing was {odd:.2g} times as fast as reading: likely a cache took the bytes, and "
+        "long training will write slower; a larger --size and more --seconds tell."
+    )
 
 
 def memory(paths: Sequence[str]) -> str:

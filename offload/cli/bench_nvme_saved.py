@@ -11,12 +11,16 @@ from offload.cli.bench_nvme_report import Report
 from offload.machine import DriveSpeed, save_speed
 
 
-def saved(report: Report) -> str:
-    """Keeps the speeds: where, or why they are not."""
+def saved(report: Report, others_percent: int = 0) -> str:
+    """Keeps the speeds: where, or why they are not, and how they are forgotten.
+
+    Args:
+        others_percent: of the processors' time, what other programs took meanwhile.
+    """
     told = "not saved: no drive has all three figures by O_DIRECT"
     if report.too_brief and any(found.direct for found in report.found):
         return f"not saved: {report.too_brief}"
-    for path, speed in _speeds(report):
+    for path, speed in _speeds(report, others_percent):
         try:
             kept = save_speed(path, speed)
         except OSError as error:
@@ -26,11 +30,13 @@ def saved(report: Report) -> str:
                 f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
                 f"likely {likely}; try: OFFLOAD_MACHINE=FILE{' on another' * full}, or --no-save"
             )
-        told = f"saved to {kept}, where offload finds it when it plans"
+        told = f"saved to {kept}, where offload finds it when it plans; remove it to forget it"
+        if others_percent:
+            told += f"; measure again where others take less than {others_percent}%"
     return told
 
 
-def _speeds(report: Report) -> Iterator[tuple[str, DriveSpeed]]:
+def _speeds(report: Report, others_percent: int) -> Iterator[tuple[str, DriveSpeed]]:
     for found in report.found:
         figures: Any = [found.figure(mode) for mode in ("read", "write", "both")]
         if not all(figures) or not found.direct:  # The page cache's speed is not the drive's.
@@ -46,5 +52,6 @@ def _speeds(report: Report) -> Iterator[tuple[str, DriveSpeed]]:
                 block_bytes=both.setting.block_bytes,
                 depth=both.setting.depth,
                 measured=datetime.now().isoformat(timespec="seconds"),
+                others_percent=others_percent,
             ),
         )

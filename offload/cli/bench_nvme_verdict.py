@@ -88,6 +88,11 @@ class Verdict:
     endurance_bytes: float
     """Of all drives together."""
     each_way: EachWay
+    free_bytes: int | None = None
+    """On all drives together; None where that is not known."""
+    gpu_assumed: bool = False
+    """Whether nobody said which GPU."""
+    endurance_assumed: bool = False
     formats: tuple[FormatVerdict, ...] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,13 @@ from offload.cli.console import Output
 from offload.cli.findings import Finding
 from offload.cli.flags import Flags
 from offload.config import format_bytes
-from offload.machine import nvme_free_bytes, profile_path, ranks_on_host, unreadable_speeds
+from offload.machine import (
+    nvme_free_bytes,
+    profile_path,
+    ranks_on_host,
+    saved_speeds,
+    unreadable_speeds,
+)
 
 _ROOT = Path("/")
 _Paths = tyro.conf.arg(
@@ -142,7 +148,10 @@ def _speeds() -> Finding:
     except OSError as error:
         told = f"{error.strerror}; what `offload bench nvme` measures is not kept"
         return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
-    return findings.kept_speeds(kept, findings.may_write(kept), unreadable_speeds())
+    wrong = unreadable_speeds()
+    return findings.kept_speeds(
+        kept, findings.may_write(kept), wrong, {} if wrong else saved_speeds()
+    )
 
 
 def _torch() -> tuple[Any, Finding]:
@@ -208,7 +217,7 @@ def _tried(paths: Sequence[str]) -> Iterator[findings_drives.Tried]:
         for path in paths or found:
             shown, asked = os.path.abspath(path), bool(paths)
             try:
-                free = nvme_free_bytes((path,), asked="PATH")
+                free = nvme_free_bytes((path,), asked="it")
                 with aio.create_scratch(path, aio.ALIGN_BYTES, backend) as file:
                     direct, notice = file.direct, file.notice
             except OSError as error:
@@ -237,7 +246,6 @@ def _trained(torch: Any, paths: Sequence[str]) -> Finding:
             optimizer.step()
             optimizer.engine.settle()
     except Exception as error:
-        fix = "see what is said above; OFFLOAD_TRACEBACK=1 with offload train shows where"
-        return findings.refused("a step", error, fix)
+        return findings.untrained(error, paths)
     told = f"taken with its states in {tier}, by a very small model"
     return Finding("a step", "ok", told)

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE, Probe
+from offload.machine import DriveSpeed
 
 Level = Literal["ok", "note", "stop"]
 """`ok`: as it should be. `note`: training starts, but slower or with less. `stop`: it cannot."""
@@ -150,6 +152,24 @@ def refused(subject: str, error: Exception, fix: str) -> Finding:
     return Finding(subject, "stop", " ".join(str(error).split()), fix)
 
 
+def untrained(error: Exception, paths: Sequence[str]) -> Finding:
+    """Why a very small model took no step; `paths`: where its states were to be.
+
+    Of budgets that are too small it tells which they are, in place of the table of all.
+    """
+    lines = str(error).splitlines() or [type(error).__name__]
+    short = [line.split()[0] for line in lines if "<-- too small" in line]
+    likely = next((line for line in lines if line.startswith("likely ")), "")
+    if not short:
+        fix = "take a step with offload train and OFFLOAD_TRACEBACK=1, which shows where it ends"
+        return refused("a step", error, fix)
+    fix = "end other programs, or give this one more memory"
+    if "nvme" in short and paths:
+        fix = f"free some space in {paths[0]}, or name a directory on another drive"
+    told = f"{lines[0]}: too little of {' and '.join(short)}; {likely}"
+    return Finding("a step", "stop", told, fix)
+
+
 def file_backends(probes: Sequence[Probe], environment: Mapping[str, str]) -> list[Finding]:
     """The backend that moves files to memory, and why the better ones do not."""
     usable = [probe.name for probe in probes if probe.usable]
@@ -185,16 +205,38 @@ _BACKEND_FIXES = {
 }
 
 
-def kept_speeds(path: Path, writable: bool, wrong: str | None = None) -> Finding:
-    """Where measured speeds of drives are kept; `wrong`: what is the matter with what is there."""
+def kept_speeds(
+    path: Path,
+    writable: bool,
+    wrong: str | None = None,
+    speeds: Mapping[str, DriveSpeed] = MappingProxyType({}),
+) -> Finding:
+    """Where measured speeds of drives are kept, and what they are by mount point.
+
+    Args:
+        wrong: what is the matter with what is there.
+    """
     if wrong:
         told, _, fix = wrong.partition("; try: ")
         return Finding("speeds", "note", told, fix)
     if writable:
-        there = "holds what was measured" if path.is_file() else "nothing measured yet"
-        return Finding("speeds", "ok", f"{path}: {there}")
+        each = "; ".join(f"{mount} {_speed(speed)}" for mount, speed in speeds.items())
+        told = f"{path}: {each or 'nothing measured yet'}"
+        if not any(speed.others_percent for speed in speeds.values()):
+            return Finding("speeds", "ok", told)
+        fix = "measure again on a quiet machine with offload bench nvme, or remove that file"
+        return Finding("speeds", "note", told, fix)
     told = f"{path} cannot be written: what `offload bench nvme` measures is not kept"
     return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
+
+
+def _speed(speed: DriveSpeed) -> str:
+    read, write = speed.read_bytes_per_s / 1e9, speed.write_bytes_per_s / 1e9
+    doubt = f" while others kept {speed.others_percent}% of the processors busy"
+    return (
+        f"reads {read:.3g} GB/s and writes {write:.3g}, measured {speed.measured.replace('T', ' ')}"
+        + doubt * bool(speed.others_percent)
+    )
 
 
 def may_write(path: Path) -> bool:

@@ -286,3 +286,41 @@ class Progress:
         size, ascii_only = self._console.size, self._console.options.ascii_only
         drawn = screen(shown, size.width, size.height, ascii_only=ascii_only)
         self._live.update(drawn, refresh=True)
+
+
+class Evaluating:
+    """How far the look at held-out text has come, after the last step: entered while it runs."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._spoken = -math.inf
+        self._live = Live(
+            console=console,
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=console.is_terminal,
+        )
+
+    def __enter__(self) -> Evaluating:
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._live.stop()
+
+    def update(self, number: int, count: int) -> None:
+        """Shows that forward `number` (from 1) of `count` begins."""
+        now, terminal = time.monotonic(), self._console.is_terminal
+        if now - self._spoken < (DRAWN_INTERVAL_S if terminal else PLAIN_INTERVAL_S):
+            return
+        self._spoken, told = now, f"evaluating {number}/{count}"
+        if terminal:
+            grid = Table.grid(expand=True, padding=(0, 1))
+            grid.add_column(no_wrap=True)
+            grid.add_column(ratio=1)
+            grid.add_row(told, ProgressBar(total=count, completed=number - 1))
+            self._live.update(grid, refresh=True)
+        else:
+            self._console.print(f"{told} on held-out text", highlight=False, soft_wrap=True)

@@ -115,12 +115,17 @@ def once(found: Sequence[Any]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def busy() -> str | None:
-    """A remark where other programs take so much that figures say little."""
+def others_percent() -> int:
+    """Of all processors' time, what other programs take; 0 where it is too little to matter."""
     percent = psutil.cpu_percent(interval=0.2)
-    if percent <= BUSY_PERCENT:
-        return None
-    return f"other programs keep {percent:.0f}% of the processors busy: all figures suffer"
+    return round(percent) if percent > BUSY_PERCENT else 0
+
+
+def busy(percent: int | None = None) -> str | None:
+    """A remark where other programs take so much that figures say little."""
+    percent = others_percent() if percent is None else percent
+    told = f"other programs keep {percent}% of the processors busy: all figures suffer"
+    return told if percent else None
 
 
 def cores() -> int:

@@ -57,7 +57,7 @@ def _cards(run: Run, found: Breakdown) -> str:
     cards += [
         (title_of(MODEL, run), f"{found.parts.get(MODEL, 0) / found.step_s:.0%}"),
         ("steps looked at", str(found.steps)),
-        ("misses", str(found.misses)),
+        ("misses in them", str(found.misses)),
     ]
     return "".join(
         f"<div class=card><b>{value}</b><span>{name}</span></div>" for name, value in cards

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -74,7 +74,7 @@ def command(arguments: Sequence[str]) -> None:
                 reached.run = left.run_of(engine, remarks, typed)
                 engine.settle()
                 reached.report = engine.report()
-                _judge(settings, model, corpus, reached)
+                _judge(settings, model, corpus, remarks, reached)
             except BaseException as error:
                 reached.stopped_by = _ended_by(error)
                 # What goes wrong in telling must not take the place of the error.
@@ -113,10 +113,15 @@ def _train(
             reached.losses.append(record["loss"])
 
 
-def _judge(settings: Train, model: nn.Module, corpus: data.Corpus, reached: Reached) -> None:
+def _judge(
+    settings: Train, model: nn.Module, corpus: data.Corpus, remarks: Output, reached: Reached
+) -> None:
     """The held-out loss, and a sample."""
-    with memory.short("after the last step, on held-out text"):
-        loss, count = evaluate(settings, model, corpus)
+    with (
+        live.Evaluating(remarks) as progress,
+        memory.short("after the last step, on held-out text"),
+    ):
+        loss, count = evaluate(settings, model, corpus, progress.update)
     _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
     reached.held_out_loss, reached.held_out_bytes = loss, count
     reached.sample = _sampled(settings, model, corpus)
@@ -298,14 +303,19 @@ def train_step(
     return total
 
 
-def evaluate(settings: Train, model: nn.Module, corpus: data.Corpus) -> tuple[float, int]:
-    """Mean loss on held-out text in nats per byte, and the number of bytes it was measured on."""
+def evaluate(
+    settings: Train, model: nn.Module, corpus: data.Corpus, told: Callable[[int, int], None]
+) -> tuple[float, int]:
+    """Mean loss on held-out text in nats per byte, and the number of bytes it was measured on.
+
+    `told` is called before each forward, with its number from 1 and how many there will be.
+    """
     total, count = 0.0, 0
+    batches = corpus.held_out_batches(settings.eval_windows, settings.batch, settings.seq_len)
     model.eval()
     with torch.no_grad():
-        for inputs, targets in corpus.held_out_batches(
-            settings.eval_windows, settings.batch, settings.seq_len
-        ):
+        for number, (inputs, targets) in enumerate(batches, 1):
+            told(number, len(batches))
             total += next_byte_loss(model, inputs, targets).item() * targets.numel()
             count += targets.numel()
     model.train()
