@@ -110,7 +110,8 @@ def parts(case: paced.Case, compute_s: float) -> dict[str, float]:
     run = recorded.run_of(engine)
     engine.close()
     assert run is not None
-    found, step_s = breakdown(run), (ends[-1] - ends[0]) / 5
+    found = breakdown(run)
+    step_s = (ends[-1] - ends[-1 - found.steps]) / found.steps  # The first is not like the others.
     measured = {name: spent / step_s for name, spent in found.parts.items() if name != OTHER}
     return {"step": step_s, **measured, "sum": sum(measured.values())}
 
