@@ -5,14 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 
 import pytest
-import torch
-
-from offload.compiled import BOOKS_VARIABLE
-
-# Small tensors on shared cores: threads that wait for one another cost more than they give.
-torch.set_num_threads(1)
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
@@ -23,7 +18,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: no collection of garbage goes through it again."""
+    """What is imported and collected stays: no collection of garbage goes through it again.
+
+    Whoever only hands tests out to other processes never comes here, nor does it import torch.
+    """
+    import torch
+
+    # Small tensors on shared cores: threads that wait for one another cost more than they give.
+    torch.set_num_threads(1)
     gc.collect()
     gc.freeze()
 
@@ -38,13 +40,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(autouse=True)
 def _nothing_compiled() -> None:
     """Each test finds `torch.compile` as a process of its own does: the engine looks whether."""
-    if torch._dynamo.convert_frame.FRAME_COUNTER:
-        torch._dynamo.reset()
+    compiler = sys.modules.get("torch._dynamo.convert_frame")
+    if compiler is not None and compiler.FRAME_COUNTER:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The books of lanes on the host are kept by these; where not compiled, by the reference."""
+    from offload.compiled import BOOKS_VARIABLE
+
     monkeypatch.setenv(BOOKS_VARIABLE, request.param)
 
 

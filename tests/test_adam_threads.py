@@ -135,11 +135,11 @@ from tests.test_adam_native import PIECE
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 cpu_adam.set_threads(3)
 def go():
-    state = State("exact", 9 * PIECE, torch.bfloat16)
+    state = State("exact", 4 * PIECE, torch.bfloat16)
     state.update(native, hyper(), step=1)
     return cpu_adam.threads()
 assert go() == 3
-for _ in range(5):
+for _ in range(3):
     child = os.fork()
     if child == 0:
         os._exit(0 if go() == 3 and len(os.listdir("/proc/self/task")) >= 3 else 1)
@@ -354,11 +354,11 @@ def test_a_daemon_thread_in_python_within_a_call_at_exit():
         "    end = time.perf_counter() + seconds\n"
         "    while time.perf_counter() < end: pass\n"
         "class Late:\n"
-        "    def __del__(self): busy(0.3)\n"
+        "    def __del__(self): busy(0.1)\n"
         "sys.late = Late()\n"
         "def meanwhile():\n"
         "    begun.set()\n"
-        "    busy(0.5)\n"
+        "    busy(0.2)\n"
         "def work():\n"
         "    while True: _kernels.run(0, stream, 0, row, factors, None, meanwhile)\n"
         "begun = threading.Event()\n"

@@ -22,6 +22,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    in_turn,
     loss_of,
     plain,
     same_bits,
@@ -104,8 +105,7 @@ LOOPS: dict[str, Callable[[Run, int], None]] = {
 }
 
 
-@each_placement
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "placement"), in_turn(LOOPS, PLACEMENTS))
 def test_as_in_plain_torch(loop: str, placement: tuple[str, str, str], tmp_path: Path) -> None:
     ours, alone = (
         without_idle_states(one)
@@ -200,8 +200,7 @@ OTHER_VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@each_placement
-@pytest.mark.parametrize("change", OTHER_VIEWS)
+@pytest.mark.parametrize(("change", "placement"), in_turn(OTHER_VIEWS, PLACEMENTS))
 def test_a_view_of_what_it_was_is_taken_as_assigned(
     change: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    in_turn,
     plain,
     same_bits,
     train,
@@ -243,8 +244,7 @@ def stepped_in_inference_mode(run: Run, number: int) -> None:
     run.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("placement", [ON_CPU, ON_NVME], ids="-".join)
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize(("name", "placement"), in_turn(LOOPS, [ON_CPU, ON_NVME]))
 def test_the_bits_of_plain_torch(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

@@ -213,7 +213,7 @@ def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, 
     assert updates[0] == updates[1] > updates[2]
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.slow)])
 def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encoding):
     """A folder whose name is not UTF-8, as old archives leave them."""
     folder = os.fsencode(tmp_path) + b"/caf\xe9\xc3\xa9"

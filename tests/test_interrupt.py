@@ -491,7 +491,7 @@ def test_ctrl_c_at_every_line_of_collecting_leaves_no_part_of_a_gradient(tmp_pat
         with pressing(within=collected.__file__) as lines:
             loss_of(run.model, tokens).backward()
         wanted, between = gradients(), 0
-        for at in range(1, lines[0] + 1, 7):
+        for at in range(1, lines[0] + 1, 13):
             with suppress(KeyboardInterrupt), pressing(at, within=collected.__file__):
                 loss_of(run.model, tokens).backward()
             came = gradients()

@@ -383,7 +383,7 @@ def schedules(examples: int) -> Any:
     return lambda test: options(drawn(test))
 
 
-@schedules(6)
+@schedules(4)
 def test_bits_are_those_of_the_resident_run_on_some_schedules(
     tmp_path_factory: pytest.TempPathFactory, placement: Any, tight: bool, seed: int
 ) -> None:

@@ -235,7 +235,7 @@ def schedules(count: int) -> Any:
     )(drawn(test))
 
 
-@schedules(100)
+@schedules(50)
 def test_work_in_lanes_is_as_work_one_by_one(seed: int) -> None:
     try_schedule(seed)
 

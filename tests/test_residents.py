@@ -23,6 +23,7 @@ from tests.training import (
     assert_same,
     attached,
     batch,
+    in_turn,
     plain,
     same_bits,
     train,
@@ -123,8 +124,7 @@ EDITS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", [RESIDENT, ("cpu", "cpu", "cpu")], ids="-".join)
-@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize(("how", "placement"), in_turn(EDITS, [RESIDENT, ("cpu", "cpu", "cpu")]))
 def test_edits_after_each_step_as_in_plain_torch(
     how: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:

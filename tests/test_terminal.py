@@ -45,7 +45,7 @@ def on_terminal(*arguments, **environment):
     return process.wait(100), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode("latin-1"))
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.slow), "ascii"])
 def test_a_run_tells_its_result_in_any_encoding(encoding):
     # In the C locale what an encoding lacks is met in another way.
     status, shown = on_terminal(*SHORT, PYTHONIOENCODING=encoding, LC_ALL="C")

@@ -106,6 +106,14 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below one, and handlers; nothing in an expression can break a rule."""
+    for name in ("body", "orelse", "handlers", "finalbody", "cases"):
+        for inner in getattr(node, name, ()):
+            yield inner
+            yield from statements(inner)
+
+
 @cache
 def imports(path: Path) -> tuple[str, ...]:
     """Dotted names of the modules that a file imports anywhere, types included."""
@@ -113,7 +121,7 @@ def imports(path: Path) -> tuple[str, ...]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in statements(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -155,7 +163,7 @@ def out_of_place(path: Path, text: str) -> Iterator[str]:
 
 def too_much(path: Path, text: str) -> Iterator[str]:
     """Functions beyond a screen, and handlers that catch everything."""
-    for node in ast.walk(ast.parse(text, str(path))):
+    for node in statements(ast.parse(text, str(path))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno is not None
             length = node.end_lineno - node.lineno + 1

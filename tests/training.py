@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -43,6 +43,20 @@ def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:
     """Parameters of a test: the first ones in the fast tier, the others in the slow one."""
     first, others = list(values)[:fast], list(values)[fast:]
     return [*first, *(pytest.param(one, marks=pytest.mark.slow) for one in others)]
+
+
+def in_turn(names: Iterable[str], placements: Sequence[tuple[str, str, str]]) -> list[Any]:
+    """Parameters of a test: each name in one placement in the fast tier, in the others slow."""
+    return [
+        pytest.param(
+            name,
+            placement,
+            marks=() if number % len(placements) == at else pytest.mark.slow,
+            id=f"{name}-{'-'.join(placement)}",
+        )
+        for number, name in enumerate(names)
+        for at, placement in enumerate(placements)
+    ]
 
 
 class Block(nn.Module):
