@@ -46,7 +46,7 @@ def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
     except OSError as error:
         raise MemoryError(
             f"{format_bytes(size)} of CPU memory were refused by the system ({error.strerror}): "
-            "lower --cpu-memory or raise the limit (ulimit -v, cgroup)"
+            "lower Config.cpu_memory or raise the limit (ulimit -v, cgroup)"
         ) from error
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
@@ -140,7 +140,7 @@ class Arena:
                 left = self.bytes - self.pinned_bytes
                 remedy = (
                     "; likely the system pins no more for this process; raise the memlock limit "
-                    "(ulimit -l), or lower --cpu-memory"
+                    "(ulimit -l), or lower Config.cpu_memory"
                 )
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "

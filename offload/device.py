@@ -118,7 +118,7 @@ class Accelerator(Device):
         except torch.OutOfMemoryError as error:
             raise MemoryError(
                 f"{format_bytes(size)} of {self.torch_device} were refused ({error}): likely "
-                "other programs, or tensors of this one, hold it; lower --device-memory"
+                "other programs, or tensors of this one, hold it; lower Config.device_memory"
             ) from error
 
     def trim(self) -> None:

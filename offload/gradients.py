@@ -305,7 +305,7 @@ class Gradients:
                     f"of {format_bytes(size)} from {home.tier}; copies of {format_bytes(held)} are "
                     f"held and exposed_memory is {format_bytes(self._limit_bytes)}. Clip with "
                     "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
-                    "memory (--gradients cpu), or raise Config.exposed_memory"
+                    "memory with Config(gradients='cpu'), or raise Config.exposed_memory"
                 )
             now.copied = host_tensor(size)
             if self._collector.has_any(unit):

@@ -114,7 +114,7 @@ def host_free_bytes() -> int:
 def nvme_free_bytes(
     paths: tuple[str, ...],
     shares: tuple[float, ...] = (),
-    asked: str = "nvme_path (--nvme-path)",
+    asked: str = "Config.nvme_path",
 ) -> int:
     """Free bytes for an ordinary user, striped over `paths` in such shares; 0 without a path.
 

@@ -197,14 +197,14 @@ def _lacking(taken: Mapping[Tier, int], machine: Machine) -> str:
         return (
             f"the plan takes {format_bytes(host)} of host memory but only "
             f"{format_bytes(machine.cpu_bytes)} is free (cgroup limits counted): likely the "
-            "budgets were given for a larger machine; lower device_memory (--device-memory) or "
-            "cpu_memory (--cpu-memory), and leave to nvme what then has no room (--nvme-path DIR)"
+            "budgets were given for a larger machine; lower Config.device_memory or "
+            "Config.cpu_memory, and leave to nvme what then has no room, with Config.nvme_path"
         )
     if not machine.device_is_cpu and device > machine.device_bytes:
         return (
             f"the plan takes {format_bytes(device)} of device memory but only "
-            f"{format_bytes(machine.device_bytes)} is free: likely device_memory was given for a "
-            "larger device; lower it (--device-memory), and leave the rest to cpu or nvme"
+            f"{format_bytes(machine.device_bytes)} is free: likely the budget was given for a "
+            "larger device; lower Config.device_memory, and leave the rest to cpu or nvme"
         )
     return ""
 
@@ -215,8 +215,8 @@ def _roomless(taken: int, config: Config, machine: Machine) -> str:
         return ""
     paths = " and ".join(config.nvme_path)
     return (
-        f"the plan takes {format_bytes(taken, up=True)} of nvme_path {paths} (--nvme-path) but "
-        f"only {format_bytes(machine.nvme_bytes)} is free there: likely nvme_space (--nvme-space) "
+        f"the plan takes {format_bytes(taken, up=True)} of Config.nvme_path={paths} but "
+        f"only {format_bytes(machine.nvme_bytes)} is free there: likely Config.nvme_space "
         "was given for another drive; free some space, or name a directory on a drive with room"
     )
 
@@ -241,21 +241,16 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
             mark += f" ({format_bytes(free[tier])} is free)" if amount > free[tier] else ""
         shown = "-" if amount is None else format_bytes(amount, up=True)
         lines.append(
-            f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}"
-            f"   {BUDGETS[tier]} ({_flag(tier)}){mark}"
+            f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}   Config.{BUDGETS[tier]}{mark}"
         )
     lines.append("needed: " + ("of one, the others as given" if alone else "of all together"))
     lines.append(_likely_cause(search, needed, budgets, config))
     ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
-    first = "try one of these (fields of Config are named alike):"
+    first = "try one of these (all other fields as they are):"
     return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
 
 
 _NO_WAY = "no budget that this machine has would do: try a smaller model, or a larger machine"
-
-
-def _flag(tier: Tier) -> str:
-    return "--" + BUDGETS[tier].replace("_", "-")
 
 
 def _likely_cause(
@@ -266,7 +261,7 @@ def _likely_cause(
 ) -> str:
     if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
         paths = " or ".join(config.nvme_path)
-        return f"likely nothing is free on nvme_path {paths} (--nvme-path)"
+        return f"likely nothing is free on Config.nvme_path={paths}"
     if any(config.bytes_of(field) is not None for field in BUDGETS.values()):
         short = {tier for tier, amount in needed.items() if (amount or 0) > budgets[tier]}
         placed = search.placements(0, search.smallest().on_cpu)
@@ -304,25 +299,26 @@ def _ways_out(
     for tier, amount in needed.items():
         if amount is not None and amount > budgets[tier] and does(search, {tier: amount}):
             told.append({tier: amount})
-            yield _as_flags(told[-1], machine)
+            yield _as_fields(told[-1], machine)
     for one in (search,) if search.open else (search, other(nvme_path="DIR")):
         taken = one.taken(one.smallest())
         raised = {tier: amount for tier, amount in taken.items() if amount > budgets[tier]}
         more = any(all(raised.get(tier, 0) >= way[tier] for tier in way) for way in told)
         if not more and not _lacking(taken, machine):
             told.append(raised)
-            yield _as_flags(raised, machine if one is search else None)
+            yield _as_fields(raised, machine if one is search else None)
     left = other(params="auto", gradients="auto", optimizer="auto")
     if len(search.auto) < len(left.auto) and does(left, {}):
-        yield "--params auto --gradients auto --optimizer auto"
+        yield 'Config(params="auto", gradients="auto", optimizer="auto")'
 
 
-def _as_flags(raised: Mapping[Tier, int], machine: Machine | None) -> str:
-    """Budgets as they are typed; with a drive still to be named where `machine` has no room."""
-    flags = [
-        f"{_flag(tier)} {format_bytes(amount, up=True).replace(' ', '')}"
+def _as_fields(raised: Mapping[Tier, int], machine: Machine | None) -> str:
+    """Budgets as they are written; with a drive still to be named where `machine` has no room."""
+    fields = [
+        f'{BUDGETS[tier]}="{format_bytes(amount, up=True).replace(" ", "")}"'
         for tier, amount in raised.items()
     ]
     room = machine.nvme_bytes if machine is not None else 0
-    drive = " --nvme-path DIR, on a local drive with room" if raised.get("nvme", 0) > room else ""
-    return " ".join(flags) + drive
+    if drive := raised.get("nvme", 0) > room:
+        fields.append('nvme_path="DIR"')
+    return f"Config({', '.join(fields)})" + ", DIR on a local drive with room" * drive

@@ -377,5 +377,5 @@ def _check_dtype(bound: BoundUnit, index: int) -> None:
         raise ValueError(
             f"the gradient of {one.name} is of {gradient.dtype}, and the parameter of {one.dtype}: "
             "likely p.grad_dtype was set; leave it alone, or keep the optimizer's states on the "
-            "device (--optimizer device), where such a gradient is used as it is"
+            "device, Config(optimizer='device'), where such a gradient is used as it is"
         )

@@ -76,7 +76,7 @@ def test_host_memory_goes_with_its_last_view() -> None:
 
 
 def test_memory_that_is_not_there_is_one_clear_error() -> None:
-    with pytest.raises(MemoryError, match=r"TiB of CPU memory.*--cpu-memory"):
+    with pytest.raises(MemoryError, match=r"TiB of CPU memory.*Config.cpu_memory"):
         host_tensor(1 << 60)
 
 

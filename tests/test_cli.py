@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload import cli
-from offload.cli import EXIT_BAD_INPUT, console, data, gpt, live, settings, train
+from offload.cli import EXIT_BAD_INPUT, console, data, gpt, in_flags, live, settings, train
 from offload.config import FIELDS
 from tests.command import SHORT, run
 
@@ -129,9 +129,9 @@ REFUSED_FLAGS = {
     "train --cpu-memory 8apples": "'8apples' is not a size",
     "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
     "train --nvme-path a b a": "--nvme-path ['a', 'b', 'a']: a directory is named twice",
-    "train --nvme-path . /nowhere": "/nowhere: nvme_path (--nvme-path) cannot be used",
+    "train --nvme-path . /nowhere": "/nowhere: --nvme-path cannot be used",
     "train --nvme-path": "--nvme-path: expected the path of a directory",
-    "train --nvme-path /nowhere": "/nowhere: nvme_path (--nvme-path) cannot be used",
+    "train --nvme-path /nowhere": "/nowhere: --nvme-path cannot be used",
     "train --nvme-path /dev/null": "likely it is a file",
     "train --nvme-path /proc": "not a disk",
     "train --cpu-memory 1.5": "no whole number",
@@ -410,3 +410,39 @@ def test_on_a_terminal_lines_are_broken_between_words(monkeypatch, capsys):
     path = "/a/path/" + "that/is/long/" * 4
     told = cli.in_lines(f"  {path} is\x1b[31m no more\x1b[0m\n\nx", sys.stdout, "  ")
     assert told == f"  {path}\n  is\x1b[31m no more\x1b[0m\n\nx"
+
+
+def test_a_refused_budget_is_told_in_flags_that_do(capsys):
+    arguments = [*SHORT, "--optimizer", "cpu", "--cpu-memory", "1MiB"]
+    assert run(*arguments) == EXIT_BAD_INPUT
+    told = capsys.readouterr().err
+    assert "Config" not in told
+    assert re.search(r"^cpu .* --cpu-memory  <-- too small$", told, re.M)
+    _, ways = told.split("try one of these")
+    way = re.findall(r"^  --cpu-memory (\S+)$", ways, re.M)
+    assert run(*arguments[:-1], *way, "--steps", "1") == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ("Config.steps=2 declares", "--steps 2 declares"),
+        ("leave Config.micro_batches out; Config.", "leave --micro-batches out; Config."),
+        (
+            '  Config(params="auto", cpu_memory="2GiB"), then',
+            "  --params auto --cpu-memory 2GiB, then",
+        ),
+        ("with Config(max_grad_norm=...) and", "with --max-grad-norm ... and"),
+        ("Config.from_deepspeed(path) of a Config", "Config.from_deepspeed(path) of a Config"),
+    ],
+)
+def test_fields_of_config_are_flags_on_the_command_line(told, shown):
+    assert in_flags(told) == shown
+
+
+def test_help_shows_what_a_number_is(capsys):
+    assert run("train", "--help") == 0
+    told = capsys.readouterr().out
+    assert "--micro-batches INT" in told
+    assert "--max-grad-norm FLOAT" in told
+    assert "{None}" not in told

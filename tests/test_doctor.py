@@ -352,8 +352,7 @@ def test_a_drive_that_is_full_is_told_without_the_table_of_budgets(tmp_path, mon
     found = doctor._trained(torch, [str(tmp_path)])
     assert (found.level, found.subject) == ("stop", "a step")
     assert found.found.endswith(
-        f"optimizer nvme: too little of nvme; likely nothing is free on nvme_path {tmp_path} "
-        "(--nvme-path)"
+        f"optimizer nvme: too little of nvme; likely nothing is free on --nvme-path {tmp_path}"
     )
     fix = f"free some space in {tmp_path}, or name a directory on another drive"
     assert found.fix == fix

@@ -192,7 +192,7 @@ def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
         with pytest.raises(kind, match=attempt) as caught:
             nvme_free_bytes((str(path),))
         assert str(path) in str(caught.value)
-        assert "nvme_path (--nvme-path) cannot be used" in str(caught.value)
+        assert "Config.nvme_path cannot be used" in str(caught.value)
         assert "; likely " in str(caught.value)
 
 

@@ -78,7 +78,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
         assert sum(file.bytes for file in store.files) == need
     model = small()
     asked = config(EVERYTHING, tmp_path, nvme_space="4KiB")
-    with pytest.raises(offload.BudgetError, match="--nvme-space"):
+    with pytest.raises(offload.BudgetError, match=r"Config\.nvme_space"):
         offload.attach(model, adamw(model), asked, machine=machine)
 
 

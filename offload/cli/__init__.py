@@ -314,6 +314,24 @@ def broken(line: str, columns: int, indent: str) -> str:
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
+def in_flags(text: str) -> str:
+    """A message in which fields of `Config` are named, as it is told on the command line.
+
+    Each is a flag there: `Config.lr=1`, `Config(lr=1)` and `Config.lr` are `--lr 1` and `--lr`.
+    """
+
+    def flags(found: re.Match[str]) -> str:
+        fields = re.findall(r"(\w+)=[\"']?([^\"',]*)", found[1])
+        return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
+
+    text = re.sub(r"\bConfig\((\w+=[^()]*)\)", flags, text)
+    return re.sub(
+        r"\bConfig\.(\w+)\b(?!\()(=?)",
+        lambda found: "--" + found[1].replace("_", "-") + " " * len(found[2]),
+        text,
+    )
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
     """` (did you mean ...?)` where one of `known` is like `name`, else nothing."""
     import difflib
@@ -331,10 +349,10 @@ def _failed(error: Exception) -> int:
         traceback.print_exception(error)
     else:
         kind = "" if told else f"{type(error).__name__}: "
-        _say(f"offload: error: {kind}{error}")
+        _say(f"offload: error: {kind}{in_flags(str(error))}")
         cause = None if told else error.__cause__
         while cause is not None:
-            _say(f"  caused by {type(cause).__name__}: {cause}")
+            _say(f"  caused by {type(cause).__name__}: {in_flags(str(cause))}")
             cause = cause.__cause__
         if not told:
             _say("  (OFFLOAD_TRACEBACK=1 shows where)")

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE, Probe
+from offload.cli import in_flags
 from offload.machine import DriveSpeed
 
 Level = Literal["ok", "note", "stop"]
@@ -157,7 +158,7 @@ def untrained(error: Exception, paths: Sequence[str]) -> Finding:
 
     Of budgets that are too small it tells which they are, in place of the table of all.
     """
-    lines = str(error).splitlines() or [type(error).__name__]
+    lines = in_flags(str(error)).splitlines() or [type(error).__name__]
     short = [line.split()[0] for line in lines if "<-- too small" in line]
     likely = next((line for line in lines if line.startswith("likely ")), "")
     if not short:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from offload import recorded, runs
-from offload.cli import measuring
+from offload.cli import in_flags, measuring
 from offload.cli.console import Output
 from offload.cli.settings import Train
 from offload.runs import Run
@@ -20,7 +20,7 @@ from offload.runs import Run
 def note(remarks: Output, notices: Sequence[str]) -> None:
     """Tells each in a line of its own."""
     for notice in notices:
-        remarks.sentence(f"note: {notice}")
+        remarks.sentence(f"note: {in_flags(notice)}")
 
 
 def warnings_of(remarks: Output, call: Callable[[], object]) -> None:

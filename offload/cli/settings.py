@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from offload import config
-from offload.cli import BadInput, from_deepspeed, nearest
+from offload.cli import BadInput, from_deepspeed, in_flags, nearest
 from offload.cli.flags import Flags, as_paths, flag
 from offload.config import Config
 
@@ -46,8 +45,7 @@ class Placing(Config):
         try:
             Config.__post_init__(self)
         except ValueError as error:
-            in_flags = re.sub(r"\bConfig\.(\w+)=", lambda name: flag(name[1]) + " ", str(error))
-            raise ValueError(in_flags) from None
+            raise ValueError(in_flags(str(error))) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,6 +276,21 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
             ),
             is_instance=lambda value: value is None or isinstance(value, (int, str)),
             str_from_instance=lambda value: ["auto" if value is None else str(value)],
+        )
+
+    @registry.primitive_rule
+    def _number(
+        info: tyro.constructors.PrimitiveTypeInfo,
+    ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        kind = {int | None: int, float | None: float}.get(info.type)  # type: ignore[call-overload]
+        if kind is None:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=kind.__name__.upper(),
+            instance_from_str=lambda texts: None if texts[0] == "None" else kind(texts[0]),
+            is_instance=lambda value: value is None or isinstance(value, (int, kind)),
+            str_from_instance=lambda value: [str(value)],
         )
 
     @registry.primitive_rule
