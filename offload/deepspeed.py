@@ -71,7 +71,7 @@ class Translation:
             elif key.fate == "nothing" and told not in missing:
                 reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
-                now = f"{key.becomes}={fields[key.becomes]!r}"
+                now = f"Config.{key.becomes}={fields[key.becomes]!r}"
                 if fields[key.becomes] != self.fields[key.becomes]:
                     now += ", your own, which counts"
                 lines.append(f"{told} = {shown(value)}: {now}")
@@ -81,7 +81,7 @@ class Translation:
             norm = fields["max_grad_norm"]
             how = '"auto"' if "gradient_clipping" in self.auto else "missing"
             whose = "DeepSpeed's default" if norm == self.fields["max_grad_norm"] else "your own"
-            lines.append(f"gradient_clipping is {how}: max_grad_norm={norm}, {whose}")
+            lines.append(f"gradient_clipping is {how}: Config.max_grad_norm={norm}, {whose}")
         if auto := [name for name in self.auto if name != "gradient_clipping"]:
             lines.append(f'"auto", so as if they were not there: {", ".join(auto)}')
         lines += [f"no meaning here: {', '.join(n)}: {why}" for why, n in reasons.items()]

@@ -427,6 +427,7 @@ def test_a_refused_budget_is_told_in_flags_that_do(capsys):
     ("told", "shown"),
     [
         ("Config.steps=2 declares", "--steps 2 declares"),
+        ("x: Config.optimizer='cpu', yours", "x: --optimizer cpu, yours"),
         ("leave Config.micro_batches out; Config.", "leave --micro-batches out; Config."),
         (
             '  Config(params="auto", cpu_memory="2GiB"), then',

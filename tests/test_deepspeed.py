@@ -85,8 +85,8 @@ def test_a_file_for_nvme_with_comments(tmp_path):
     assert found.spelled == {"aio.intra_op_parallelism": "aio.thread_count"}
     report = found.report()
     told = "\n".join(report)
-    assert "zero_optimization.offload_param.device = \"nvme\": params='nvme'" in report
-    assert "gradient_accumulation_steps = 8: micro_batches=8" in report
+    assert "zero_optimization.offload_param.device = \"nvme\": Config.params='nvme'" in report
+    assert "gradient_accumulation_steps = 8: Config.micro_batches=8" in report
     assert "aio.of_my_own" in report[-1]
     for name in found.values:
         assert found.spelled.get(name, name) in told
@@ -98,12 +98,12 @@ def test_what_is_missing_is_the_default():
     assert (config.params, config.gradients, config.optimizer) == ("auto", "auto", "auto")
     assert (config.max_grad_norm, config.gradient_dtype) == (1.0, "param")
     assert found.report() == [
-        "gradient_clipping is missing: max_grad_norm=1.0, DeepSpeed's default"
+        "gradient_clipping is missing: Config.max_grad_norm=1.0, DeepSpeed's default"
     ]
     assert config_of({"gradient_clipping": 0}).max_grad_norm is None
     auto = {"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": "auto"}
     assert deepspeed.translate(auto).report() == [
-        'gradient_clipping is "auto": max_grad_norm=1.0, DeepSpeed\'s default',
+        'gradient_clipping is "auto": Config.max_grad_norm=1.0, DeepSpeed\'s default',
         '"auto", so as if they were not there: fp16.enabled, bf16',
     ]
 
@@ -271,7 +271,7 @@ def test_config_says_once_what_became_of_a_file(tmp_path):
             config = Config.from_deepspeed(path)
     (told,) = caught
     assert told.filename == __file__
-    assert "offload_param.device = \"cpu\": params='cpu'" in str(told.message)
+    assert "offload_param.device = \"cpu\": Config.params='cpu'" in str(told.message)
     assert isinstance(config, Config)
     assert config == config_of(deepspeed.read(path))
     assert hash(config)

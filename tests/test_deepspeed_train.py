@@ -83,7 +83,7 @@ def test_train_says_what_it_does_and_not_what_the_file_has(tmp_path):
     assert adopted(open_count, tmp_path)[0].batch == settings.Train().batch
     found, told = adopted({"gradient_clipping": 2}, tmp_path, "--max-grad-norm", "5")
     assert found.placing.max_grad_norm == 5
-    assert "gradient_clipping = 2.0: max_grad_norm=5.0, your own, which counts" in told
+    assert "gradient_clipping = 2.0: Config.max_grad_norm=5.0, your own, which counts" in told
     params = {"lr": "1e-4", "betas": [0.9, "0.95"], "torch_adam": True}
     schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 1e1, "warmup_min_lr": 0}}
     content = {"optimizer": {"type": "AdamW", "params": params}, "scheduler": schedule}

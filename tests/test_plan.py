@@ -304,8 +304,8 @@ def test_the_refusal_is_a_table_with_what_to_change() -> None:
         "likely the budgets were given for a smaller model",
     ]
     assert text[7].startswith("try one of these")
-    fields = [re.fullmatch(r'  Config\((\w+)="[\d.]+[KMG]iB"\)', line)[1] for line in text[8:]]  # type: ignore[index]
-    assert fields == ["device_memory", "cpu_memory"]
+    shown = re.compile(r'  Config\((\w+)="[\d.]+[KMG]iB"\)')
+    assert [shown.fullmatch(line)[1] for line in text[8:]] == ["device_memory", "cpu_memory"]  # type: ignore[index]
 
 
 def test_the_refusal_tells_of_slots_where_nothing_lives_in_what_is_too_small() -> None:

@@ -317,7 +317,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 def in_flags(text: str) -> str:
     """A message in which fields of `Config` are named, as it is told on the command line.
 
-    Each is a flag there: `Config.lr=1`, `Config(lr=1)` and `Config.lr` are `--lr 1` and `--lr`.
+    Each is a flag there: `Config.x='a'`, `Config(x="a")` and `Config.x` are `--x a` and `--x`.
     """
 
     def flags(found: re.Match[str]) -> str:
@@ -325,6 +325,7 @@ def in_flags(text: str) -> str:
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
 
     text = re.sub(r"\bConfig\((\w+=[^()]*)\)", flags, text)
+    text = re.sub(r"(\bConfig\.\w+=)([\"'])(.*?)\2", r"\1\3", text)
     return re.sub(
         r"\bConfig\.(\w+)\b(?!\()(=?)",
         lambda found: "--" + found[1].replace("_", "-") + " " * len(found[2]),
