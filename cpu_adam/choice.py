@@ -177,8 +177,8 @@ def _chosen(asked: str | None) -> Kernel:
         remedy = f"{_REINSTALL}, which shows its errors"
     warnings.warn(
         f"asked for the compiled update of cpu_adam; found only its Python reference, which gives "
-        f"the same bits some ten times more slowly ({cause}); likely cause: {likely}; try: {remedy}, "
-        f"or set {KERNEL_VARIABLE}=python to say that this is meant",
+        f"the same bits some ten times more slowly ({cause}); likely cause: {likely}; try: "
+        f"{remedy}, or set {KERNEL_VARIABLE}=python to say that this is meant",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -140,7 +140,7 @@ class Arena:
                 left = self.bytes - self.pinned_bytes
                 remedy = (
                     "; likely the system pins no more for this process; raise the memlock limit "
-                    "(ulimit -l), or lower Config.cpu_memory"
+                    "(ulimit -l), or lower --cpu-memory"
                 )
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "

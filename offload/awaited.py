@@ -45,7 +45,7 @@ from offload.executor import BytesOf, Executor
 from offload.exposure import use_count
 from offload.interrupt import whole
 from offload.program import Op, Verb
-from offload.resting import TRUE_AT_REST, RestingParameter, find
+from offload.resting import RestingParameter, find
 from offload.task import Fence, Run, Task
 from offload.updates import Frozen
 
@@ -268,20 +268,14 @@ class AwaitedParameter(RestingParameter):
     _offload_home: Seat  # type: ignore[assignment]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Answer, or wait and let torch answer."""
-        kwargs = kwargs or {}
-        if func in TRUE_AT_REST:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], AwaitedParameter):
             return whole(handler)(args[0]._offload_home, *args[1:], **kwargs)
         for parameter in list(find((args, kwargs), AwaitedParameter)):
             _meet(parameter)
-        if func is _T.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        if func is _T.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
             return _T._make_subclass(nn.Parameter, args[0])  # As it is of a parameter of torch's.
         return func(*args, **kwargs)
 

@@ -122,12 +122,17 @@ class RestingParameter(OffloadedParameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Answer, or lend the true values for the call."""
+        """Answer what is true of the stand-in, too, or else as the class has it."""
         kwargs = kwargs or {}
         if func in TRUE_AT_REST:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is _T.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+        return cls._answer(func, args, kwargs)
+
+    @classmethod
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Answer, or lend the true values for the call."""
+        if func is _T.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
             _refuse_renewal()
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], RestingParameter):

@@ -43,10 +43,11 @@ from tests.training import (
     train,
 )
 
-pytestmark = [
+needs_cuda = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
 ]
+pytestmark = needs_cuda
 
 CPU_TIER = ("cpu", "cpu", "cpu")
 MIXED = ("nvme", "cpu", "nvme")

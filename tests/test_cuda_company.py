@@ -15,7 +15,7 @@ from torch import nn
 import offload
 from tests.faults import in_child
 from tests.test_before import fail_half_way
-from tests.test_cuda import CPU_TIER, MIXED, device
+from tests.test_cuda import CPU_TIER, MIXED, device, needs_cuda
 from tests.test_fork import train as train_from_workers
 from tests.training import (
     RESIDENT,
@@ -28,10 +28,7 @@ from tests.training import (
     train,
 )
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+pytestmark = needs_cuda
 
 
 def test_two_engines_on_one_device(tmp_path: Path) -> None:

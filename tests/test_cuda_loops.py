@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests import test_exact, test_loops
-from tests.test_cuda import CPU_TIER, device
+from tests.test_cuda import CPU_TIER, device, needs_cuda
 from tests.training import RESIDENT, SAMPLED, Result, assert_same, batch, train
 
 pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    *needs_cuda,
     pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),
     pytest.mark.filterwarnings("ignore:a view of the gradient:RuntimeWarning"),
 ]
