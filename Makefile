@@ -9,6 +9,9 @@ NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* nativ
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
 test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
 
+# One more than processors: some tests wait, for a drive or for another thread.
+WORKERS = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
+
 .PHONY: help train test test-slow parity check sanitize wheel clean
 
 help:
@@ -25,7 +28,7 @@ train: $(READY)
 	@$(BIN)/offload train $(ARGS)
 
 test: $(READY) $(MODELS)
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
