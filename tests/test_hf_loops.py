@@ -16,7 +16,6 @@ from tests.small import adamw, config
 from tests.training import alone, same_bits
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-transformers = pytest.importorskip("transformers")
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,8 +27,14 @@ pytestmark = [
 PLACEMENTS = [("nvme", "cpu", "nvme"), ("cpu", "device", "cpu"), ("device", "nvme", "device")]
 
 
+def hugging_face() -> Any:
+    """Its transformers: imported here, as each process of the fast tier collects this file."""
+    return pytest.importorskip("transformers")
+
+
 def llama(tied: bool = False) -> Any:
     torch.manual_seed(0)
+    transformers = hugging_face()
     made = transformers.LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -98,7 +103,7 @@ def saved(model: Any, optimizer: Any, directory: Path) -> list[Any]:
     for number in range(2):
         found.append(step(model, optimizer, number))
         model.save_pretrained(directory)
-        again = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+        again = hugging_face().LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
         safetensors.torch.save_model(model, str(directory / "model.st"))
         other = llama(model.config.tie_word_embeddings)
         safetensors.torch.load_model(other, str(directory / "model.st"))
