@@ -16,11 +16,11 @@ import time
 from typing import Any
 
 import libaio
-import numpy as np
 
 from aio.errors import BROKEN
 from aio.file import is_lost
 from aio.queued import Queued
+from aio.region import address_of
 from aio.request import RETRY_DELAY_S, Piece, Requests
 from aio.system import IO, SystemIO
 from aio.ticket import NO_MEMORY, SLEEP_S_MAX
@@ -249,11 +249,10 @@ def _submit(state: _State, pieces: list[Piece], now: float) -> int:
 
 def _block(state: _State, piece: Piece) -> Any:
     view = piece.view
-    address = int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
     block = libaio.AIOBlock(
         libaio.AIOBLOCK_MODE_WRITE if piece.request.writing else libaio.AIOBLOCK_MODE_READ,
         piece.request.file.fd,
-        [(ctypes.c_char * view.nbytes).from_address(address)],  # also of what is read-only
+        [(ctypes.c_char * view.nbytes).from_address(address_of(view))],  # also of what is read-only
         piece.offset,
     )
     block.piece = piece

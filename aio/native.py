@@ -161,8 +161,7 @@ class Native:
         """
         self.check_process()
         what = described(writing, parts, file.path)
-        views, offsets = [part.view for part in parts], [part.offset for part in parts]
-        request = self._engine.submit(file, writing, file.offset_align_bytes, views, offsets)
+        request = self._engine.submit(file, writing, file.offset_align_bytes, tuple(parts))
         if request is None:
             closed = "file" if file.closed else "backend"
             raise ValueError(f"{what}: the {closed} is closed; open a new one")

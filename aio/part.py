@@ -20,8 +20,10 @@ def verb(writing: bool) -> str:
 
 def asked(writing: bool, parts: Sequence[Part]) -> str:
     """A transfer in words, for messages that name the path elsewhere."""
+    if len(parts) == 1:
+        return f"{verb(writing)} of {parts[0].view.nbytes} bytes at offset {parts[0].offset}"
     count = sum(part.view.nbytes for part in parts)
-    pieces = f" in {len(parts)} stretches" if len(parts) > 1 else ""
+    pieces = f" in {len(parts)} stretches" if parts else ""
     offset = min((part.offset for part in parts), default=0)
     return f"{verb(writing)} of {count} bytes{pieces} at offset {offset}"
 

@@ -96,6 +96,9 @@ def test_without_the_engine():
         "backend = aio.open_backend()\n"
         "print(backend.name)\n"
         "backend.close()\n"
+        "import numpy\n"
+        "array = numpy.zeros(8192, numpy.uint8)\n"
+        "assert aio.region.address_of(array.data[5:]) == array.ctypes.data + 5\n"
     )
     assert interpreter(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
 
