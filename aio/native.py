@@ -25,9 +25,8 @@ from aio import _native
 from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
-from aio.part import Part, described, verb
+from aio.part import Part, check_limits, described, verb
 from aio.region import Memory, view_of
-from aio.request import check_limits
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
 
