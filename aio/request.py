@@ -14,7 +14,7 @@ interrupts, would wait for ever. A caller changes what is shared in one step, by
 in the queue or is not, and looks afterwards whether that was too late; whoever takes it out of the
 queue has it. All counting is for the threads that serve it, and the lock theirs alone. They run no
 handlers, but finalisers, which are refused what would wait for these threads (`check_thread`).
-"I write mine, then read yours" leans on the GIL: interpreters without one are not served.
+"I write mine, then read yours" leans on the GIL: without one a wake may be lost until SLEEP_S_MAX.
 
 [Note: Without memory]
 A thread that finds none for a step leaves things as they were before it, fails the transfer that
