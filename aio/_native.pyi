@@ -1,11 +1,15 @@
 """The compiled engine: buffers in, requests out. See src/module.cpp."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from aio.file import File
+from aio.part import Part
 
 KINDS: tuple[str, ...]
 """Names of the kinds of queues, in the order of the numbers by which `Engine` knows them."""
+
+def address_of(memory: memoryview) -> int:
+    """Where the bytes of contiguous memory are."""
 
 class Signal:
     """Something that happens once."""
@@ -59,12 +63,7 @@ class Engine:
         broken_at: int,
     ) -> None: ...
     def submit(
-        self,
-        file: File,
-        writing: bool,
-        align: int,
-        buffers: list[memoryview],
-        offsets: Sequence[int],
+        self, file: File, writing: bool, align: int, parts: tuple[Part, ...]
     ) -> Request | None:
         """Start a transfer that holds `file` and the buffers until it is over.
 

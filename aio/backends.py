@@ -42,8 +42,13 @@ class Probe:
 
 
 def probe(depth: int = DEPTH) -> tuple[Probe, ...]:
-    """Tries every backend with room for `depth` pieces under way, in order of preference; takes
-    some milliseconds."""
+    """Tries every backend with room for `depth` pieces under way, in order of preference.
+
+    It takes some milliseconds; some 100 where the kernel is slow to take Linux AIO back.
+
+    Raises:
+        ValueError: no backend can have that many, or none at all.
+    """
     return tuple(_probed(name, depth) for name in BACKEND_NAMES)
 
 
@@ -105,7 +110,8 @@ def open_backend(
         except (ImportError, OSError) as error:
             raise ValueError(
                 f"asked for the backend {asked!r}; found that it does not work here: "
-                f"{_why(asked, error)}; leave the choice to aio; `aio.probe()` says what works"
+                f"{_why(asked, error, depth)}; leave the choice to aio; `aio.probe()` says what "
+                "works"
             ) from error
     for candidate in BACKEND_NAMES:
         try:
@@ -115,7 +121,7 @@ def open_backend(
                 raise OSError(
                     error.errno,
                     f"asked for a backend of files; found for {candidate} that "
-                    f"{_why(candidate, error)}; likely files are opened and never closed",
+                    f"{_why(candidate, error, depth)}; likely files are opened and never closed",
                 ) from error
     raise AssertionError("the python backend needs nothing")
 
@@ -152,11 +158,11 @@ def _probed(name: str, depth: int) -> Probe:
         if name != "python":
             _OPENERS[name](name, depth, ALIGN_BYTES, ALIGN_BYTES).close()
     except (ImportError, OSError) as error:
-        return Probe(name, False, _why(name, error))
+        return Probe(name, False, _why(name, error, depth))
     return Probe(name, True, "works here")
 
 
-def _why(name: str, error: ImportError | OSError) -> str:
+def _why(name: str, error: ImportError | OSError, depth: int) -> str:
     """Why a backend is not to be had, and what would help."""
     if isinstance(error, ImportError):
         if name == "libaio":
@@ -184,8 +190,8 @@ def _why(name: str, error: ImportError | OSError) -> str:
     if code == errno.EAGAIN and name in ("linux_aio", "libaio"):
         most, used = _setting("fs/aio-max-nr"), _setting("fs/aio-nr")
         return (
-            "fewer requests are left than it asks for of those that fs.aio-max-nr allows "
-            f"({used} of {most} are taken): raise it"
+            f"fewer requests are left than the {depth + 1} it asks for of those that "
+            f"fs.aio-max-nr allows ({used} of {most} are taken): raise it"
         )
     return str(error)
 

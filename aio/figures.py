@@ -30,7 +30,7 @@ class Sample:
     bytes_read: int
     bytes_written: int
     cpu_seconds: float
-    """Of this process, all threads, in user space and in the kernel."""
+    """Of the thread that asked and of the backend's, in user space and in the kernel."""
     latencies: tuple[int, ...]
     """Operations that took from 2**k to 2**(k+1) microseconds, by k."""
 
@@ -73,7 +73,7 @@ class Figure:
     """Latency of an operation: half are over sooner; see `quantile`."""
     p99_s: float
     cpu_s_per_gb: float
-    """Seconds of all threads of this process for 10**9 bytes."""
+    """The same for 10**9 bytes, of all turns."""
 
     @classmethod
     def of(cls, mode: Mode, setting: Setting, samples: Sequence[Sample]) -> Figure:

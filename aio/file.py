@@ -174,4 +174,6 @@ def is_lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
         if error.errno != errno.EBADF:  # what a signal handler has raised
             raise
         return True
+    if found == identity:
+        return False
     return any(now != then for now, then in zip(found, identity))  # where both are told

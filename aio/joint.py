@@ -107,7 +107,8 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
     the wait at once.
 
     Raises:
-        RuntimeError: called in a forked child, where what is under way never ends.
+        RuntimeError: called in a forked child, where what is under way never ends, or by a
+            finaliser whose end one of them waits for.
     """
     asked = tuple(tickets)
     try:
@@ -119,8 +120,7 @@ def wait_all(tickets: Iterable[Ticket]) -> None:
 
 def _wait_all(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
-        if not ticket.done():
-            wait_any([ticket])
+        ticket.wait_for_end()
 
 
 def _one_ends(tickets: Sequence[Ticket], timeout: float | None) -> bool:

@@ -25,9 +25,8 @@ from aio import _native
 from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
-from aio.part import Part, described, verb
+from aio.part import Part, check_limits, described, verb
 from aio.region import Memory, view_of
-from aio.request import check_limits
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
 
@@ -161,8 +160,7 @@ class Native:
         """
         self.check_process()
         what = described(writing, parts, file.path)
-        views, offsets = [part.view for part in parts], [part.offset for part in parts]
-        request = self._engine.submit(file, writing, file.offset_align_bytes, views, offsets)
+        request = self._engine.submit(file, writing, file.offset_align_bytes, tuple(parts))
         if request is None:
             closed = "file" if file.closed else "backend"
             raise ValueError(f"{what}: the {closed} is closed; open a new one")

@@ -11,6 +11,7 @@ import functools
 import time
 from queue import Empty, SimpleQueue
 
+from aio.errors import os_error
 from aio.queued import Queued
 from aio.request import RETRY_DELAY_S, Piece, Requests
 from aio.system import IO, SystemIO
@@ -81,9 +82,9 @@ def _work_once(requests: _Requests) -> bool:
     """
     with requests.lock:
         piece = requests.take()
-        over = piece is None and requests.is_over()
-        requests.depth_max = max(requests.depth_max, requests.pieces)
     if piece is None:
+        with requests.lock:
+            over = requests.is_over()
         if over:
             requests.wake()  # the next thread
         else:
@@ -99,9 +100,13 @@ def _work_once(requests: _Requests) -> bool:
         took = time.monotonic() - began
         with requests.lock:
             requests.count(piece, moved, calls, calls - 1, took)
+    except MemoryError:
+        raise
+    except Exception as error:  # of a broken injected IO: no thread is lost by it
+        ticket, found = piece.request.ticket, f"{type(error).__name__}: {error}"
+        failure = os_error(errno.EIO, ticket.what, piece.request.file.path, found=found)
     finally:
-        with requests.lock:
-            requests.end(piece, failure)
+        requests.end(piece, failure)
     return True
 
 

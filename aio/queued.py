@@ -52,6 +52,8 @@ class Queued:
                 thread.start()
         except RuntimeError as error:
             _tell_to_end(requests)
+            if error.__context__ is not None:  # of a handler, while Python waits for its beginning
+                raise error.__context__ from None
             requests.release()
             raise OSError(errno.ENOMEM, f"no thread for file I/O: {error}") from error
         _BACKENDS.add(self)
@@ -81,7 +83,12 @@ class Queued:
         if requests.has(file):
             check_thread(f"the end of transfers of {file.path}")
             requests.wake()  # whoever queued something may have been interrupted before that
-            requests.wait_until(lambda: not requests.has(file))
+
+            def over() -> bool:
+                requests.abandon()
+                return not requests.has(file)
+
+            requests.wait_until(over)
 
     def counters(self) -> Counters:
         """Totals so far."""
@@ -109,7 +116,7 @@ class Queued:
             return
         requests.wait_until(lambda: requests.serving == 0)
         for thread in self._threads:
-            thread.join(SLEEP_S_MAX)  # they are over: a join within a join would not end
+            thread.join(SLEEP_S_MAX)  # over, but not gone; a join within a join would not end
 
     def __enter__(self) -> Self:
         return self

@@ -16,6 +16,14 @@ from aio.ticket import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
+try:
+    from aio._native import address_of as address_of
+except ImportError:
+
+    def address_of(memory: memoryview) -> int:
+        """Where the bytes of contiguous memory are."""
+        return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
 
 Memory: TypeAlias = Union["Buffer", npt.NDArray[Any]]
 """What transfers read and write: any object with the buffer protocol."""
@@ -140,6 +148,11 @@ class Region(ABC):
         self, buffer: Memory | Vector, offset: int | Vector, writing: bool
     ) -> tuple[Part, ...]:
         """What is to be moved, checked; what is empty is left out."""
+        if not isinstance(buffer, (list, tuple)) and not isinstance(offset, (list, tuple)):
+            view, at = view_of(buffer), operator.index(offset)
+            self._check_open(verb(writing))
+            view = self._check(view, at, writing)
+            return (Part(view, at),) if view.nbytes else ()
         buffers = buffer if isinstance(buffer, (list, tuple)) else [buffer]
         views = [view_of(one) for one in buffers]
         if isinstance(offset, (list, tuple)):
@@ -159,34 +172,40 @@ class Region(ABC):
 
     def _check(self, view: memoryview, offset: int, writing: bool) -> memoryview:
         """The bytes of `view`, once everything that can be wrong about them is ruled out."""
-        asked = f"{verb(writing)} of {view.nbytes} bytes at offset {offset}"
-        if not view.c_contiguous:
+        wrong = self._wrong(view, offset, writing)
+        if wrong is not None:
             raise ValueError(
-                f"{asked} of {self.path}: the buffer is not C-contiguous, so that it is not one "
-                "stretch of memory; pass a contiguous copy"
-            )
-        if view.readonly and not writing:
-            raise ValueError(
-                f"{asked} of {self.path}: the buffer is read-only; pass a bytearray, mmap or array"
-            )
-        if offset < 0 or offset + view.nbytes > self.bytes:
-            raise ValueError(
-                f"{asked} of {self.path}: outside of its {self.bytes} bytes; the size it was "
-                "created with is too small, or the offset wrong"
+                f"{verb(writing)} of {view.nbytes} bytes at offset {offset} of {self.path}: {wrong}"
             )
         if view.nbytes == 0:
             return memoryview(b"")
-        array = np.frombuffer(view, dtype=np.uint8)
-        self._check_aligned(asked, int(array.ctypes.data), view.nbytes, offset)
-        return array.data
+        return view if view.format == "B" and view.ndim == 1 else np.frombuffer(view, np.uint8).data
 
-    def _check_aligned(self, asked: str, address: int, length: int, offset: int) -> None:
-        memory, block = self.memory_align_bytes, self.offset_align_bytes
-        found = (("address", address, memory), ("length", length, block), ("offset", offset, block))
-        wrong = [f"{name} {number}" for name, number, unit in found if number % unit]
-        if wrong:
-            units = f"{block}" if memory == block else f"{memory} (addresses) or {block} (the rest)"
-            raise ValueError(
-                f"{asked} of {self.path}: {' and '.join(wrong)} not a multiple of {units}, which "
-                "O_DIRECT needs; use memory from mmap and whole blocks"
+    def _wrong(self, view: memoryview, offset: int, writing: bool) -> str | None:
+        """What is, and what to do about it."""
+        if not view.c_contiguous:
+            return (
+                "the buffer is not C-contiguous, so that it is not one "
+                "stretch of memory; pass a contiguous copy"
             )
+        if view.readonly and not writing:
+            return "the buffer is read-only; pass a bytearray, mmap or array"
+        length = view.nbytes
+        if offset < 0 or offset + length > self.bytes:
+            return (
+                f"outside of its {self.bytes} bytes; the size it was "
+                "created with is too small, or the offset wrong"
+            )
+        memory, block = self.memory_align_bytes, self.offset_align_bytes
+        if length == 0 or memory == block == 1:
+            return None
+        address = address_of(view)
+        if address % memory == length % block == offset % block == 0:
+            return None
+        found = (("address", address, memory), ("length", length, block), ("offset", offset, block))
+        wrong = " and ".join(f"{name} {number}" for name, number, unit in found if number % unit)
+        units = f"{block}" if memory == block else f"{memory} (addresses) or {block} (the rest)"
+        return (
+            f"{wrong} not a multiple of {units}, which "
+            "O_DIRECT needs; use memory from mmap and whole blocks"
+        )

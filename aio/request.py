@@ -14,6 +14,12 @@ interrupts, would wait for ever. A caller changes what is shared in one step, by
 in the queue or is not, and looks afterwards whether that was too late; whoever takes it out of the
 queue has it. All counting is for the threads that serve it, and the lock theirs alone. They run no
 handlers, but finalisers, which are refused what would wait for these threads (`check_thread`).
+"I write mine, then read yours" leans on the GIL: without one a wake may be lost until SLEEP_S_MAX.
+
+[Note: Without memory]
+A thread that finds none for a step leaves things as they were before it, fails the transfer that
+the step was for (ENOMEM), and goes on. What is over must end all the same, so `end` is begun anew
+until it is through: each of its parts takes what memory it needs before it changes anything.
 
 [Note: Lifetimes]
 Worker threads hold the `Requests`, never the backend, so that a dropped backend is collected; its
@@ -30,12 +36,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from aio.counters import LATENCIES, Counters, latency_bucket
-from aio.errors import BROKEN, SHORTENED, os_error
+from aio.errors import SHORTENED, os_error
 from aio.file import File
-from aio.part import Part, described, verb
-from aio.system import ALIGN_BYTES, IO
+from aio.part import Part, check_limits, described, verb
+from aio.system import IO
 from aio.ticket import (
     NO_MEMORY,
     SLEEP_S_MAX,
@@ -43,12 +50,10 @@ from aio.ticket import (
     LockSignal,
     QueuedTicket,
     Signal,
+    by_a_handler,
     set_all,
     taken_out,
 )
-
-PIECE_BYTES_MAX = 1 << 30
-"""One call of the system moves at most about 2 GiB on Linux."""
 
 RETRIES_MAX = 64
 """Calls in a row without progress (EINTR, EAGAIN, nothing transferred) before giving up."""
@@ -58,24 +63,14 @@ RETRY_DELAY_S = 0.001
 _NOTHING = memoryview(b"")
 
 
-def check_limits(piece_bytes: int, inflight_bytes_max: int) -> None:
-    """Raises ValueError where a backend cannot have these."""
-    if piece_bytes % ALIGN_BYTES or not 0 < piece_bytes <= PIECE_BYTES_MAX:
-        raise ValueError(
-            f"piece_bytes={piece_bytes}: expected a multiple of {ALIGN_BYTES} up to "
-            f"{PIECE_BYTES_MAX}, as O_DIRECT and preadv ask; try {4 << 20}"
-        )
-    if inflight_bytes_max < piece_bytes:
-        raise ValueError(
-            f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
-            "bytes, so that nothing could ever start; raise it"
-        )
+Broken: TypeAlias = "tuple[int, str, tuple[str, str] | None]"
+"""Why nothing is served any more: the errno, what was found, and `why` of `os_error`."""
 
 
 class Request:
     """One transfer on its way: which bytes are not yet cut into pieces, and what still runs."""
 
-    __slots__ = ("_given", "_uncut", "failure", "failure_offset", "file", "running",
+    __slots__ = ("_given", "_uncut", "failure", "failure_offset", "file", "over", "running",
                  "ticket", "writing")  # fmt: skip
 
     def __init__(self, file: File, writing: bool, parts: Sequence[Part]) -> None:
@@ -83,6 +78,7 @@ class Request:
         self.file = file
         self.writing = writing
         self.running = 0  # pieces
+        self.over = False
         self.failure: OSError | None = None
         self.failure_offset = 0
         self._uncut = deque(parts)
@@ -169,7 +165,8 @@ class Piece:
 
 
 def _closed_meanwhile(request: Request) -> OSError:
-    found, why = "the file is closed", ("it was closed meanwhile", "open a new one")
+    found = "the file is closed" if request.file.closed else "the backend is closed"
+    why = ("it was closed meanwhile", "open a new one")
     try:
         return os_error(errno.EBADF, request.ticket.what, request.file.path, found=found, why=why)
     except MemoryError:
@@ -197,7 +194,7 @@ class Requests:
         self.closing = False
         self.ended = False  # what is queued from now on is not served
         self.serving = 0  # threads
-        self.broken: str | None = None  # what was found where the system serves us no longer
+        self.broken: Broken | None = None  # where the system serves us no longer
         self.depth_max = 0
         self._bytes = {False: 0, True: 0}  # by whether they were written
         self._operations = self._retries = 0
@@ -226,7 +223,8 @@ class Requests:
     def _refuse(self, request: Request) -> None:
         what, path = request.ticket.what, request.file.path
         if self.broken is not None:
-            raise os_error(errno.EIO, what, path, found=self.broken, why=BROKEN)
+            code, found, why = self.broken
+            raise os_error(code, what, path, found=found, why=why)
         if self.closing or request.file.closed:
             closed = "backend" if self.closing else "file"
             raise ValueError(f"{what}: the {closed} is closed; open a new one")
@@ -269,9 +267,11 @@ class Requests:
         request = self.cutting
         if request is None:
             return None
-        if self.inflight_bytes + request.next_bytes(self.piece_bytes) > self.inflight_bytes_max:
-            return None
         try:
+            pieces = self.pieces + 1
+            inflight_bytes = self.inflight_bytes + request.next_bytes(self.piece_bytes)
+            if inflight_bytes > self.inflight_bytes_max:
+                return None
             piece = request.cut(self.piece_bytes)
         except MemoryError:
             self._fail(request, NO_MEMORY, request.uncut_offset)
@@ -279,8 +279,9 @@ class Requests:
             return None
         if request.cut_up:
             self.cutting = None
-        self.pieces += 1
-        self.inflight_bytes += piece.bytes
+        self.pieces, self.inflight_bytes = pieces, inflight_bytes
+        if pieces > self.depth_max:
+            self.depth_max = pieces
         return piece
 
     def _begin(self) -> None:
@@ -315,12 +316,21 @@ class Requests:
             file.bytes_read += moved
 
     def end(self, piece: Piece, failure: OSError | None) -> None:
-        """A piece is over, and its request where it was the last. Lock held."""
+        """A piece is over, and its request where it was the last: see [Note: Without memory]."""
+        while True:
+            try:
+                with self.lock:
+                    return self._end(piece, failure)
+            except MemoryError:
+                continue
+
+    def _end(self, piece: Piece, failure: OSError | None) -> None:
         request = piece.request
-        piece.view = _NOTHING
-        self.pieces -= 1
-        self.inflight_bytes -= piece.bytes
-        request.running -= 1
+        if piece.bytes:  # that is not counted yet
+            pieces, running = self.pieces - 1, request.running - 1
+            inflight_bytes = self.inflight_bytes - piece.bytes
+            self.pieces, self.inflight_bytes, request.running = pieces, inflight_bytes, running
+            piece.bytes, piece.view = 0, _NOTHING
         if failure is not None:
             self._fail(request, failure, piece.offset)
         elif request.running == 0 and request.cut_up:
@@ -335,11 +345,23 @@ class Requests:
             self._finish(request)
 
     def _finish(self, request: Request) -> None:
-        try:
+        if not request.ticket.done():
             request.ticket.finish(request.failure, request.failure_offset)
-        finally:  # afterwards: who closes the file finds its tickets done
+        if not request.over:  # afterwards: who closes the file finds its tickets done
             request.file.pending -= 1
-            self.tell()
+            request.over = True
+        self.tell()
+
+    def abandon(self) -> None:
+        """Fails what was queued as the last thread left, by who was interrupted there."""
+        while self.serving == 0 and self.queue:
+            try:
+                request = self.queue.popleft()
+            except IndexError as error:  # somebody else has taken it
+                if by_a_handler(error):
+                    raise
+                return
+            request.ticket.finish(_closed_meanwhile(request), request.uncut_offset)
 
     def tell(self) -> None:
         """Something is over."""

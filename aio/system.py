@@ -10,6 +10,9 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+if sys.platform == "linux":
+    import fcntl
+
 ALIGN_BYTES = 4096
 """What O_DIRECT asks of addresses, lengths and offsets where the kernel does not tell."""
 
@@ -116,8 +119,6 @@ class SystemIO:
         """See IO.set_direct."""
         if sys.platform != "linux":
             raise OSError(errno.EINVAL, "O_DIRECT exists on Linux only")
-        import fcntl
-
         flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
 
@@ -149,8 +150,6 @@ class SystemIO:
         found = os.fstat(fd)
         if sys.platform != "linux":
             return found.st_dev, found.st_ino
-        import fcntl
-
         try:
             generation = fcntl.ioctl(fd, _FS_IOC_GETVERSION, bytes(8))
         except OSError as error:  # memory file systems, whose numbers are not given again
@@ -163,8 +162,6 @@ class SystemIO:
         """See IO.write_in_place."""
         if sys.platform != "linux":
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        import fcntl
-
         flags = array.array("l", [0])
         fcntl.ioctl(fd, _FS_IOC_GETFLAGS, flags)
         flags[0] |= _FS_NOCOW_FL

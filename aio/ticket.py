@@ -135,14 +135,11 @@ class Ticket(ABC):
             RuntimeError: called in a forked child, where the transfer cannot end, or by a
                 finaliser in a thread that would have to end it.
         """
-        if not self.done():
+        if timeout is None:
+            self.wait_for_end()
+        elif not self.done():
             self.check_process()
             if not self._wait(timeout):
-                if timeout is None:
-                    raise RuntimeError(
-                        f"{self.what}: waited for by a finaliser of its own memory, whose end it "
-                        "waits for; wait for it elsewhere"
-                    )
                 late = self.unfinished()
                 part = "" if late in (self, None) else f", waiting for {late.what}"
                 raise TimeoutError(
@@ -153,6 +150,17 @@ class Ticket(ABC):
         if failure is not None:
             # A new exception for each waiter: one shared by threads would share its traceback.
             raise OSError(*failure.args, failure.filename)
+
+    def wait_for_end(self) -> None:
+        """Returns when it is over, well or not. RuntimeError where that would be never."""
+        if self.done():
+            return
+        self.check_process()
+        if not self._wait(None):
+            raise RuntimeError(
+                f"{self.what}: waited for by a finaliser of its own memory, whose end it "
+                "waits for; wait for it elsewhere"
+            )
 
     def unfinished(self) -> Ticket | None:
         """What must end before this can, and can be watched: this or a part; None if done."""
@@ -232,7 +240,7 @@ class QueuedTicket(Ticket):
         check_thread(f"a wait for the {self.what}")
 
     def _wait(self, timeout: float | None) -> bool:
-        check_thread(f"a wait for the {self.what}")
+        check_thread(f"a wait for the {self.what}")  # again: a joint ticket comes here directly
         signal, end = LockSignal(), None if timeout is None else time.monotonic() + timeout
         try:
             self.watch(signal)

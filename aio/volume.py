@@ -257,11 +257,11 @@ class Volume(Region):
             raise
         if len(tickets) == 1:
             return tickets[0]
-        drives = list(shares)
+        drives, place_of = list(shares), self.stripes.place_of  # a ticket keeps no volume alive
         return JointTicket(
             described(writing, parts, self.path),
             tickets,
-            lambda number, offset: self.stripes.place_of(drives[number], offset),
+            lambda number, offset: place_of(drives[number], offset),
         )
 
     def _check_process(self) -> None:

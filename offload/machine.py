@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from offload.disks import same_drive
-from offload.kept import alone_with, in_cache, write_whole
+from offload.kept import alone_with, in_cache, sweep, write_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -370,6 +370,7 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
         drives, wrong = _kept()
         if wrong:
             raise FileExistsError(errno.EEXIST, "it holds something else", str(kept))
+        sweep(kept)
         drives |= {mount_point(path): speed}
         content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
         write_whole(kept, json.dumps(content, indent=2) + "\n")

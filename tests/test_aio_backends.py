@@ -82,7 +82,7 @@ def check_against_oracle(backend, directory, data, steps, most=24):
         back = aligned(file.bytes)
         file.read_into(back, 0).wait(20)
         assert np.array_equal(back, truth)
-        assert file.pending == 0
+    assert file.pending == 0  # a ticket is done before that is counted
 
 
 LIMITS = st.fixed_dictionaries(

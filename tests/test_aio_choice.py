@@ -78,12 +78,12 @@ def test_reasons(monkeypatch, tmp_path, name, code, setting, reason):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(setting + "\n")
     monkeypatch.setattr(backends, "_KERNEL", tmp_path)
-    assert reason in backends._why(name, OSError(code, "eventfd: out of them"))
+    assert reason in backends._why(name, OSError(code, "eventfd: out of them"), 8)
 
 
 def test_reasons_of_what_is_not_installed():
     for name in ("io_uring", "libaio"):
-        assert "install" in backends._why(name, ImportError("No module named x"))
+        assert "install" in backends._why(name, ImportError("No module named x"), 8)
 
 
 def test_without_the_engine():
@@ -96,6 +96,9 @@ def test_without_the_engine():
         "backend = aio.open_backend()\n"
         "print(backend.name)\n"
         "backend.close()\n"
+        "import numpy\n"
+        "array = numpy.zeros(8192, numpy.uint8)\n"
+        "assert aio.region.address_of(array.data[5:]) == array.ctypes.data + 5\n"
     )
     assert interpreter(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
 
@@ -144,8 +147,10 @@ def test_all_requests_of_linux_aio_are_taken():
 
 
 @native
+@pytest.mark.skipif(not FOUND["linux_aio"].usable, reason="no Linux AIO here")
 def test_the_probe_asks_for_what_will_be_used(monkeypatch):
     """As where nearly all requests of Linux AIO are taken: what is left does for eight."""
+    monkeypatch.delenv(backends.BACKEND_VARIABLE, raising=False)
     inner = backends._OPENERS["linux_aio"]
 
     def opener(name, depth, *limits):
@@ -158,7 +163,7 @@ def test_the_probe_asks_for_what_will_be_used(monkeypatch):
     assert "linux_aio" in backends.compared(8)[0]
     for found in (aio.probe()[1], aio.probe(9)[1]):
         assert not found.usable
-        assert "fewer requests are left" in found.reason
+        assert "fewer requests are left than the" in found.reason
     names, left_out = backends.compared()
     assert "linux_aio" not in names
     assert "fewer requests are left" in left_out["linux_aio"]

@@ -40,7 +40,7 @@ def test_a_ring_closed_by_others(register, tmp_path):
         "pipe = types.SimpleNamespace(\n"
         "    fd=empty, closed=False, pending=0, operations=0, bytes_read=0\n"
         ")\n"
-        "read = backend._engine.submit(pipe, False, 1, [memoryview(memory)], [0])\n"
+        "read = backend._engine.submit(pipe, False, 1, ((memoryview(memory), 0),))\n"
         "while not backend.counters().depth_max: pass\n"
         "time.sleep(0.05)  # it is with the kernel\n"
         "for fd in range(3, file.fd):\n"

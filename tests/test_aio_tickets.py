@@ -12,7 +12,6 @@ import time
 import pytest
 
 import aio
-from aio import joint
 from aio.ticket import LockSignal
 from tests.backends import ENGINE, USABLE, engine, opened
 from tests.faults import GateIO, aligned, nothing_leaks, scratch, volume_of
@@ -80,7 +79,7 @@ def in_each_wait(*calls):
         thread.join()
 
 
-WAIT = (joint._one_ends if joint.CommonSignal is not LockSignal else LockSignal.wait).__code__
+WAIT = LockSignal.wait.__code__
 """In which Python code a thread is that waits."""
 
 

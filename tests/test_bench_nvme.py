@@ -331,7 +331,7 @@ def test_what_was_kept_and_is_no_speed_is_left_and_told(monkeypatch, capsys, tmp
     assert command(tmp_path) == 0
     told = capsys.readouterr().err
     assert f"note: asked {kept} for the measured speeds of drives; found none that can be" in told
-    assert f"could not be saved to {kept}: it holds something else" in told
+    assert f"could not be saved to {kept}: it holds something else; likely it was cut" in told
     assert kept.read_text() == "my notes"
 
 

@@ -1,11 +1,12 @@
 """What `offload bench nvme` says of drives that are made up: doubts, what is kept, the verdict."""
 
 import json
+import weakref
 from dataclasses import replace
 
 import pytest
 
-from aio import bench
+from aio import backends, bench, load
 from offload.cli import bench_nvme, measuring
 from tests.command import run
 from tests.test_bench_nvme import FOUND, found
@@ -60,3 +61,33 @@ def test_drives_that_write_faster_than_they_read_are_doubted(told):
     doubt = "writing was 3.4 times as fast as reading: likely a cache took the bytes"
     assert doubt in told(found=found(read=1.5e9, write=5.1e9, both=2e9)).out
     assert "a cache" not in told(found=found(read=1.5e9, write=2e9, both=2e9)).out
+
+
+def test_what_is_probed_for_is_what_backends_hold_at_once(monkeypatch, tmp_path, capsys):
+    """Requests of Linux AIO are counted by the kernel, those of all backends together."""
+    held, most, asked = {}, [], []
+    inner_open, inner_compared = load.open_backend, backends.compared
+
+    def opened(name, *, depth, **limits):
+        backend = inner_open(name, depth=depth, **limits)
+        held[id(backend)] = depth + 1
+        most.append(sum(held.values()))
+        weakref.finalize(backend, held.pop, id(backend))
+        return backend
+
+    def compared(depth):
+        asked.append(depth + 1)
+        return inner_compared(depth)
+
+    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.setattr(bench_nvme, "SECONDS_MIN", 0.1)
+    monkeypatch.setattr(bench_nvme, "same_drive", lambda paths: tuple(range(len(paths))))
+    monkeypatch.setattr(load, "open_backend", opened)
+    monkeypatch.setattr(backends, "compared", compared)
+    paths = [tmp_path / name for name in ("a", "b")]
+    for path in paths:
+        path.mkdir()
+    few = ["--size", "2MiB", "--seconds", "0.5", "--blocks", "64KiB", "--depths", "3"]
+    assert run("bench", "nvme", *map(str, paths), *few, "--backends", "python") == 0
+    capsys.readouterr()
+    assert 2 * (2 * 3 + 1) < max(most) <= asked[0]

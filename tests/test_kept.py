@@ -64,3 +64,13 @@ def test_a_user_without_a_home_trains_and_is_told(homeless, tmp_path, capsys):
     assert "no home directory: set HOME or XDG_CACHE_HOME" in capsys.readouterr().err
     found = doctor._speeds()
     assert (found.level, "no home directory" in found.found) == ("note", True)
+
+
+def test_what_killed_writers_left_is_swept(tmp_path):
+    whole = tmp_path / "a.json"
+    others = [whole, tmp_path / "a.json.bak", tmp_path / "b.json.77", tmp_path / "a.json.7"]
+    for one in others:
+        one.write_text("{}")
+    kept.sweep(whole)
+    assert sorted(tmp_path.iterdir()) == sorted(others[:3])
+    kept.sweep(tmp_path / "no" / "folder.json")

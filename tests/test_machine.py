@@ -293,7 +293,13 @@ def test_a_profile_that_another_process_never_lets_go_is_told(
         with pytest.raises(OSError, match="another process has had its folder locked") as caught:
             save_speed(str(tmp_path), SPEED)
         assert caught.value.filename == str(tmp_path / "machine.json")
+        monkeypatch.setattr(bench_nvme_saved, "_speeds", lambda *_: [("/", SPEED)])
+        assert "stopped in the midst of saving; try: once more" in bench_nvme_saved.saved(
+            Report([])
+        )
+    (tmp_path / "machine.json.123").touch()  # of one that was killed
     save_speed(str(tmp_path), SPEED)
+    assert os.listdir(tmp_path) == ["machine.json"]
 
 
 DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {}}}', '{"drives": {"/": {"depth": 1}}}')

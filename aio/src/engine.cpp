@@ -191,6 +191,4 @@ Counters Engine::counters() { return core_->counters(); }
 
 bool Engine::close(int64_t wait_ns) { return core_->close(wait_ns); }
 
-void probe(Kind kind) { open_queue(kind, 1); }
-
 }  // namespace aio

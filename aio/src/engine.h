@@ -141,7 +141,4 @@ private:
     std::unique_ptr<class Core> core_;
 };
 
-// Throws std::system_error where a queue of this kind cannot be had or does not work.
-void probe(Kind kind);
-
 }  // namespace aio

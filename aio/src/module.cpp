@@ -151,23 +151,24 @@ struct PythonRequest {
 };
 
 static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool writing,
-                                       int64_t align, nb::list buffers,
-                                       const std::vector<int64_t>& offsets) {
+                                       int64_t align, nb::tuple parts) {
     settle();
     if (nb::cast<bool>(file.attr("closed"))) return std::nullopt;
     auto held = std::make_unique<Held>();
     Transfer transfer{.fd = nb::cast<int>(file.attr("fd")), .writing = writing, .align = align};
     held->file = file;
     held->writing = writing;
-    held->buffers.resize(nb::len(buffers));
-    for (size_t i = 0; i < offsets.size(); i++) {
+    held->buffers.resize(nb::len(parts));
+    for (size_t i = 0; i < held->buffers.size(); i++) {
+        const auto part = nb::cast<nb::tuple>(parts[i]);
+        const auto offset = nb::cast<int64_t>(part[1]);
         Py_buffer& buffer = held->buffers[i];
-        if (PyObject_GetBuffer(nb::object(buffers[i]).ptr(), &buffer,
+        if (PyObject_GetBuffer(nb::object(part[0]).ptr(), &buffer,
                                writing ? PyBUF_SIMPLE : PyBUF_WRITABLE) != 0) {
             for (size_t k = 0; k < i; k++) PyBuffer_Release(&held->buffers[k]);
             throw nb::python_error();
         }
-        transfer.parts.push_back({static_cast<std::byte*>(buffer.buf), buffer.len, offsets[i]});
+        transfer.parts.push_back({static_cast<std::byte*>(buffer.buf), buffer.len, offset});
     }
     Held* const kept = held.get();
     PythonRequest request{nullptr, kept->given_back};
@@ -201,6 +202,14 @@ static nb::tuple counters(Owned& engine) {
                           found.depth_max, nb::tuple(latencies), double(found.cpu_ns) * 1e-9);
 }
 
+static uintptr_t address_of(nb::handle memory) {
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(memory.ptr(), &buffer, PyBUF_SIMPLE) != 0) throw nb::python_error();
+    const auto found = reinterpret_cast<uintptr_t>(buffer.buf);
+    PyBuffer_Release(&buffer);
+    return found;
+}
+
 static std::byte* at(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 // What the system refused, as an OSError of its errno.
@@ -230,7 +239,7 @@ static void bind_engine(nb::module_& m) {
              nb::arg("short_rate"), nb::arg("retry_rate"), nb::arg("refusal_rate"),
              nb::arg("broken_at"))
         .def("submit", &submit, nb::arg("file"), nb::arg("writing"), nb::arg("align"),
-             nb::arg("buffers"), nb::arg("offsets"))
+             nb::arg("parts"))
         .def("drain",
              [](Owned& engine, int fd) {
                  const auto drained = [&](int64_t ns) { return engine->drain(fd, ns); };
@@ -282,6 +291,7 @@ NB_MODULE(_native, m) {
             request.inner->unwatch(signal.inner);
         });
     bind_engine(m);
+    m.def("address_of", &address_of, nb::arg("memory"));
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     without_gil::prepare_for_the_end();
 }

@@ -17,6 +17,7 @@ import tyro
 
 from aio import backends, bench, fio
 from aio.figures import Found
+from aio.load import FILL_DEPTH
 from aio.system import is_memory
 from offload.cli import (
     Signals,
@@ -36,6 +37,7 @@ from offload.machine import host_free_bytes, nvme_free_bytes, unreadable_speeds
 
 BLOCK_BYTES_MAX = 256 << 20
 DEPTH_MAX = 256
+REQUESTS_MAX = 4096  # of one backend
 FILE_BYTES_MIN = 1 << 20
 SECONDS_MIN, SECONDS_MAX = 1.0, 3600.0
 COMPARE_SECONDS = 2 * 2 * bench.COMPARE_ROUNDS * bench.COMPARE_SECONDS
@@ -237,14 +239,14 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             "asked to measure drives; found no path; likely cause: it was forgotten; try: offload "
             "bench nvme /mnt/nvme, a directory on the drive where you can write"
         )
-    usable, left_out = backends.compared(2 * max(asked.depths or bench.DEPTHS))  # of both at once
+    paths, notices = _one_on_each_drive([os.path.abspath(path) for path in asked.paths])
+    usable, left_out = backends.compared(_requests(asked, len(paths)))
     for name in asked.backends:
         if name not in (*usable, "python"):
             reason = left_out.get(name, "there is none of that name" + nearest(name, usable))
             raise ValueError(
                 f"--backends {name}: cannot be used here: {reason}; there are {', '.join(usable)}"
             )
-    paths, notices = _one_on_each_drive([os.path.abspath(path) for path in asked.paths])
     notices += [f"without {name}: {reason}" for name, reason in left_out.items()]
     fio_wanted = asked.compare == "fio"
     if fio_wanted and fio.installed() is None:
@@ -270,6 +272,13 @@ def _wanted(asked: Nvme) -> tuple[bench.Wanted, list[str]]:
             "--size, or --blocks 1MiB --depths 1 8"
         )
     return wanted, notices
+
+
+def _requests(asked: Nvme, drives: int) -> int:
+    """Requests that backends hold at once: of each drive those that are measured, of reads and
+    writes at once, and those that made its file; each wants one more to be woken by."""
+    deepest = max(asked.depths or bench.DEPTHS)
+    return min(drives * (2 * deepest + FILL_DEPTH + 2), REQUESTS_MAX)
 
 
 def _one_on_each_drive(paths: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:

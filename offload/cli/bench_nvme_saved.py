@@ -10,6 +10,19 @@ from typing import Any
 from offload.cli.bench_nvme_report import Report
 from offload.machine import DriveSpeed, save_speed
 
+_ELSEWHERE = "OFFLOAD_MACHINE=FILE on another"
+_ADVICE = {
+    errno.ENOSPC: ("its disk is full", _ELSEWHERE),
+    errno.EDQUOT: ("its disk is full", _ELSEWHERE),
+    errno.EAGAIN: ("another `offload bench nvme` was stopped in the midst of saving", "once more"),
+    errno.EEXIST: (
+        "it was cut off or edited, or is another program's",
+        "to remove it, OFFLOAD_MACHINE=FILE",
+    ),
+}
+"""By errno the likely cause, and what to try."""
+_NO_ADVICE = ("that file or folder is not yours", "OFFLOAD_MACHINE=FILE")
+
 
 def saved(report: Report, others_percent: int = 0) -> str:
     """Keeps the speeds: where, or why they are not, and how they are forgotten.
@@ -24,11 +37,10 @@ def saved(report: Report, others_percent: int = 0) -> str:
         try:
             kept = save_speed(path, speed)
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            likely = "its disk is full" if full else "that file or folder is not yours"
+            likely, attempt = _ADVICE.get(error.errno or 0, _NO_ADVICE)
             return (
                 f"note: the speeds could not be saved to {error.filename}: {error.strerror}; "
-                f"likely {likely}; try: OFFLOAD_MACHINE=FILE{' on another' * full}, or --no-save"
+                f"likely {likely}; try: {attempt}, or --no-save"
             )
         told = f"saved to {kept}, where offload finds it when it plans; remove it to forget it"
         if others_percent:

@@ -368,7 +368,7 @@ int main(int count, char** arguments) {
     const char* names[] = {"io_uring", "linux_aio", "threads"};
     for (Kind kind : {Kind::io_uring, Kind::linux_aio, Kind::threads}) {
         try {
-            probe(kind);
+            Engine({.kind = kind});
         } catch (const std::system_error& error) {
             std::printf("%s: not here: %s\n", names[int(kind)], error.what());
             continue;
