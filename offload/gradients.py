@@ -165,7 +165,7 @@ class Gradients:
         shows = _may_be_shown(gradient, window)
         now.shown[parameter] = _Shown(gradient if shows else window, apart=shows and not same)
         if not same and not shows:
-            window.copy_(gradient)
+            self._executor.copy_now(window, gradient)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
@@ -245,7 +245,7 @@ class Gradients:
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
         if self._units:  # Copies into it are asynchronous where its memory is pinned.
-            self._executor.device.drain()
+            self._executor.lanes.drain()
         for unit in self._units:
             self._settle(unit)
 
@@ -254,7 +254,7 @@ class Gradients:
         for unit, now in self._units.items():
             self._executor.quiesce("gradient", unit)
             if now.copied is not None:
-                now.copied.copy_(self._executor.peek(Value("gradient", unit)))
+                self._executor.copy_now(now.copied, self._executor.peek(Value("gradient", unit)))
             for parameter, shown in now.shown.items():
                 if shown.apart:
                     shown.tensor.copy_(self._at_home(unit, parameter))
@@ -309,7 +309,7 @@ class Gradients:
                 )
             now.copied = host_tensor(size)
             if self._collector.has_any(unit):
-                now.copied.copy_(self._executor.peek(value))
+                self._executor.copy_now(now.copied, self._executor.peek(value))
         return now.copied
 
     def _settle(self, unit: int) -> None:

@@ -9,7 +9,8 @@ TFLOPS are those of the model alone: of a token, six for each weight of a matrix
 it, and 6 * depth * width * length for causal attention; nothing for recomputing. Exposed is the
 time by which the device stood still while a step waited for a lane: events before and after each
 wait of the host tell how long the device had nothing to do, and it is booked on the lanes as the
-engine books the host's own wait.
+engine books the host's own wait: for a task of a lane, or for a copy that its own thread makes.
+Where the host waits for the device's compute nothing stands still, and next to nothing is booked.
 """
 
 from __future__ import annotations
@@ -63,6 +64,13 @@ def flops(shape: gpt.Shape, length: int) -> int:
     return 6 * matrices + 6 * shape.depth * shape.width * length
 
 
+def moment() -> Any:
+    """When the device is through with what is queued on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass
 class Waits:
     """How long the device stood still in each lane's name."""
@@ -71,24 +79,32 @@ class Waits:
 
     @contextlib.contextmanager
     def watching(self, engine: Any) -> Iterator[None]:
-        """Events around each wait of the host for a lane."""
-        lanes, begin = engine.executor.lanes, engine.executor.lanes.begin
+        """Moments of the device around each wait of the host."""
+        lanes = engine.executor.lanes
+        block, waited = lanes._block, lanes.waited
 
         def exposed() -> dict[str, float]:
             return {lane.value: use.exposed_s for lane, use in lanes.use.items()}
 
-        def timed_begin(task: Any) -> None:
-            before, start = exposed(), torch.cuda.Event(enable_timing=True)
-            start.record()
-            begin(task)
+        @contextlib.contextmanager
+        def timed() -> Iterator[None]:
+            before, start = exposed(), moment()
+            yield
             blamed = {name: now - before[name] for name, now in exposed().items()}
             if any(blamed.values()):
-                stop = torch.cuda.Event(enable_timing=True)
-                stop.record()
-                self.timed.append((start, stop, blamed))
+                self.timed.append((start, moment(), blamed))
+
+        def timed_block(*args: Any) -> None:
+            with timed():
+                block(*args)
+
+        @contextlib.contextmanager
+        def timed_waited(lane: Any) -> Iterator[None]:
+            with timed(), waited(lane):
+                yield
 
         if accelerator().type == "cuda":
-            lanes.begin = timed_begin
+            lanes._block, lanes.waited = timed_block, timed_waited
         yield
 
     def by_lane(self) -> dict[str, float]:
