@@ -180,6 +180,7 @@ class Gradients:
 
     def zero(self, unit: int, parameter: int) -> None:
         """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
+        self._come(unit, parameter)
         shown = self.show(unit, parameter)
         if shown is not None:
             shown.zero_()
@@ -312,6 +313,14 @@ class Gradients:
                 self._executor.copy_now(now.copied, self._executor.peek(value))
         return now.copied
 
+    def _come(self, unit: int, parameter: int) -> None:
+        """Wait for what the device may still copy into a gradient that was shown.
+
+        Where p.grad lies in pinned memory the user's own copies into it are asynchronous.
+        """
+        if unit in self._units and parameter in self._units[unit].shown:
+            self._executor.lanes.drain()
+
     def _settle(self, unit: int) -> None:
         """Put home what is shown of a unit from elsewhere."""
         now = self._units.get(unit)
@@ -337,6 +346,7 @@ class Gradients:
 
     def _lose(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient will never count again."""
+        self._come(unit, parameter)
         now = self._showing(unit)
         shown = now.shown.get(parameter)
         in_place = shown is not None and not shown.apart and now.copied is None

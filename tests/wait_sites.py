@@ -421,9 +421,15 @@ WAITS = (
     Wait(
         "gradients: what the device copies into one",
         "gradients",
-        "            self._executor.lanes.drain()\n",
-        "            pass\n",
+        "asynchronous where its memory is pinned.\n            self._executor.lanes.drain()\n",
+        "asynchronous where its memory is pinned.\n            pass\n",
         ("test_paced",),
+    ),
+    Wait(
+        "gradients: the same, before one is zeroed or given up",
+        "gradients",
+        "shown:\n            self._executor.lanes.drain()\n",
+        "shown:\n            pass\n",
     ),
     Wait(
         "device: after zeros were written",
