@@ -108,7 +108,7 @@ def in_the_engine() -> str | None:
     frame: Any = sys._getframe()
     while frame is not None and not frame.f_globals["__name__"].startswith("offload."):
         frame = frame.f_back
-    return frame and frame.f_code.co_qualname
+    return frame and frame.f_code.co_name
 
 
 @pytest.mark.parametrize("name", some_fast(CASES, fast=2))
