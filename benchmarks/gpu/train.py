@@ -49,6 +49,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--no-recompute", action="store_true")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=None, help="fewer steps where these end")
     return parser.parse_args()
 
 
@@ -157,11 +158,11 @@ def step(args: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    since = time.perf_counter()
+    begun = time.perf_counter()
     model, optimizer = (resident if args.placement == "torch" else attached)(args)
     synchronize()
     engine, waits = getattr(optimizer, "engine", None), Waits()
-    found: dict[str, Any] = {"attach_s": time.perf_counter() - since}
+    found: dict[str, Any] = {"attach_s": time.perf_counter() - begun}
     if accelerator().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
@@ -170,22 +171,35 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             engine.settle()
         synchronize()
 
-    for _ in range(args.warmup):
-        step(args, model, optimizer)
+    def fit(steps: int, each: float) -> int:
+        """So many steps as there is time for, one at least."""
+        if args.seconds is None:
+            return steps
+        return max(1, min(steps, int((args.seconds - (time.perf_counter() - begun)) / each)))
+
+    since = time.perf_counter()
+    step(args, model, optimizer)
     settle()
+    each = time.perf_counter() - since  # The first takes the longest.
+    for _ in range(min(args.warmup - 1, fit(args.warmup + args.steps, each) - 1)):
+        since = time.perf_counter()
+        step(args, model, optimizer)
+        settle()
+        each = time.perf_counter() - since
+    found["steps"] = steps = fit(args.steps, each)
     with waits.watching(engine) if engine is not None else contextlib.nullcontext():
         before = used(engine)
         since = time.perf_counter()
-        for _ in range(args.steps):
+        for _ in range(steps):
             step(args, model, optimizer)
         settle()
-        found["step_s"] = (time.perf_counter() - since) / args.steps
+        found["step_s"] = (time.perf_counter() - since) / steps
         after = used(engine)
     idle = waits.by_lane()
     lanes: dict[str, dict[str, float]] = {}
     for name, use in after.items():
-        lanes[name] = {what: (use[what] - before[name][what]) / args.steps for what in use}
-        lanes[name]["device_exposed_s"] = idle.get(name, 0.0) / args.steps
+        lanes[name] = {what: (use[what] - before[name][what]) / steps for what in use}
+        lanes[name]["device_exposed_s"] = idle.get(name, 0.0) / steps
     tokens = args.batch * args.length * args.micro_batches
     shape = SHAPES[args.size]
     found["tokens_per_s"] = tokens / found["step_s"]
