@@ -159,6 +159,21 @@ def test_flops_are_about_six_for_each_parameter_of_a_token(size: str) -> None:
     assert train.flops(gpt.SIZES[size], 1024) == pytest.approx(6 * parameters, rel=0.12)
 
 
+def test_the_page_has_all_that_was_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    lanes = {"h2d": {"busy_s": 1.0}}
+    results.save("train-dry", [{"placement": "auto", "notices": ["not pinned"], "lanes": lanes}])
+    results.save("copies", [{"memory": "pageable"}], forks=[{"fork_s": 0.5}], waits=[])
+    results.main()
+    page = (tmp_path / "gpu.md").read_text()
+    assert page == capsys.readouterr().out[:-1]
+    told = ["| memory   |", "| fork_s |", "| 0.5    |", "| placement |", "* auto: not pinned"]
+    assert [line for line in page.splitlines() if line in told] == told
+    assert "busy_s" not in page
+
+
 def test_a_table_has_a_line_for_each_row_and_nothing_for_what_is_not_there() -> None:
     found = table([{"a": 1.2345, "b": "x"}, {"a": 1234.5}], ("a", "b"))
     assert found.splitlines() == ["| a    | b |", "| ---- | - |", "| 1.23 | x |", "| 1234 |   |"]
