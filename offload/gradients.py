@@ -19,7 +19,9 @@ is known here, by parameter:
 
 *Left*: what somebody holds gets memory of its own (APART, or after zero_grad() nobody's business);
 of what a view is held it cannot, and that stays where it is. *Let go of*: neither the tensor, in
-Python or as another tensor's gradient, nor its memory is held by anybody else.
+Python or as another tensor's gradient, nor its memory is held by anybody else. *Put home*: a copy
+goes whole, edited or not. Memory can be written without a trace (`.data`, numpy), and what would
+tell lies beyond the bus; a second copy to compare with would take the memory twice.
 
 [Note: Assigned gradients]
 What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part
