@@ -69,7 +69,10 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
     "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
-    "copy into": ("cpu-cpu-cpu", [copy_into_gradients]),
+    "copy into": (
+        "cpu-cpu-cpu",
+        [copy_into_gradients, step_and_keep_gradients, look_at_states],
+    ),
     "copy into, zero": ("cpu-cpu-cpu", [copy_into_gradients, zero_gradients]),
     "copy into, zero, of the drive": ("cpu-nvme-cpu", [copy_into_gradients, zero_gradients]),
     "copy into, give up": ("cpu-cpu-cpu", [copy_into_gradients, give_gradients_up, backward_only]),
