@@ -52,12 +52,14 @@ esac
 """An interpreter some of whose programs do what a stage may."""
 
 
-def run_fake(directory: Path, *stages: str, update: str, not_built: int = 0) -> Any:
+def run_fake(
+    directory: Path, *stages: str, update: str, not_built: int = 0, **environment: str
+) -> Any:
     fake = directory / "python"
     fake.write_text(FAKE.format(update=update, not_built=not_built, python=sys.executable))
     fake.chmod(0o755)
     settings = {"PYTHON": str(fake), "GPU_SECONDS": "2", "GPU_RESULTS": str(directory / "found")}
-    return run(*stages, **settings, WHEELS="")
+    return run(*stages, **settings, WHEELS="", **environment)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,15 @@ def test_what_needs_the_native_modules_builds_them_once(tmp_path: Path) -> None:
     done = run_fake(tmp_path, "update", "table", update="exit 0")
     assert "== build" not in done.stdout
     assert done.returncode == 0
+
+
+def test_a_stage_that_the_call_has_no_time_for_is_named(tmp_path: Path) -> None:
+    done = run_fake(tmp_path, "update", "table", update="exit 0", GPU_CALL_SECONDS="600")
+    assert done.stdout.splitlines() == ["== update", "== table", "# On a GPU", "all stages done"]
+    done = run_fake(tmp_path, "update", "table", update="exit 0", GPU_CALL_SECONDS="40")
+    assert done.returncode == 1
+    assert done.stdout.count("no time left for ") == 2
+    assert done.stdout.rstrip().endswith("failed: update (no time) table (no time)")
 
 
 def test_a_run_takes_as_many_steps_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:

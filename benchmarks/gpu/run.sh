@@ -18,8 +18,9 @@
 # first where they are missing. --dry runs each stage with a few bytes on whatever there is, however
 # long that takes there, and keeps nothing. Results go to benchmarks/results (or $GPU_RESULTS) as
 # JSON, all that a stage said as gpu-STAGE.log beside them; a later call adds to what is there.
-# Where a call ends after ten minutes: `check build tests` in the first, `copies update` in the
-# second, then one size in each. $PYTHON is the interpreter (default: python3), $NVME_PATH a
+# Where a call ends after ten minutes: GPU_CALL_SECONDS=595, of which the last stage gets what is
+# left, and `check build tests` in the first call, `copies update` in the second, then one size in
+# each. $PYTHON is the interpreter (default: python3), $NVME_PATH a
 # directory on a local drive (default: the system's place for temporary files), $WHEELS a directory
 # of wheels for what `check` finds missing.
 set -u
@@ -165,17 +166,26 @@ if [ "${GPU_STAGE:-}" ]; then
 fi
 
 run_alone() { # STAGE: in a process of its own, ended in time
-    local told tee status
+    local told tee status limit=$SECONDS_MAX left
     echo "== $1"
+    if [ -n "${GPU_CALL_SECONDS:-}" ]; then
+        left=$((GPU_CALL_SECONDS - SECONDS - 15)) # Its end, and that of `tee`, take a while.
+        if [ "$left" -lt 30 ]; then
+            echo "no time left for $1: ask for it in a call of its own"
+            failed+=("$1 (no time)")
+            return 1
+        fi
+        [ "$limit" -eq 0 ] || [ "$limit" -gt "$left" ] && limit=$left
+    fi
     exec {told}> >(tee "$RESULTS/gpu-${1//[^a-z0-9-]/_}.log")
     tee=$!
-    GPU_STAGE=$1 GPU_DRY=$DRY timeout --signal INT --kill-after 10 "$SECONDS_MAX" \
+    GPU_STAGE=$1 GPU_DRY=$DRY GPU_SECONDS=$limit timeout --signal INT --kill-after 10 "$limit" \
         bash benchmarks/gpu/run.sh >&"$told" 2>&1 {told}>&-
     status=$?
     exec {told}>&-
     # Not for ever: what the driver holds keeps its end of the pipe, whoever ends it.
     for _ in {1..100}; do kill -0 "$tee" 2>/dev/null && sleep 0.05 || break; done
-    case $status in 124 | 137) echo "$1 took more than $SECONDS_MAX s" ;; esac
+    case $status in 124 | 137) echo "$1 took more than $limit s" ;; esac
     [ $status -ne 0 ] && failed+=("$1 ($status)")
     return $status
 }
