@@ -138,14 +138,10 @@ class Arena:
             except PinError as error:
                 self._pinned.pop()
                 left = self.bytes - self.pinned_bytes
-                remedy = (
-                    "; likely the system pins no more for this process; raise the memlock limit "
-                    "(ulimit -l), or lower --cpu-memory"
-                )
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
                     f"pinned ({error}): copies of it hold up the lanes and are slower"
-                    f"{remedy if driver.registers else ''}"
+                    f"{error.likely and f'; likely {error.likely}'}"
                 )
                 return
 

@@ -33,7 +33,7 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -238,9 +238,8 @@ class _Carrier:
         flat, spec = self._flat[kind], plan.profile.units[unit]
         stage = op.writes[0] if leaves else op.reads[0]
 
-        def run() -> None:
-            if self.fence is not None:
-                self.fence.synchronize()
+        def run() -> Iterator[Fence | None]:
+            yield self.fence
             inside = bytes_of(stage)
             for span in spec.chunks[chunk].spans:
                 if span.parameter in flat:

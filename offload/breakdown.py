@@ -242,6 +242,11 @@ def _bounding(name: str, run: Run, found: Breakdown) -> str:
             "Python, and other models if there are any. Try more workers of the DataLoader first, "
             "or less work between steps."
         )
+    if name == "compute" and not run.device_is_host:
+        return (
+            f"{run.device} bounds the step: training waits {share(part)} of the time until it is "
+            "through with what was queued there, forward, backward and updates on it."
+        )
     return (
         f"The {name} lane bounds the step: it works {share(found.busy.get(name, 0.0))} of the "
         f"time, and training waits {share(waits)} of the time."

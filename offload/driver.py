@@ -36,6 +36,21 @@ from offload.task import Fence
 class PinError(OSError):
     """Memory was not registered; the message says what refused it and how."""
 
+    def __init__(self, message: str, likely: str = ""):
+        """With what is likely the cause, and what to try, where there is anything to say."""
+        super().__init__(message)
+        self.likely = likely
+
+
+_LIKELY = {
+    1: "memory of this kind cannot be registered here, as under WSL or in some virtual machines",
+    2: "no memory, or no page tables for so much, is left to pin: other programs or ranks hold "
+    "it, or a container's limit is near; lower --cpu-memory",
+    712: "something else has registered memory there; nothing of ours does",
+    801: "this platform registers no memory, as under WSL or in some virtual machines",
+}
+"""By the runtime's code, the same in CUDA and ROCm."""
+
 
 class Driver:
     """An accelerator of which no more is known than `torch.accelerator` tells."""
@@ -120,7 +135,8 @@ class _Cuda(Driver):
             if int(code) != 0:
                 self._drain()
                 why = f"returned {int(code)}, {runtime.cudaGetErrorString(code)}"
-                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}")
+                likely = _LIKELY.get(int(code), "")
+                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}", likely)
 
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self.device):

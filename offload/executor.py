@@ -211,15 +211,25 @@ class Executor:
         if home.tier != "nvme":
             here = self.memory.at(Use(home, value))
             if here.data_ptr() != content.data_ptr():
-                here.copy_(content)
-            self.device.drain()
+                self.copy_now(here, content)
+            self.lanes.drain()
             return
         assert self.store is not None
         if self.device.holds(content):
-            content = host_tensor(content.numel()).copy_(content)
+            away, content = content, host_tensor(content.numel())
+            self.copy_now(content, away)
         unit = self.plan.profile.units[value.unit].name
         part = None if value.chunk == WHOLE else value.chunk
         self.store.write(value.kind, unit, content, self.step, part)
+
+    def copy_now(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the user's thread; where that is between memories it waits for the bus."""
+        there = self.device.holds(into)
+        if there == self.device.holds(source):
+            into.copy_(source)
+        else:
+            with self.lanes.waited(Lane.H2D if there else Lane.D2H):
+                into.copy_(source)
 
     @whole
     def clear(self, value: Value) -> None:

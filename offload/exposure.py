@@ -18,7 +18,7 @@ import torch
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.profile import ITEM_BYTES
-from offload.program import Value
+from offload.program import Lane, Value
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Exposures:
             self._make_room(one.elements * ITEM_BYTES[one.dtype], needs)
             self._executor.quiesce("weight", unit, to_write=False)
             copied = self._read(unit, parameter)
-            self._executor.device.drain()  # Other streams look at it, and write what was read.
+            self._executor.lanes.drain()  # Other streams look at it, and write what was read.
             found = _Copy(copied, use_count(copied))
             self.copies.setdefault(unit, {})[parameter] = found
         return found.tensor
@@ -132,7 +132,7 @@ class Exposures:
         self._executor.quiesce("weight", unit, to_write=False)
         with torch.no_grad():
             values = self._read(unit, parameter)
-        self._executor.device.drain()  # Before an update may write where it reads.
+        self._executor.lanes.drain()  # Before an update may write where it reads.
         return values
 
     def exposed_units(self) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class Exposures:
             self._executor.quiesce("weight", unit, to_write=False)
             for parameter, one in self.copies[unit].items():
                 one.tensor.copy_(self._read(unit, parameter))
-            self._executor.device.drain()
+            self._executor.lanes.drain()
 
     # -- one parameter at home ------------------------------------------------------------------
 
@@ -171,17 +171,20 @@ class Exposures:
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
             home = self._executor.peek(Value("weight", unit, piece))
-            flat[there : there + size].copy_(home[here : here + size])
+            self._executor.copy_now(flat[there : there + size], home[here : here + size])
         return out
 
     def _write_back(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
         """Put an edited copy home. States stay as they are, see `cpu_adam` [Note: Edits]."""
         flat = tensor.detach().view(-1).view(torch.uint8)
-        if torch.equal(flat, self._read(unit, parameter).view(-1).view(torch.uint8)):
+        values = self._read(unit, parameter).view(-1).view(torch.uint8)
+        with self._executor.lanes.waited(Lane.COMPUTE):
+            same = torch.equal(flat, values)
+        if same:
             return False
         for piece, here, there, size in self._parts(unit, parameter):
             value = Value("weight", unit, piece)
             home = self._executor.peek(value)
-            home[here : here + size].copy_(flat[there : there + size])
+            self._executor.copy_now(home[here : here + size], flat[there : there + size])
             self._executor.poke(value, home)
         return True

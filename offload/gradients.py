@@ -19,7 +19,9 @@ is known here, by parameter:
 
 *Left*: what somebody holds gets memory of its own (APART, or after zero_grad() nobody's business);
 of what a view is held it cannot, and that stays where it is. *Let go of*: neither the tensor, in
-Python or as another tensor's gradient, nor its memory is held by anybody else.
+Python or as another tensor's gradient, nor its memory is held by anybody else. *Put home*: a copy
+goes whole, edited or not. Memory can be written without a trace (`.data`, numpy), and what would
+tell lies beyond the bus; a second copy to compare with would take the memory twice.
 
 [Note: Assigned gradients]
 What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part
@@ -165,7 +167,7 @@ class Gradients:
         shows = _may_be_shown(gradient, window)
         now.shown[parameter] = _Shown(gradient if shows else window, apart=shows and not same)
         if not same and not shows:
-            window.copy_(gradient)
+            self._executor.copy_now(window, gradient)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
@@ -180,6 +182,7 @@ class Gradients:
 
     def zero(self, unit: int, parameter: int) -> None:
         """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
+        self._come(unit, parameter)
         shown = self.show(unit, parameter)
         if shown is not None:
             shown.zero_()
@@ -245,7 +248,7 @@ class Gradients:
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
         if self._units:  # Copies into it are asynchronous where its memory is pinned.
-            self._executor.device.drain()
+            self._executor.lanes.drain()
         for unit in self._units:
             self._settle(unit)
 
@@ -254,7 +257,7 @@ class Gradients:
         for unit, now in self._units.items():
             self._executor.quiesce("gradient", unit)
             if now.copied is not None:
-                now.copied.copy_(self._executor.peek(Value("gradient", unit)))
+                self._executor.copy_now(now.copied, self._executor.peek(Value("gradient", unit)))
             for parameter, shown in now.shown.items():
                 if shown.apart:
                     shown.tensor.copy_(self._at_home(unit, parameter))
@@ -309,8 +312,16 @@ class Gradients:
                 )
             now.copied = host_tensor(size)
             if self._collector.has_any(unit):
-                now.copied.copy_(self._executor.peek(value))
+                self._executor.copy_now(now.copied, self._executor.peek(value))
         return now.copied
+
+    def _come(self, unit: int, parameter: int) -> None:
+        """Wait for what the device may still copy into a gradient that was shown.
+
+        Where p.grad lies in pinned memory the user's own copies into it are asynchronous.
+        """
+        if unit in self._units and parameter in self._units[unit].shown:
+            self._executor.lanes.drain()
 
     def _settle(self, unit: int) -> None:
         """Put home what is shown of a unit from elsewhere."""
@@ -337,6 +348,7 @@ class Gradients:
 
     def _lose(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient will never count again."""
+        self._come(unit, parameter)
         now = self._showing(unit)
         shown = now.shown.get(parameter)
         in_place = shown is not None and not shown.apart and now.copied is None

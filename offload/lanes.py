@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -18,12 +19,12 @@ from typing import Any
 
 import torch
 
-from offload.books import Spans
+from offload.books import HISTORY_MAX, Spans
 from offload.compiled import books_of
 from offload.device import Device
 from offload.interrupt import belongs
 from offload.program import Lane, Op
-from offload.task import Key, Passage, Run, Task
+from offload.task import Fence, Key, Passage, Run, Task
 from offload.trace import Ran, Stepped, Trace, Waited
 
 LOOK_AGAIN_S = 0.1
@@ -44,7 +45,8 @@ class LaneUse:
 
     busy_s: float = 0.0
     exposed_s: float = 0.0
-    """Time that the user's thread was blocked and this lane was the reason."""
+    """Time that the user's thread was blocked and this lane was the reason; that of compute, too,
+    where it waited until a device was through with what was queued there."""
     bytes: int = 0
     operations: int = 0
 
@@ -191,9 +193,26 @@ class Lanes:
         for task in tasks:
             if not task.over:
                 self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))
-            for fence in task.fences:
-                fence.synchronize()
+            if task.fences:
+                with self.waited(Lane.COMPUTE):
+                    for fence in task.fences:
+                        fence.synchronize()
         self.check()
+
+    @contextmanager
+    def waited(self, lane: Lane) -> Iterator[None]:
+        """A context: the user's thread waits inside for the device, and `lane` is the reason."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            if not self._device.is_host:
+                self._expose(lane, since, time.perf_counter())
+
+    def drain(self) -> None:
+        """Let the user's thread wait for all that its stream has queued: for compute."""
+        with self.waited(Lane.COMPUTE):
+            self._device.drain()
 
     def _block(self, task: Task, come: Callable[[], bool]) -> None:
         """Block until `come`, which waits for a while itself."""
@@ -334,11 +353,12 @@ class Lanes:
         error: BaseException | None = None
         assert task.run is not None
         try:
-            for fence in task.fences:
-                fence.synchronize()
+            start = self._come(task, task.fences, start)
             work = task.run()
             if isinstance(work, Iterator):
-                for _ in work:
+                for fence in work:
+                    if fence is not None:
+                        start = self._come(task, [fence], start)
                     start += self._let_pass(lane, task)
             self._device.drain()
             if self._pace is not None:
@@ -353,6 +373,19 @@ class Lanes:
         if self._trace is not None:
             self.note(task.op, start, now)
         self._books.finish(task)
+
+    def _come(self, task: Task, fences: Sequence[Fence], start: float) -> float:
+        """Wait until the device is through with what is before `task`; then the task starts.
+
+        Whoever waits for the task waits for that, till then, and not for its lane.
+        """
+        if all(fence.query() for fence in fences):
+            return start
+        for fence in fences:
+            fence.synchronize()
+        task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
+        task.ready_at = time.perf_counter()
+        return task.ready_at
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""

@@ -145,8 +145,10 @@ class Residents:
                     put_sum_of_squares(gradient, into, memory.workspace(op))
                 filled += 1
             stops.append(filled)
-        device.drain()  # Whose host sleeps; a copy's would spin.
-        found = torch.empty(filled, dtype=sums.dtype, device="cpu").copy_(sums[:filled]).tolist()
+        self._executor.lanes.drain()  # Whose host sleeps; a copy's would spin.
+        there = torch.empty(filled, dtype=sums.dtype, device="cpu")
+        self._executor.copy_now(there, sums[:filled])
+        found = there.tolist()
         return [_in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ class States:
             count = there.stop - there.start
             for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
                 out[name][there].copy_(part)
-        self._executor.device.drain()  # Before an update may write where it reads.
+        self._executor.lanes.drain()  # Before an update may write where it reads.
         if (unit, parameter) not in self.buffers:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}

@@ -53,10 +53,6 @@ LAST: Key = (1 << 62, 0)
 """Less urgent than anything."""
 
 
-Run = Callable[[], Iterator[None] | None]
-"""What a task does: at once, or in pieces, between which its lane may do what is more urgent."""
-
-
 class Fence(Protocol):
     """Work that the device has still to finish (an event)."""
 
@@ -68,6 +64,11 @@ class Fence(Protocol):
 
     def query(self) -> bool:
         """Whether it has."""
+
+
+Run = Callable[[], Iterator[Fence | None] | None]
+"""What a task does: at once, or in pieces, between which its lane may do what is more urgent, once
+it has waited for the fence that comes, if any."""
 
 
 class Task:

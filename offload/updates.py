@@ -21,7 +21,7 @@ from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.hyper import Hyper
 from offload.executor import BytesOf, Executor
 from offload.layout import Plan
-from offload.program import Op, Use, Verb, norm, square, update_order
+from offload.program import Lane, Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
 from offload.task import Fence, Run, Task
 
@@ -136,7 +136,8 @@ class Updates:
         self._executor.lanes.wait(self._pending)
         self._pending = []
         if self._queued is not None:
-            self._queued.synchronize()
+            with self._executor.lanes.waited(Lane.COMPUTE):
+                self._queued.synchronize()
             self._queued = None
         self._residents.awaited.meet()
 
@@ -197,7 +198,7 @@ class Updates:
             raise
         device = self._executor.device
         if here and self._lane_shares:
-            device.drain()  # Before a lane uses the workspace.
+            self._executor.lanes.drain()  # Before a lane uses the workspace.
         elif here:
             self._queued = device.fence(device.stream())
 

@@ -290,6 +290,10 @@ def zero_gradients(loop: Loop) -> None:
     loop.run.optimizer.zero_grad(set_to_none=False)
 
 
+def give_gradients_up(loop: Loop) -> None:
+    loop.run.optimizer.zero_grad()
+
+
 def step_and_keep_gradients(loop: Loop) -> None:
     loop.run.optimizer.step()
 

@@ -179,6 +179,23 @@ def test_hooks_and_lanes_let_nobody_wait_in_hiding(
         run.engine.settle()
 
 
+def test_a_wait_for_the_device_is_booked_on_compute(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        plain(run, 0)
+        run.engine.settle()
+        torch.cuda.synchronize()
+        before = run.engine.report().lanes["compute"].exposed_s
+        loss_of(run.model, batch(run.generator)).backward()
+        torch.cuda._sleep(1_000_000_000)
+        run.step()
+        since = time.perf_counter()
+        run.engine.settle()
+        took = time.perf_counter() - since
+        booked = run.engine.report().lanes["compute"].exposed_s - before
+    assert took > 0.1
+    assert booked > 0.9 * took
+
+
 def test_waiting_for_the_device_spins_no_core() -> None:
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)

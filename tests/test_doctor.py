@@ -124,15 +124,23 @@ def test_memory_against_the_cgroup(tmp_path):
 
 
 def test_memlock(tmp_path):
-    check(findings_host.memlock(None, tmp_path, gpu=True), "ok", "no limit")
-    small = findings_host.memlock(64 << 10, tmp_path, gpu=False)
+    check(findings_host.memlock(None, tmp_path, registers=True), "ok", "no limit")
+    small = findings_host.memlock(64 << 10, tmp_path, registers=False)
     check(small, "note", "at most 64.00 KiB may be locked: io_uring", "ulimit -l unlimited")
-    check(findings_host.memlock(1 << 20, tmp_path, gpu=True), "note", "memory for the GPU")
-    check(findings_host.memlock(GIB, tmp_path, gpu=True), "ok", "at most 1.00 GiB")
+    check(
+        findings_host.memlock(1 << 20, tmp_path, registers=True),
+        "note",
+        "nor can memory for the GPU",
+    )
+    check(findings_host.memlock(GIB, tmp_path, registers=True), "ok", "at most 1.00 GiB")
     lay(tmp_path, {"proc/self/status": "Name:\tx\nCapEff:\t0000000000004000"})
-    check(findings_host.memlock(64 << 10, tmp_path, gpu=True), "ok", "CAP_IPC_LOCK")
+    check(findings_host.memlock(64 << 10, tmp_path, registers=True), "ok", "CAP_IPC_LOCK")
     lay(tmp_path, {"proc/self/status": "Name:\tx\nCapEff:\t0000000000002000"})
-    check(findings_host.memlock(64 << 10, tmp_path, gpu=True), "note", "may not be pinned")
+    check(
+        findings_host.memlock(64 << 10, tmp_path, registers=True),
+        "note",
+        "where its driver goes by that",
+    )
 
 
 @pytest.mark.parametrize(("used", "level"), [("0", "ok"), ("65280", "ok"), ("65281", "note")])

@@ -34,6 +34,7 @@ from tests.paced_loops import (
     edit_held,
     edit_the_second_block,
     evaluate,
+    give_gradients_up,
     hold,
     hold_elsewhere,
     hold_gradients,
@@ -52,6 +53,7 @@ from tests.paced_loops import (
     train,
     use_one_block_inside_another,
     use_the_first_block,
+    zero_gradients,
 )
 from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_fast
 
@@ -67,7 +69,14 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "show": ("cpu-cpu-cpu", [look_at_gradients]),
     "replace": ("cpu-cpu-cpu", [set_gradients]),
     "replace by a copy": ("cpu-cpu-cpu", [set_expanded_gradients]),
-    "copy into": ("cpu-cpu-cpu", [copy_into_gradients]),
+    "copy into": (
+        "cpu-cpu-cpu",
+        [copy_into_gradients, step_and_keep_gradients, look_at_states],
+    ),
+    "copy into, zero": ("cpu-cpu-cpu", [copy_into_gradients, zero_gradients]),
+    "copy into, zero, of the drive": ("cpu-nvme-cpu", [copy_into_gradients, zero_gradients]),
+    "copy into, give up": ("cpu-cpu-cpu", [copy_into_gradients, give_gradients_up, backward_only]),
+    "copy into, replace": ("cpu-cpu-cpu", [copy_into_gradients, set_gradients]),
     "put a copy home": (
         "cpu-nvme-cpu",
         [hold_gradients, step_and_keep_gradients, edit_held],

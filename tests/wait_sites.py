@@ -62,17 +62,21 @@ WAITS = (
     Wait(
         "user: until tasks are over on the device",
         "lanes",
-        "                fence.synchronize()\n        self.check()",
-        "                pass\n        self.check()",
+        "                        fence.synchronize()\n        self.check()",
+        "                        pass\n        self.check()",
     ),
     Wait(
         "lane: for fences before its op",
         "lanes",
-        "            for fence in task.fences:\n                fence.synchronize()\n"
-        "            work =",
-        "            work =",
+        "            start = self._come(task, task.fences, start)\n",
+        "",
     ),
-    Wait("lane: until its op is through", "lanes", "            self._device.drain()\n", ""),
+    Wait(
+        "lane: until its op is through",
+        "lanes",
+        "            self._device.drain()\n            if self._pace",
+        "            if self._pace",
+    ),
     Wait(
         "schedule: fences of tasks that were over",
         "schedule",
@@ -137,7 +141,7 @@ WAITS = (
         "return self.over and not (self.fences and self.fenced)",
         "return self.over",
     ),
-    Wait("home: after a write", "executor", "            self.device.drain()\n", ""),
+    Wait("home: after a write", "executor", "            self.lanes.drain()\n", ""),
     Wait(
         "home: until nobody writes or reads it",
         "executor",
@@ -178,7 +182,7 @@ WAITS = (
     Wait(
         "weights: after they are read",
         "exposure",
-        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "        self._executor.lanes.drain()  # Before an update may write where it reads.\n",
         "",
     ),
     Wait(
@@ -190,14 +194,14 @@ WAITS = (
     Wait(
         "weights: after a private copy",
         "exposure",
-        "            self._executor.device.drain()  # Other streams look at it, and write what was "
+        "            self._executor.lanes.drain()  # Other streams look at it, and write what was "
         "read.\n",
         "",
     ),
     Wait(
         "weights: after copies are renewed",
         "exposure",
-        "copy_(self._read(unit, parameter))\n            self._executor.device.drain()\n",
+        "copy_(self._read(unit, parameter))\n            self._executor.lanes.drain()\n",
         "copy_(self._read(unit, parameter))\n",
     ),
     Wait(
@@ -240,14 +244,19 @@ WAITS = (
     Wait(
         "residents: before a lane uses the workspace",
         "updates",
-        "            device.drain()  # Before a lane uses the workspace.\n",
+        "            self._executor.lanes.drain()  # Before a lane uses the workspace.\n",
         "            pass\n",
     ),
-    Wait("residents: until through", "updates", "            self._queued.synchronize()\n", ""),
+    Wait(
+        "residents: until through",
+        "updates",
+        "                self._queued.synchronize()\n",
+        "                pass\n",
+    ),
     Wait(
         "residents: asleep, until their squares are summed",
         "resident",
-        "        device.drain()  # Whose host sleeps; a copy's would spin.\n",
+        "        self._executor.lanes.drain()  # Whose host sleeps; a copy's would spin.\n",
         "",
     ),
     Wait(
@@ -267,8 +276,8 @@ WAITS = (
     Wait(
         "awaited: a lane, for the compute before step()",
         "awaited",
-        "                self.fence.synchronize()\n",
-        "                pass\n",
+        "            yield self.fence\n",
+        "            yield None\n",
     ),
     Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
     Wait(
@@ -281,7 +290,7 @@ WAITS = (
     Wait(
         "states: after they are read",
         "states",
-        "        self._executor.device.drain()  # Before an update may write where it reads.\n",
+        "        self._executor.lanes.drain()  # Before an update may write where it reads.\n",
         "",
     ),
     Wait(
@@ -412,9 +421,15 @@ WAITS = (
     Wait(
         "gradients: what the device copies into one",
         "gradients",
-        "            self._executor.device.drain()\n",
-        "            pass\n",
+        "asynchronous where its memory is pinned.\n            self._executor.lanes.drain()\n",
+        "asynchronous where its memory is pinned.\n            pass\n",
         ("test_paced",),
+    ),
+    Wait(
+        "gradients: the same, before one is zeroed or given up",
+        "gradients",
+        "shown:\n            self._executor.lanes.drain()\n",
+        "shown:\n            pass\n",
     ),
     Wait(
         "device: after zeros were written",

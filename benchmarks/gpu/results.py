@@ -76,27 +76,34 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
+def all_columns(rows: Sequence[Row]) -> list[str]:
+    """Those in which some row has a number or a word."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    plain = (str, int, float)
+    return [one for one in columns if any(isinstance(row.get(one), plain) for row in rows)]
+
+
 def main() -> None:
     """All that was kept, as one page."""
     parts = ["# On a GPU", ""]
     for path in sorted(RESULTS.glob("gpu-*.json")):
         found = json.loads(path.read_text("utf-8"))
         about = found["machine"]
-        columns = list(dict.fromkeys(key for row in found["rows"] for key in row))
-        columns = [
-            column
-            for column in columns
-            if any(isinstance(row.get(column), (str, int, float)) for row in found["rows"])
-        ]
+        rows = found["rows"]
         parts += [
             f"## {found['stage']}",
             "",
             f"{about['device']}, torch {about['torch']}, {about['processors']} processors, "
             f"kernel {about['kernel']} on {about['update_threads']} threads, {about['time']}",
             "",
-            table(found["rows"], columns),
+            table(rows, all_columns(rows)),
             "",
         ]
+        for more in ("forks", "waits"):
+            if found.get(more):
+                parts += [table(found[more], all_columns(found[more])), ""]
+        for row in rows:
+            parts += [f"* {row['placement']}: {notice}" for notice in row.get("notices", ())]
     page = RESULTS / "gpu.md"
     page.write_text("\n".join(parts), "utf-8")
     print("\n".join(parts))

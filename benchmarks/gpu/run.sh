@@ -6,20 +6,23 @@
 # Stages, all of them by default and in this order:
 #     check     what this machine has and what is missing
 #     build     the native modules: pip, else cmake alone, else the reference in Python
-#     tests     pytest -m cuda
+#     tests     pytest -m cuda; tests:loops those whose names hold that word
 #     copies    both directions, by kind of memory
 #     update    the CPU update by number of threads, and the device's
 #     train-1b  train-3b  train-7b      every placement under its cap of device memory
 #     train-7b:cpu-cpu-cpu              one placement of a size; what there was no time for
 #     table     benchmarks/results/gpu.md from all that was kept
 #
-# A stage has ten minutes less ten seconds; one that fails does not stop the next. --dry runs each
-# with a few bytes on whatever there is, however long that takes there, and keeps nothing. Results go
-# to benchmarks/results (or $GPU_RESULTS) as JSON, all that a stage said as gpu-STAGE.log beside
-# them. Where a call ends after ten minutes: `check build tests copies update` in the first, then one
-# size in each. $PYTHON is the interpreter (default: python3), $NVME_PATH a directory on a
-# local drive (default: the system's place for temporary files), $WHEELS a directory of wheels
-# for what `check` finds missing.
+# A stage has ten minutes less twenty seconds (or $GPU_SECONDS); then it is interrupted, and after
+# ten more ended. One that fails does not stop the next. What needs the native modules builds them
+# first where they are missing. --dry runs each stage with a few bytes on whatever there is, however
+# long that takes there, and keeps nothing. Results go to benchmarks/results (or $GPU_RESULTS) as
+# JSON, all that a stage said as gpu-STAGE.log beside them; a later call adds to what is there.
+# Where a call ends after ten minutes: GPU_CALL_SECONDS=595, of which the last stage gets what is
+# left, and `check build tests` in the first call, `copies update` in the second, then one size in
+# each. $PYTHON is the interpreter (default: python3), $NVME_PATH a
+# directory on a local drive (default: the system's place for temporary files), $WHEELS a directory
+# of wheels for what `check` finds missing.
 set -u
 PYTHON=${PYTHON:-python3}
 case $PYTHON in
@@ -30,12 +33,12 @@ cd "$(dirname "$0")/../.." || exit 1
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 export PATH
 NVME_PATH=${NVME_PATH:-$("$PYTHON" -c 'import tempfile; print(tempfile.gettempdir())')}
-SECONDS_MAX=590
+SECONDS_MAX=${GPU_SECONDS:-580}
 export NVME_PATH PYTHONPATH=$PWD
 DRY=
 if [ "${1:-}" = --dry ]; then
     DRY=--dry
-    SECONDS_MAX=0 # None.
+    SECONDS_MAX=${GPU_SECONDS:-0} # None.
     shift
     GPU_RESULTS=$(mktemp -d)
     export GPU_RESULTS
@@ -118,7 +121,7 @@ stage_built() {
 assert k.native is not None'
 }
 
-stage_tests() {
+stage_tests() { # [WORD]
     local marker=cuda
     local files=(tests/test_cuda*.py)
     if [ -n "$DRY" ]; then
@@ -126,9 +129,10 @@ stage_tests() {
         files=(tests/test_driver.py tests/test_scaler.py tests/test_cuda*.py)
     fi
     # Warnings of another torch than that of the fast tier are no failures of this one, nor is it
-    # one where pytest does not know an option of a plugin that is missing.
-    "$PYTHON" -m pytest "${files[@]}" -m "$marker" -o addopts= -o filterwarnings= \
-        -p no:cacheprovider -q -ra --durations 10
+    # one where pytest does not know an option of a plugin that is missing. Each test is named when
+    # it ends, and where one hangs all threads are shown: who reads may not see the end.
+    "$PYTHON" -m pytest "${files[@]}" -m "$marker" ${1:+-k "$1"} -o addopts= -o filterwarnings= \
+        -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb short --durations 10
 }
 
 stage_copies() { "$PYTHON" benchmarks/gpu/copies.py $DRY; }
@@ -139,13 +143,15 @@ stage_train() { # SIZE [PLACEMENT]
     if [ -n "$DRY" ]; then
         "$PYTHON" benchmarks/gpu/sweep.py dry ${2:+"$2"} --nvme-path "$NVME_PATH" --batch 2 --length 32
     else
-        "$PYTHON" benchmarks/gpu/sweep.py "$1" ${2:+"$2"} --nvme-path "$NVME_PATH" --seconds 570
+        "$PYTHON" benchmarks/gpu/sweep.py "$1" ${2:+"$2"} --nvme-path "$NVME_PATH" \
+            --seconds $((SECONDS_MAX - 20))
     fi
 }
 
 run_stage() {
     case $1 in
         check | build | tests | copies | update | table) "stage_$1" ;;
+        tests:*) stage_tests "${1#tests:}" ;;
         train-*:*) size=${1#train-} && stage_train "${size%%:*}" "${size#*:}" ;;
         train-*) stage_train "${1#train-}" ;;
         *) echo "there is no stage $1: see the head of $0" && return 2 ;;
@@ -159,19 +165,52 @@ if [ "${GPU_STAGE:-}" ]; then
     exit
 fi
 
+run_alone() { # STAGE: in a process of its own, ended in time
+    local told tee status limit=$SECONDS_MAX left
+    echo "== $1"
+    if [ -n "${GPU_CALL_SECONDS:-}" ]; then
+        left=$((GPU_CALL_SECONDS - SECONDS - 15)) # Its end, and that of `tee`, take a while.
+        if [ "$left" -lt 30 ]; then
+            echo "no time left for $1: ask for it in a call of its own"
+            failed+=("$1 (no time)")
+            return 1
+        fi
+        [ "$limit" -eq 0 ] || [ "$limit" -gt "$left" ] && limit=$left
+    fi
+    exec {told}> >(tee "$RESULTS/gpu-${1//[^a-z0-9-]/_}.log")
+    tee=$!
+    GPU_STAGE=$1 GPU_DRY=$DRY GPU_SECONDS=$limit timeout --signal INT --kill-after 10 "$limit" \
+        bash benchmarks/gpu/run.sh >&"$told" 2>&1 {told}>&-
+    status=$?
+    exec {told}>&-
+    # Not for ever: what the driver holds keeps its end of the pipe, whoever ends it.
+    for _ in {1..100}; do kill -0 "$tee" 2>/dev/null && sleep 0.05 || break; done
+    case $status in 124 | 137) echo "$1 took more than $limit s" ;; esac
+    [ $status -ne 0 ] && failed+=("$1 ($status)")
+    return $status
+}
+
+needs_build() { # STAGE
+    case $1 in
+        tests* | copies | update | train-*) [ -z "$DRY" ] && [ -z "$built" ] && ! stage_built >/dev/null 2>&1 ;;
+        *) return 1 ;;
+    esac
+}
+
 if [ $# -eq 0 ]; then
     set -- check build tests copies update train-1b train-3b train-7b table
 fi
 RESULTS=${GPU_RESULTS:-benchmarks/results}
 mkdir -p "$RESULTS"
 failed=()
+built=
 for stage in "$@"; do
-    echo "== $stage"
-    GPU_STAGE=$stage GPU_DRY=$DRY timeout --kill-after 5 $SECONDS_MAX bash benchmarks/gpu/run.sh 2>&1 |
-        tee "$RESULTS/gpu-${stage//[^a-z0-9-]/_}.log"
-    status=${PIPESTATUS[0]}
-    [ $status -eq 124 ] && echo "$stage took more than $SECONDS_MAX s"
-    [ $status -ne 0 ] && failed+=("$stage ($status)")
+    if needs_build "$stage"; then
+        run_alone build
+        built=tried
+    fi
+    run_alone "$stage"
+    [ "$stage" = build ] && built=tried
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed: ${failed[*]}"

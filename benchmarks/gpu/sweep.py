@@ -55,8 +55,15 @@ RUN_SECONDS_MAX = 240
 RUN_SECONDS_LEAST = 30
 """With less left, nothing new is begun."""
 
+START_SECONDS = 15
+"""Of those of a run, until it is asked how much time is left, and from its end to that here."""
+
+BROKEN = ("it took more", "exit status", "no line")
+"""How rows begin of runs that neither ended well nor were refused."""
+
 COLUMNS = (
-    *("size", "placement", "device_memory", "batch", "length", "step_s", "exposed_s", "of_torch"),
+    *("size", "placement", "device_memory", "batch", "length", "steps"),
+    *("step_s", "exposed_s", "of_torch"),
     *("tflops", "tokens_per_s", "h2d_exposed_s", "d2h_exposed_s", "cpu_exposed_s"),
     *("disk_exposed_s", "compute_exposed_s", "device_peak_gib", "device_tier_gib", "cpu_tier_gib"),
     *("nvme_tier_gib", "pinned_gib", "rss_gib", "attach_s", "misses", "refused"),
@@ -83,6 +90,7 @@ def run(args: argparse.Namespace, placement: str, limit: float) -> dict[str, Any
     command += ["--batch", str(args.batch), "--length", str(args.length)]
     command += ["--cpu-memory", str(int(host_free_bytes() * HOST_SHARE))]
     command += ["--device-memory", cap] if cap else []
+    command += ["--seconds", str(limit - START_SECONDS)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
@@ -91,7 +99,10 @@ def run(args: argparse.Namespace, placement: str, limit: float) -> dict[str, Any
         print(done.stderr, file=sys.stderr)
         last = done.stderr.strip().splitlines()[-1:] or ["nothing"]
         return {**row, "refused": f"exit status {done.returncode}: {last[0][:200]}"}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {**row, "refused": f"no line at the end of {done.stdout[-200:]!r}"}
     return found
 
 
@@ -103,9 +114,10 @@ def kept(size: str) -> dict[str, dict[str, Any]]:
     return {row["placement"]: row for row in json.loads(path.read_text("utf-8"))["rows"]}
 
 
-def main() -> None:
+def main() -> int:
+    """1 where a run neither ended nor was refused."""
     args = asked()
-    begun, rows = time.monotonic(), kept(args.size)
+    begun, rows, broken = time.monotonic(), kept(args.size), list[str]()
     for placement in args.placements or CAPS[args.size]:
         left = args.seconds - (time.monotonic() - begun)
         if left < RUN_SECONDS_LEAST:
@@ -113,13 +125,18 @@ def main() -> None:
             continue
         print(f"{args.size} {placement}", flush=True)
         rows[placement] = run(args, placement, min(RUN_SECONDS_MAX, left))
+        if rows[placement].get("refused", "").startswith(BROKEN):
+            broken.append(placement)
         base = rows.get("torch", {}).get("step_s")
         for row in rows.values():
             if base and row.get("step_s"):
                 row["of_torch"] = row["step_s"] / base
         save(f"train-{args.size}", list(rows.values()))  # Now: the next one may end it all.
     print(table(list(rows.values()), COLUMNS))
+    if broken:
+        print(f"broken: {', '.join(broken)}")
+    return int(bool(broken))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,8 @@ TFLOPS are those of the model alone: of a token, six for each weight of a matrix
 it, and 6 * depth * width * length for causal attention; nothing for recomputing. Exposed is the
 time by which the device stood still while a step waited for a lane: events before and after each
 wait of the host tell how long the device had nothing to do, and it is booked on the lanes as the
-engine books the host's own wait.
+engine books the host's own wait: for a task of a lane, or for a copy that its own thread makes.
+Where the host waits for the device's compute nothing stands still, and next to nothing is booked.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--no-recompute", action="store_true")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=None, help="fewer steps where these end")
     return parser.parse_args()
 
 
@@ -63,6 +65,13 @@ def flops(shape: gpt.Shape, length: int) -> int:
     return 6 * matrices + 6 * shape.depth * shape.width * length
 
 
+def moment() -> Any:
+    """When the device is through with what is queued on the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 @dataclass
 class Waits:
     """How long the device stood still in each lane's name."""
@@ -71,24 +80,32 @@ class Waits:
 
     @contextlib.contextmanager
     def watching(self, engine: Any) -> Iterator[None]:
-        """Events around each wait of the host for a lane."""
-        lanes, begin = engine.executor.lanes, engine.executor.lanes.begin
+        """Moments of the device around each wait of the host."""
+        lanes = engine.executor.lanes
+        block, waited = lanes._block, lanes.waited
 
         def exposed() -> dict[str, float]:
             return {lane.value: use.exposed_s for lane, use in lanes.use.items()}
 
-        def timed_begin(task: Any) -> None:
-            before, start = exposed(), torch.cuda.Event(enable_timing=True)
-            start.record()
-            begin(task)
+        @contextlib.contextmanager
+        def timed() -> Iterator[None]:
+            before, start = exposed(), moment()
+            yield
             blamed = {name: now - before[name] for name, now in exposed().items()}
             if any(blamed.values()):
-                stop = torch.cuda.Event(enable_timing=True)
-                stop.record()
-                self.timed.append((start, stop, blamed))
+                self.timed.append((start, moment(), blamed))
+
+        def timed_block(*args: Any) -> None:
+            with timed():
+                block(*args)
+
+        @contextlib.contextmanager
+        def timed_waited(lane: Any) -> Iterator[None]:
+            with timed(), waited(lane):
+                yield
 
         if accelerator().type == "cuda":
-            lanes.begin = timed_begin
+            lanes._block, lanes.waited = timed_block, timed_waited
         yield
 
     def by_lane(self) -> dict[str, float]:
@@ -141,11 +158,11 @@ def step(args: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
 
 def measured(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    since = time.perf_counter()
+    begun = time.perf_counter()
     model, optimizer = (resident if args.placement == "torch" else attached)(args)
     synchronize()
     engine, waits = getattr(optimizer, "engine", None), Waits()
-    found: dict[str, Any] = {"attach_s": time.perf_counter() - since}
+    found: dict[str, Any] = {"attach_s": time.perf_counter() - begun}
     if accelerator().type == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
@@ -154,22 +171,35 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             engine.settle()
         synchronize()
 
-    for _ in range(args.warmup):
-        step(args, model, optimizer)
+    def fit(steps: int, each: float) -> int:
+        """So many steps as there is time for, one at least."""
+        if args.seconds is None:
+            return steps
+        return max(1, min(steps, int((args.seconds - (time.perf_counter() - begun)) / each)))
+
+    since = time.perf_counter()
+    step(args, model, optimizer)
     settle()
+    each = time.perf_counter() - since  # The first takes the longest.
+    for _ in range(min(args.warmup - 1, fit(args.warmup + args.steps, each) - 1)):
+        since = time.perf_counter()
+        step(args, model, optimizer)
+        settle()
+        each = time.perf_counter() - since
+    found["steps"] = steps = fit(args.steps, each)
     with waits.watching(engine) if engine is not None else contextlib.nullcontext():
         before = used(engine)
         since = time.perf_counter()
-        for _ in range(args.steps):
+        for _ in range(steps):
             step(args, model, optimizer)
         settle()
-        found["step_s"] = (time.perf_counter() - since) / args.steps
+        found["step_s"] = (time.perf_counter() - since) / steps
         after = used(engine)
     idle = waits.by_lane()
     lanes: dict[str, dict[str, float]] = {}
     for name, use in after.items():
-        lanes[name] = {what: (use[what] - before[name][what]) / args.steps for what in use}
-        lanes[name]["device_exposed_s"] = idle.get(name, 0.0) / args.steps
+        lanes[name] = {what: (use[what] - before[name][what]) / steps for what in use}
+        lanes[name]["device_exposed_s"] = idle.get(name, 0.0) / steps
     tokens = args.batch * args.length * args.micro_batches
     shape = SHAPES[args.size]
     found["tokens_per_s"] = tokens / found["step_s"]

@@ -95,6 +95,7 @@ def main() -> None:
         for count in counts[:1] if dry else counts:
             cpu_adam.set_threads(count)
             rows.append(row("cpu", name, count, elements))
+            save("update", rows, elements=elements)  # Now: the next one may take too long.
         cpu_adam.set_threads(None)
         if accelerator().type != "cpu":
             rows.append(row("device", name, None, elements))

@@ -122,8 +122,9 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     yield findings_host.memory(_ROOT, ranks)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     unlimited = limit == resource.RLIM_INFINITY
-    gpu = accelerator.name is not None
-    yield findings_host.memlock(None if unlimited else limit, _ROOT, gpu=gpu)
+    yield findings_host.memlock(
+        None if unlimited else limit, _ROOT, registers=accelerator.registers
+    )
     yield findings_host.aio_requests(_ROOT)
     yield findings_host.huge_pages(_ROOT)
     allowed = psutil.Process().cpu_affinity() if sys.platform == "linux" else []
@@ -176,6 +177,7 @@ def _accelerator(torch: Any) -> findings.Accelerator:
                 name=getattr(torch, kind).get_device_name(device.torch_device),
                 free_bytes=device.free_bytes() or 0,
                 built_for=built or kind,
+                registers=device.driver is not None and device.driver.registers,
             )
         if built:
             driver.initialize()

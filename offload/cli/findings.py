@@ -102,6 +102,8 @@ class Accelerator:
     """What this torch was built for, such as `CUDA 12.8`; None for the CPU alone."""
     error: str = ""
     """Why torch cannot use what it was built for."""
+    registers: bool = False
+    """Whether there is a call that registers CPU memory with it."""
 
 
 def accelerator(

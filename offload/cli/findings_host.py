@@ -50,7 +50,7 @@ def memory(root: Path, ranks: int = 1) -> Finding:
     return Finding("memory", "ok", told)
 
 
-def memlock(limit_bytes: int | None, root: Path, *, gpu: bool) -> Finding:
+def memlock(limit_bytes: int | None, root: Path, *, registers: bool) -> Finding:
     """Memory that this user may lock, None for no limit."""
     if limit_bytes is None:
         return Finding("memlock", "ok", "no limit")
@@ -61,7 +61,9 @@ def memlock(limit_bytes: int | None, root: Path, *, gpu: bool) -> Finding:
         return Finding("memlock", "ok", f"no limit for this user (CAP_IPC_LOCK; others: {others})")
     if limit_bytes >= MEMLOCK_LEAST_BYTES:
         return Finding("memlock", "ok", told)
-    what = "memory for the GPU may not be pinned" if gpu else "io_uring cannot register buffers"
+    what = "io_uring cannot register buffers"
+    if registers:
+        what += ", nor can memory for the GPU be, where its driver goes by that"
     return Finding(
         "memlock",
         "note",

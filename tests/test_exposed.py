@@ -1,0 +1,222 @@
+"""Whoever waits for a device has it booked on the lane that is the reason."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import train as benchmark
+from cpu_adam import reference
+from offload.breakdown import breakdown, verdict
+from offload.intervals import overlap, union
+from offload.lanes import Lanes
+from offload.program import Lane
+from offload.runs import Wait
+from offload.task import Fence, Task
+from tests.paced import Paced, paced
+from tests.paced_loops import (
+    Actions,
+    Loop,
+    Small,
+    backward_only,
+    copy_into_gradients,
+    edit,
+    edit_gradients,
+    edit_held,
+    evaluate,
+    hold,
+    hold_gradients,
+    look,
+    look_at_gradients,
+    look_at_held,
+    look_at_states,
+    step_and_keep_gradients,
+    step_only,
+    stream_weights,
+    train,
+)
+from tests.paced_streams import Event
+from tests.test_lanes import FakeFence, Fenced, lanes, op
+from tests.test_report import MADE
+from tests.training import attached, some_fast
+
+LATE_S = 0.02
+
+Slept = tuple[float, float, str]
+"""From when to when, and who called."""
+
+CASES: dict[str, tuple[str, Actions, Lane]] = {
+    "residents, the step after": ("device-device-device", [train, train], Lane.COMPUTE),
+    "a gradient shown": ("cpu-device-cpu", [backward_only, look_at_gradients], Lane.D2H),
+    "residents, their norm": ("device-device-device", [train], Lane.COMPUTE),
+    "a gradient edited": (
+        "cpu-device-cpu",
+        [backward_only, edit_gradients, step_and_keep_gradients],
+        Lane.H2D,
+    ),
+    "gradients held": (
+        "cpu-device-cpu",
+        [backward_only, hold_gradients, backward_only, edit_held, train, look_at_held],
+        Lane.D2H,
+    ),
+    "a gradient set": (
+        "cpu-cpu-cpu",
+        [backward_only, copy_into_gradients, step_only],
+        Lane.COMPUTE,
+    ),
+    "a look": ("cpu-cpu-cpu", [train, look], Lane.H2D),
+    "a look at residents' company": ("device-cpu-cpu", [train, look], Lane.COMPUTE),
+    "an edit": ("cpu-cpu-cpu", [train, edit, evaluate], Lane.D2H),
+    "an edit of the drive": ("nvme-cpu-nvme", [train, edit, evaluate], Lane.D2H),
+    "a copy held": ("device-cpu-cpu", [hold, train, edit_held, evaluate], Lane.COMPUTE),
+    "all weights": ("cpu-cpu-cpu", [train, stream_weights], Lane.H2D),
+    "states": ("cpu-cpu-device", [train, look_at_states], Lane.COMPUTE),
+}
+
+
+@contextmanager
+def late(device: Paced, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Slept]]:
+    """A device that takes a while whenever somebody waits: when this thread did, in the engine."""
+    waited: list[Slept] = []
+    mine, synchronize = threading.get_ident(), Event.synchronize
+
+    def slow(event: Event) -> None:
+        if not event.passed:
+            since = time.perf_counter()
+            time.sleep(LATE_S)
+            if threading.get_ident() == mine and (who := in_the_engine()):
+                waited.append((since, time.perf_counter(), who))
+        synchronize(event)
+
+    device.change(0, host_pace=0.0, host_pauses_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+        patch.setattr(Event, "synchronize", slow)
+        yield waited
+
+
+def in_the_engine() -> str | None:
+    """The function of the engine that this thread is in."""
+    frame: Any = sys._getframe()
+    while frame is not None and not frame.f_globals["__name__"].startswith("offload."):
+        frame = frame.f_back
+    return frame and frame.f_code.co_name
+
+
+@pytest.mark.parametrize("name", some_fast(CASES, fast=2))
+def test_all_waits_for_a_device_are_booked(
+    name: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, actions, lane = CASES[name]
+    clip = 0.1 if "norm" in name else None
+    options: Any = {"build": lambda: Small(tied=False, checkpointed=False), "max_grad_norm": clip}
+    with paced() as device:
+        a, b, c = placement.split("-")
+        with attached((a, b, c), tmp_path, **options) as run:
+            loop = Loop(run, device)
+            with late(device, monkeypatch) as waited:
+                for action in actions:
+                    action(loop)
+                run.engine.settle()
+            traced = run.engine.executor.lanes.traced()
+            exposed = run.engine.executor.lanes.use[lane].exposed_s
+        device.timeline.finish()
+    assert waited
+    booked = union([(one.start, one.stop) for one in traced.waited])
+    missing = [one for one in waited if overlap([one[:2]], booked) < 0.9 * LATE_S]
+    assert not missing
+    assert exposed >= 0.9 * LATE_S
+    total = sum(one.stop - one.start for one in traced.waited)
+    assert total == pytest.approx(sum(stop - start for start, stop in booked))  # Nothing twice.
+
+
+class SlowFence(FakeFence):
+    """A device that takes a while for what is queued on it."""
+
+    def synchronize(self) -> None:
+        time.sleep(0.1)
+        super().synchronize()
+
+
+@contextmanager
+def after_slow_compute() -> Iterator[tuple[Lanes, Task, SlowFence]]:
+    fence = SlowFence([])
+    with lanes(Lane.CPU, Lane.DISK, device=Fenced(fence)) as made:
+        mine = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        made.begin(mine)
+        yield made, mine, fence
+
+
+def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
+    with after_slow_compute() as (made, mine, _):
+        made.finish(mine)
+        made.wait([mine])
+        use = made.use
+    assert use[Lane.COMPUTE].exposed_s >= 0.1
+    assert use[Lane.CPU].exposed_s == 0.0
+
+
+@pytest.mark.parametrize("of_its_own", [False, True])
+def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own: bool) -> None:
+    """Whether that is a task's before it, or one that its op knows of."""
+
+    def work() -> Iterator[Fence | None]:
+        if of_its_own:
+            yield fence
+        time.sleep(0.05)
+
+    with after_slow_compute() as (made, mine, fence):
+        if not of_its_own:
+            made.finish(mine)
+        copied = made.submit(op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
+        last = made.submit(op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
+        made.wait([last])
+        use = made.use
+        made.finish(mine) if of_its_own else None
+    assert 0.05 <= use[Lane.CPU].busy_s < 0.1
+    assert 0.04 <= use[Lane.CPU].exposed_s < 0.1
+    assert use[Lane.COMPUTE].exposed_s >= 0.09
+
+
+def test_what_bounds_a_run_whose_host_waits_for_the_device_is_the_device() -> None:
+    made = replace(MADE, device="cuda:0", device_is_host=False, prediction=None)
+    made = replace(made, waits=[Wait("compute", 10.0, 27.0)])
+    told = verdict(made, breakdown(made))[0]
+    assert told.startswith("cuda:0 bounds the step: training waits 85% of the time until it is")
+
+
+def test_the_benchmark_sees_every_wait(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the device stands still for, it asks the device; here that stands still for a third."""
+    monkeypatch.setattr(benchmark, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(benchmark, "moment", Moment)
+    options: Any = {"build": lambda: Small(tied=False, checkpointed=False)}
+    with paced() as device:
+        with attached(("cpu", "device", "cpu"), tmp_path, **options) as run:
+            loop, waits, engine = Loop(run, device), benchmark.Waits(), run.engine
+            with late(device, monkeypatch), waits.watching(engine):
+                for action in (backward_only, edit_gradients, step_only, evaluate):
+                    action(loop)
+                engine.settle()
+            found = waits.by_lane()
+            use = engine.executor.lanes.use
+        device.timeline.finish()
+    for lane in (Lane.H2D, Lane.D2H, Lane.COMPUTE):
+        assert found[lane.value] == pytest.approx(use[lane].exposed_s / 3, rel=0.2)
+
+
+class Moment:
+    """An event of a device whose clock runs at a third of the host's."""
+
+    def __init__(self) -> None:
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, other: Moment) -> float:
+        return 1e3 * (other.at - self.at) / 3
