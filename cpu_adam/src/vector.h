@@ -13,7 +13,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
 // A loop over the pairs of a group: what it fills then stays in registers, where they are enough.
-#define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL _Pragma("GCC unroll 32")
 
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
@@ -130,46 +130,81 @@ INLINE bool any_nan(F32 x) {
 #endif
 }
 
-// Bytes as 16-bit numbers, with the sign of signed ones.
-INLINE U16 widened(U8 x) {
-#if CPU_ADAM_LANES == 16
-    return (U16)_mm512_cvtepu8_epi16((__m256i)x);
-#elif CPU_ADAM_LANES >= 8
-    return (U16)_mm256_cvtepu8_epi16((__m128i)x);
-#elif defined(__SSE2__)
-    return (U16)_mm_unpacklo_epi8(_mm_cvtsi64_si128((int64_t)x), _mm_setzero_si128());
-#else
-    return __builtin_convertvector(x, U16);
-#endif
-}
-INLINE U16 widened(I8 x) {
-#if CPU_ADAM_LANES == 16
-    return (U16)_mm512_cvtepi8_epi16((__m256i)x);
-#elif CPU_ADAM_LANES >= 8
-    return (U16)_mm256_cvtepi8_epi16((__m128i)x);
-#elif defined(__SSE2__)
-    __m128i bytes = _mm_cvtsi64_si128((int64_t)x);
-    return (U16)_mm_srai_epi16(_mm_unpacklo_epi8(bytes, bytes), 8);
-#else
-    return (U16)__builtin_convertvector(x, I16);
-#endif
-}
-
-// 16-bit numbers below 256 as bytes; anything for others.
+// [Note: Bytes of two pairs]
+// Bytes of two pairs fill a register. x86 makes them of 16-bit numbers, and these of bytes, within
+// 128 bits: so bytes lie `apart` (each 128 bits have eight of each pair) where they were just made
+// or are to be made words of, and are put in the order of memory by a permutation.
 using Bytes = Of<2 * WIDTH>::U8;
-INLINE Bytes packed(U16 a, U16 b) {
+using SignedBytes = Of<2 * WIDTH>::I8;
+
+INLINE Bytes apart(Bytes x) {
 #if CPU_ADAM_LANES == 16
-    // Each instruction packs within 128 bits: then each has eight bytes of each register.
-    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
-    return (Bytes)_mm512_permutexvar_epi64(order, _mm512_packus_epi16((__m512i)a, (__m512i)b));
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    return (Bytes)_mm512_permutexvar_epi64(order, (__m512i)x);
 #elif CPU_ADAM_LANES >= 8
-    __m256i both = _mm256_packus_epi16((__m256i)a, (__m256i)b);
-    return (Bytes)_mm256_permute4x64_epi64(both, 0xD8);
-#elif defined(__SSE2__)
-    return (Bytes)_mm_packus_epi16((__m128i)a, (__m128i)b);
+    return (Bytes)_mm256_permute4x64_epi64((__m256i)x, 0xD8);
 #else
-    U8 parts[2] = {__builtin_convertvector(a, U8), __builtin_convertvector(b, U8)};
+    return x;
+#endif
+}
+INLINE Bytes in_order(Bytes x) {
+#if CPU_ADAM_LANES == 16
+    const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    return (Bytes)_mm512_permutexvar_epi64(order, (__m512i)x);
+#else
+    return apart(x);
+#endif
+}
+// The 16-bit numbers of two pairs from their bytes, which lie apart.
+INLINE Pair<U16> joined(Bytes low, Bytes high) {
+#if CPU_ADAM_LANES == 16
+    return {(U16)_mm512_unpacklo_epi8((__m512i)low, (__m512i)high),
+            (U16)_mm512_unpackhi_epi8((__m512i)low, (__m512i)high)};
+#elif CPU_ADAM_LANES >= 8
+    return {(U16)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high),
+            (U16)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high)};
+#elif defined(__SSE2__)
+    return {(U16)_mm_unpacklo_epi8((__m128i)low, (__m128i)high),
+            (U16)_mm_unpackhi_epi8((__m128i)low, (__m128i)high)};
+#else
+    U8 lows[2], highs[2];
+    __builtin_memcpy(lows, &low, sizeof low);
+    __builtin_memcpy(highs, &high, sizeof high);
+    auto both = [](U8 a, U8 b) {
+        return __builtin_convertvector(a, U16) | __builtin_convertvector(b, U16) << 8;
+    };
+    return {both(lows[0], highs[0]), both(lows[1], highs[1])};
+#endif
+}
+// 16-bit numbers below 256 as bytes that lie apart; anything for others.
+INLINE Bytes packed(Pair<U16> x) {
+#if CPU_ADAM_LANES == 16
+    return (Bytes)_mm512_packus_epi16((__m512i)x.low, (__m512i)x.high);
+#elif CPU_ADAM_LANES >= 8
+    return (Bytes)_mm256_packus_epi16((__m256i)x.low, (__m256i)x.high);
+#elif defined(__SSE2__)
+    return (Bytes)_mm_packus_epi16((__m128i)x.low, (__m128i)x.high);
+#else
+    U8 parts[2] = {__builtin_convertvector(x.low, U8), __builtin_convertvector(x.high, U8)};
     return load<Bytes>(reinterpret_cast<const Byte*>(parts));
+#endif
+}
+// Signed ones, the nearest there is: the sign stays.
+INLINE SignedBytes nearest(Pair<I16> x) {
+#if CPU_ADAM_LANES == 16
+    return (SignedBytes)_mm512_packs_epi16((__m512i)x.low, (__m512i)x.high);
+#elif CPU_ADAM_LANES >= 8
+    return (SignedBytes)_mm256_packs_epi16((__m256i)x.low, (__m256i)x.high);
+#elif defined(__SSE2__)
+    return (SignedBytes)_mm_packs_epi16((__m128i)x.low, (__m128i)x.high);
+#else
+    const I16 least = I16{} - int16_t(128), most = I16{} + int16_t(127);
+    auto one = [&](I16 a) {
+        a = a < least ? least : a;
+        return __builtin_convertvector(a > most ? most : a, I8);
+    };
+    I8 parts[2] = {one(x.low), one(x.high)};
+    return load<SignedBytes>(reinterpret_cast<const Byte*>(parts));
 #endif
 }
 
@@ -192,16 +227,29 @@ template <int N> INLINE int16_t largest_of(typename Of<N>::I16 x) {
 INLINE int16_t largest(I16 x) { return largest_of<WIDTH>(x); }
 
 // The numbers where a comparison holds, else 0.
-INLINE U16 only(I16 mask, U16 x) { return mask ? x : U16{}; }
-// The numbers where a byte has any of some bits, else 0.
-INLINE U16 only(I8 bytes, uint8_t bits, U16 x) {
+INLINE SignedBytes only(SignedBytes mask, SignedBytes x) { return mask ? x : SignedBytes{}; }
+// The bytes where others are not 0 (nor negative), else 0.
+INLINE Bytes only_where(Bytes some, Bytes x) {
 #if CPU_ADAM_LANES == 16
-    __mmask32 some = _mm256_test_epi8_mask((__m256i)bytes, _mm256_set1_epi8(char(bits)));
-    return (U16)_mm512_maskz_mov_epi16(some, (__m512i)x);
+    __mmask64 mask = _mm512_test_epi8_mask((__m512i)some, (__m512i)some);
+    return (Bytes)_mm512_maskz_mov_epi8(mask, (__m512i)x);
+#elif CPU_ADAM_LANES >= 8
+    return (Bytes)_mm256_sign_epi8((__m256i)x, (__m256i)some);
 #else
-    return only((widened(bytes) & uint16_t(bits)) != 0, x);
+    return some != 0 ? x : Bytes{};
 #endif
 }
+#if CPU_ADAM_LANES >= 8
+// What a table of 16 bytes has for each number below 16.
+INLINE Bytes looked_up(const uint8_t* table, Bytes x) {
+    __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+#if CPU_ADAM_LANES == 16
+    return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(of), (__m512i)x);
+#else
+    return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(of), (__m256i)x);
+#endif
+}
+#endif
 // How far numbers are above another, 0 for those below.
 INLINE U16 above(U16 x, uint16_t base) {
     U16 all = U16{} + base;
