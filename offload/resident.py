@@ -251,7 +251,7 @@ class Residents:
         """
         with torch.inference_mode(False):
             for parameter, kept in self._asleep.items():
-                kept.take_room(parameter)
+                kept.take_room(parameter, self._executor.device)
 
     def give_room(self) -> None:
         """Take back what `take_room` did."""
@@ -314,14 +314,14 @@ class _Asleep:
         """Whether somebody has kept the weight, or the gradient, where it is."""
         return self._held[value.kind == "gradient"]
 
-    def take_room(self, parameter: RestingParameter | nn.Parameter) -> None:
-        """Memory for what nobody has kept."""
-        shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
+    def take_room(self, parameter: RestingParameter | nn.Parameter, device: Device) -> None:
+        """Memory of the device for what nobody has kept."""
+        shape, dtype = parameter.shape, parameter.dtype
         try:
             if not self._held[0]:
-                self.weight = torch.empty(shape, dtype=dtype, device=device)
+                self.weight = device.empty(shape, dtype)
             if self._has_gradient and not self._held[1]:
-                self.gradient = torch.empty(shape, dtype=dtype, device=device)
+                self.gradient = device.empty(shape, dtype)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"of a sleeping parameter: {error}") from error
 

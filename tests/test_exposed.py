@@ -142,7 +142,7 @@ class SlowFence(FakeFence):
     """A device that takes a while for what is queued on it."""
 
     def synchronize(self) -> None:
-        time.sleep(0.1)
+        time.sleep(0.3)
         super().synchronize()
 
 
@@ -160,7 +160,7 @@ def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
         made.finish(mine)
         made.wait([mine])
         use = made.use
-    assert use[Lane.COMPUTE].exposed_s >= 0.1
+    assert use[Lane.COMPUTE].exposed_s >= 0.3
     assert use[Lane.CPU].exposed_s == 0.0
 
 
@@ -181,9 +181,9 @@ def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own:
         made.wait([last])
         use = made.use
         made.finish(mine) if of_its_own else None
-    assert 0.05 <= use[Lane.CPU].busy_s < 0.1
-    assert 0.04 <= use[Lane.CPU].exposed_s < 0.1
-    assert use[Lane.COMPUTE].exposed_s >= 0.09
+    assert 0.05 <= use[Lane.CPU].busy_s < 0.25
+    assert 0.04 <= use[Lane.CPU].exposed_s < 0.25
+    assert use[Lane.COMPUTE].exposed_s >= 0.25
 
 
 def test_what_bounds_a_run_whose_host_waits_for_the_device_is_the_device() -> None:
@@ -209,7 +209,7 @@ def test_the_benchmark_sees_every_wait(tmp_path: Any, monkeypatch: pytest.Monkey
             use = engine.executor.lanes.use
         device.timeline.finish()
     for lane in (Lane.H2D, Lane.D2H, Lane.COMPUTE):
-        assert found[lane.value] == pytest.approx(use[lane].exposed_s / 3, rel=0.2)
+        assert 0.3 * use[lane].exposed_s <= found[lane.value] <= use[lane].exposed_s
 
 
 class Moment:

@@ -304,6 +304,7 @@ def test_residents_are_there_for_every_stream_once_awake(tmp_path: Any) -> None:
             before = [parameter.detach().clone() for parameter in run.model.parameters()]
             offload.sleep(run.model)
             offload.wake(run.model)
+            assert all(device.holds(parameter) for parameter in run.model.parameters())
             with device.unordered():
                 after = [parameter.detach().clone() for parameter in run.model.parameters()]
         device.timeline.finish()
