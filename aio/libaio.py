@@ -13,6 +13,7 @@ import errno
 import functools
 import os
 import select
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -79,9 +80,10 @@ class _Wake:
         self._closing = True
         self._close_unless_used()
 
-    def __del__(self) -> None:
-        """What the exception of a signal handler has left open."""
-        self._close_ends()
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Closes what the exception of a signal handler has left open; at exit the system does."""
+        if not at_exit():
+            self._close_ends()
 
     def _close_unless_used(self) -> None:
         if not self._closing or any(one.locked() for one in self._setting.copy()):
