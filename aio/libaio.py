@@ -11,12 +11,13 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import select
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libaio
@@ -43,7 +44,7 @@ class _Wake:
     one in common.
     """
 
-    _ends: tuple[int, ...] = ()
+    _ends: Sequence[int] = ()
 
     def __init__(self, io: IO) -> None:
         self._io = io
@@ -52,7 +53,10 @@ class _Wake:
         self._closing = False
         self._closer = threading.Lock()  # never waited for
         self._closed: list[int] = []  # ends
-        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._ends = ends = list[int]()
+        # No step of Python between call and list, where a signal handler could raise.
+        made = map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,))
+        ends.extend(itertools.chain.from_iterable(made))
         self._identities += [io.identity(fd) for fd in self._ends]
 
     def is_ours(self) -> bool:
