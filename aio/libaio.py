@@ -11,11 +11,13 @@ import contextlib
 import ctypes
 import errno
 import functools
+import itertools
 import os
 import select
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import libaio
@@ -42,7 +44,7 @@ class _Wake:
     one in common.
     """
 
-    _ends: tuple[int, ...] = ()
+    _ends: Sequence[int] = ()
 
     def __init__(self, io: IO) -> None:
         self._io = io
@@ -51,7 +53,10 @@ class _Wake:
         self._closing = False
         self._closer = threading.Lock()  # never waited for
         self._closed: list[int] = []  # ends
-        self._ends = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._ends = ends = list[int]()
+        # No step of Python between call and list, where a signal handler could raise.
+        made = map(os.pipe2, (os.O_CLOEXEC | os.O_NONBLOCK,))
+        ends.extend(itertools.chain.from_iterable(made))
         self._identities += [io.identity(fd) for fd in self._ends]
 
     def is_ours(self) -> bool:
@@ -79,9 +84,10 @@ class _Wake:
         self._closing = True
         self._close_unless_used()
 
-    def __del__(self) -> None:
-        """What the exception of a signal handler has left open."""
-        self._close_ends()
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Closes what the exception of a signal handler has left open; at exit the system does."""
+        if not at_exit():
+            self._close_ends()
 
     def _close_unless_used(self) -> None:
         if not self._closing or any(one.locked() for one in self._setting.copy()):
