@@ -9,8 +9,8 @@ NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* nativ
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
 test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
 
-# One more than processors: some tests wait, for a drive or for another thread.
-WORKERS = $(shell $(BIN)/python -c 'import os; print(len(os.sched_getaffinity(0)) + 1)')
+# Processes that the fast tests are handed to: by default one for each processor.
+WORKERS ?= auto
 
 .PHONY: help train test test-slow parity check sanitize wheel clean
 

@@ -184,6 +184,9 @@ def test_finalisers_in_a_thread_that_serves_are_refused_and_hang_nobody(name):
         later = file.write_from(aligned(256 * BLOCK), 0)
         first.wait(20)
         later.wait(20)
+        until = time.perf_counter() + 20
+        while len(found) < 4 and time.perf_counter() < until:  # By then it need not be through.
+            time.sleep(0.001)
         thread, *refused = found
         assert thread is not threading.current_thread()
         assert [text.split(": asked for in a thread of aio")[0] for text in refused] == [
