@@ -166,6 +166,9 @@ INLINE Pair<U16> joined(Bytes low, Bytes high) {
 #elif defined(__SSE2__)
     return {(U16)_mm_unpacklo_epi8((__m128i)low, (__m128i)high),
             (U16)_mm_unpackhi_epi8((__m128i)low, (__m128i)high)};
+#elif defined(__aarch64__)
+    return {(U16)vzip1q_u8((uint8x16_t)low, (uint8x16_t)high),
+            (U16)vzip2q_u8((uint8x16_t)low, (uint8x16_t)high)};
 #else
     U8 lows[2], highs[2];
     __builtin_memcpy(lows, &low, sizeof low);
@@ -184,6 +187,8 @@ INLINE Bytes packed(Pair<U16> x) {
     return (Bytes)_mm256_packus_epi16((__m256i)x.low, (__m256i)x.high);
 #elif defined(__SSE2__)
     return (Bytes)_mm_packus_epi16((__m128i)x.low, (__m128i)x.high);
+#elif defined(__aarch64__)
+    return (Bytes)vuzp1q_u8((uint8x16_t)x.low, (uint8x16_t)x.high);
 #else
     U8 parts[2] = {__builtin_convertvector(x.low, U8), __builtin_convertvector(x.high, U8)};
     return load<Bytes>(reinterpret_cast<const Byte*>(parts));
@@ -197,6 +202,8 @@ INLINE SignedBytes nearest(Pair<I16> x) {
     return (SignedBytes)_mm256_packs_epi16((__m256i)x.low, (__m256i)x.high);
 #elif defined(__SSE2__)
     return (SignedBytes)_mm_packs_epi16((__m128i)x.low, (__m128i)x.high);
+#elif defined(__aarch64__)
+    return (SignedBytes)vqmovn_high_s16(vqmovn_s16((int16x8_t)x.low), (int16x8_t)x.high);
 #else
     const I16 least = I16{} - int16_t(128), most = I16{} + int16_t(127);
     auto one = [&](I16 a) {
