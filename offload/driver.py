@@ -45,7 +45,7 @@ class PinError(OSError):
 _LIKELY = {
     1: "memory of this kind cannot be registered here, as under WSL or in some virtual machines",
     2: "no memory, or no page tables for so much, is left to pin: other programs or ranks hold "
-    "it, or a container's limit is near; lower --cpu-memory",
+    "it, or a container's limit is near; lower Config.cpu_memory",
     712: "something else has registered memory there; nothing of ours does",
     801: "this platform registers no memory, as under WSL or in some virtual machines",
 }
