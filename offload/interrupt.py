@@ -8,8 +8,13 @@ handler that is a Python function is called at its end. (Blocking the signals wo
 kernel hands them to a thread where they are not blocked, and Python still calls the handler here.)
 What goes on for long is made of calls that are whole each: `attach` takes its memory, then moves
 unit by unit, and undoes what it did; `detach` and `stream_weights` read parameter by parameter.
-Who cannot wait presses Ctrl-C twice: that is raised at once, and no engine of the process can be
-used any more, as nobody knows what was left half done.
+Who cannot wait presses Ctrl-C twice: its handler is called at once, and no engine of the process
+can be used any more, as nobody knows what was left half done.
+
+[Note: Signals that wait]
+`src/signals.cpp` lays a handler of its own over the one that Python has with the kernel, which only
+notes what comes while something whole is under way; `signal.getsignal` tells what the user has set,
+as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
 """
 
 from __future__ import annotations
@@ -21,12 +26,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from signal import SIGINT
+from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam.interrupt import Handler, call, handlers, put_back
 from offload.aside import aside, nothing_to_take
+
+try:
+    from offload import _signals as _native
+except ImportError:  # Not compiled: the reference serves.
+    _native = None  # type: ignore[assignment]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -42,6 +52,13 @@ _came: dict[int, FrameType | None] = {}
 _presses = 0
 """How often Ctrl-C was among them."""
 _torn: list[str] = []
+_TWICE = "Ctrl-C was pressed twice"
+_told = [0]
+"""How often it was so far, of those times that are told below Python."""
+
+if _native is not None:
+    _NUMBERS = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
+    _native.prepare(_MAIN or 0, _signal.getsignal, _NUMBERS)
 
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
@@ -66,13 +83,21 @@ def _note(number: int, frame: FrameType | None) -> None:
     if number == _SIGINT:
         _presses += 1
         if _presses == 2 and _inside:
-            _torn.append("Ctrl-C was pressed twice")
+            _torn.append(_TWICE)
             raise KeyboardInterrupt
 
 
 def torn() -> Sequence[str]:
     """What has torn something whole: each time, the reason. It grows."""
+    if _native is not None and _native.torn() > _told[0]:
+        _told[0] = _native.torn()
+        _torn.append(_TWICE)
     return _torn
+
+
+def inside() -> bool:
+    """Whether something whole is under way."""
+    return _inside or (_native is not None and _native.inside())
 
 
 def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -80,6 +105,36 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
     The user's modes see nothing of it, see `aside`.
     """
+    return by_exchange(function) if _native is None else by_note(function)
+
+
+def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`whole`, where signals that come are noted below Python."""
+    apart = aside(function)
+    enter, leave = _native.enter, _native.leave
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        work = function if nothing_to_take() else apart
+        since = _now()
+        if not enter():
+            return work(*args, **kwargs)
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # No error that the engine meets, and its own books are not written for it.
+                _torn.append(f"{type(error).__name__} was raised")
+            raise
+        finally:
+            leave()
+            calls.append((since, _now(), _owner))
+
+    return run
+
+
+def by_exchange(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`whole`, where the handlers are exchanged at either end."""
     apart = aside(function)
 
     @functools.wraps(function)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
 
+from offload import interrupt
 from offload.compiled import BOOKS_VARIABLE
 
 # Small tensors on shared cores: threads that wait for one another cost more than they give.
@@ -46,6 +48,14 @@ def _nothing_compiled() -> None:
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The books of lanes on the host are kept by these; where not compiled, by the reference."""
     monkeypatch.setenv(BOOKS_VARIABLE, request.param)
+
+
+@pytest.fixture(params=["noted", "exchanged"])
+def whole(request: pytest.FixtureRequest) -> Any:
+    """Both ways to let something run to its end before a signal counts."""
+    if request.param == "noted" and interrupt._native is None:
+        pytest.skip("not compiled here")
+    return interrupt.by_note if request.param == "noted" else interrupt.by_exchange
 
 
 @pytest.fixture
