@@ -38,6 +38,15 @@ class Books:
         waits: Iterable[Task] | None,
     ) -> Task:
         """A task, queued; `ran` calls it by its number, where that is not below zero."""
+    def issue_all(
+        self,
+        known: list[Known],
+        pass_number: int,
+        ops: list[Op],
+        runs: list[Run | None],
+        number: int,
+    ) -> list[Task]:
+        """The same for several, whose numbers count on from this one."""
     def touching(self, reads: list[int], writes: list[int]) -> list[Task]: ...
     def all(self) -> list[Task]: ...
     def most_kept(self) -> int: ...

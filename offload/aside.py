@@ -21,6 +21,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as _dispatch
 
+try:
+    from offload import _whole as _native
+except ImportError:  # Not compiled: the reference serves.
+    _native = None  # type: ignore[assignment]
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -78,22 +83,29 @@ class _Taken(threading.local):
 
 
 _taken = _Taken()
+_taking: list[None] = []
+"""One for each call of the engine, on any thread, that has taken modes off."""
 
 
-def unseen() -> bool:
-    """Whether no mode of the user's and no transform sees what is done here."""
-    return not (_functions_active() or _dispatchers_active() or _transform() is not None)
+def _quiet_in_python(*questions: Callable[[], object]) -> Callable[[], bool]:
+    return lambda: not any(question() for question in questions)
 
 
-def nothing_to_take() -> bool:
-    """Whether `aside` would have nothing to do."""
-    return not (
-        _functions_active()
-        or _dispatchers_active()
-        or _transform() is not None
-        or _taken.functions
-        or _taken.dispatchers
-    )
+quiet = _quiet_in_python if _native is None else _native.quiet
+"""What asks whether the answers to all of these are false, zero or None."""
+
+_seeing = (_functions_active, _dispatchers_active, _transform)
+
+unseen = quiet(*_seeing)
+"""Whether no mode of the user's and no transform sees what is done here."""
+
+nothing_to_take = quiet(*_seeing, _taking.__len__)
+"""Whether `aside` would have nothing to do."""
+
+usual = quiet(
+    *_seeing, _taking.__len__, _traced, torch._C._dynamo.eval_frame.get_eval_frame_callback
+)
+"""Whether, besides, nothing is traced, and torch.compile does not look at this thread's frames."""
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -116,9 +128,11 @@ def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 def _off() -> Iterator[None]:
     before = _taken.functions, _taken.dispatchers
     _taken.functions, _taken.dispatchers = _pop()
+    _taking.append(None)
     try:
         yield
     finally:
+        _taking.pop()
         _push(_taken.functions, _taken.dispatchers)
         _taken.functions, _taken.dispatchers = before
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from offload.books import Books, Known, Spans
 from offload.device import Device
 from offload.layout import CHUNK_STAGES
-from offload.program import Lane, Op
-from offload.task import Fence, Key, Passage, Run, Task
+from offload.program import Lane, Op, Verb
+from offload.task import Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"
@@ -46,9 +46,10 @@ class CompiledBooks:
         """The number of every place."""
         self.passage = _native.make_passage
         self.seal, self.cancel = books.seal, books.cancel
-        self.begin, self.over = books.begin, books.over
+        self.begin, self.over, self.finish = books.begin, books.over, books.finish
         self.all = books.all
-        self._issue = books.issue
+        self._issue, self._issue_all = books.issue, books.issue_all
+        self._kept = kept > 0
 
     def know(
         self,
@@ -60,8 +61,9 @@ class CompiledBooks:
     ) -> Known:
         """Write an op down; what has `spans` its lane copies on its own."""
         cells = self._numbers(reads), self._numbers(writes)
+        ready = bool(spans or run) or op.verb is not Verb.MOVE
         booked = _native.make_known(_NUMBER[op.lane], op.deadline, spans, *cells)
-        return Known(op, None if spans else run, spans is not None, booked)
+        return Known(op, None if spans else run, spans is not None, booked, ready)
 
     def _numbers(self, cells: Iterable[object]) -> list[int]:
         return [self._cells.setdefault(cell, len(self._cells)) for cell in cells]
@@ -70,11 +72,28 @@ class CompiledBooks:
         self, known: Known, number: int, run: Run | None, passage: Passage | None = None
     ) -> Task:
         """Queue an op of the pass of that number behind those that touched its cells before."""
-        op, place = known.op, -1
-        if run is None:
-            self._number = place = self._number + 1
-            self._ops[place % len(self._ops)] = op
+        op = known.op
+        place = self._place(op) if run is None else -1
         return self._issue(known.booked, number, op, run, passage, place, None)
+
+    def issue_all(
+        self, known: Sequence[Known], number: int, runs: Sequence[Run | None]
+    ) -> list[Task]:
+        """The same for several, in one call."""
+        ops, place = [one.op for one in known], -1
+        if self._kept:
+            place = self._number + 1
+            for op in ops:
+                self._place(op)
+        return self._issue_all([one.booked for one in known], number, ops, list(runs), place)
+
+    def _place(self, op: Op) -> int:
+        """The number by which an op is known when it has run."""
+        if not self._kept:
+            return -1
+        self._number += 1
+        self._ops[self._number % len(self._ops)] = op
+        return self._number
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -96,16 +115,8 @@ class CompiledBooks:
     ) -> Task:
         """Queue an op behind `waits`; what has `spans` its lane copies on its own."""
         known = self.know(replace(op, deadline=key[1]), (), (), run, spans)
-        place = -1
-        if run is None:
-            self._number = place = self._number + 1
-            self._ops[place % len(self._ops)] = op
+        place = self._place(op) if run is None else -1
         return self._issue(known.booked, key[0], op, run, passage, place, waits)
-
-    def finish(self, task: Task, fences: Sequence[Fence] = ()) -> None:
-        """`task` is done."""
-        assert not fences, "a device with fences has its books in Python"
-        self._books.finish(task)
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""

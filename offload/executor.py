@@ -120,6 +120,11 @@ class Executor:
             work = self._mover(known.op, None)
         return self.lanes.issue(known, pass_number, work)
 
+    def issue_all(self, known: Sequence[Known], pass_number: int) -> list[Task]:
+        """Queue several ops that say what they do, moves or the user's own compute."""
+        runs = [one.run if one.ready else self._mover(one.op, None) for one in known]
+        return self.lanes.issue_all(known, pass_number, runs)
+
     def issue_chunk(
         self,
         ops: Sequence[Op],

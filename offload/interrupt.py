@@ -12,7 +12,7 @@ Who cannot wait presses Ctrl-C twice: its handler is called at once, and no engi
 can be used any more, as nobody knows what was left half done.
 
 [Note: Signals that wait]
-`src/signals.cpp` lays a handler of its own over the one that Python has with the kernel, which only
+`src/whole.cpp` lays a handler of its own over the one that Python has with the kernel, which only
 notes what comes while something whole is under way; `signal.getsignal` tells what the user has set,
 as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
 """
@@ -34,7 +34,7 @@ from cpu_adam.interrupt import Handler, call, handlers, put_back
 from offload.aside import aside, nothing_to_take
 
 try:
-    from offload import _signals as _native
+    from offload import _whole as _native
 except ImportError:  # Not compiled: the reference serves.
     _native = None  # type: ignore[assignment]
 

@@ -78,6 +78,7 @@ class Lanes:
         """Whether copies within CPU memory need no more than `spans`."""
         # What these do is said there; no call is so frequent as these.
         self.know, self.issue = self._books.know, self._books.issue
+        self.issue_all = self._books.issue_all
         self.touching, self.all = self._books.touching, self._books.all
         self.passage, self.seal = self._books.passage, self._books.seal
         self.cancel, self.together = self._books.cancel, self._books.together

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from offload.books import Known
 from offload.executor import Executor
 from offload.known import KnownOps
 from offload.layout import Place
@@ -37,6 +38,10 @@ class Entry:
     position: int
     fetches: list[Task]
     task: Task
+
+
+_Turn = tuple[Place | None, list[Known], Known]
+"""Of a unit in a pass: its slot, what brings its weights there, and the user's compute."""
 
 
 @dataclass(slots=True)
@@ -91,6 +96,8 @@ class Passes:
         self.verb: Verb | None = None
         """Direction of the open pass."""
         self.known = KnownOps(executor)
+        self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
+        """Of each direction, the turns in the order of its last pass."""
 
     @property
     def position(self) -> int:
@@ -157,6 +164,7 @@ class Passes:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
+        self._turns.clear()
         self.known = KnownOps(self._executor)
 
     def invalidate(self, unit: int) -> None:
@@ -178,22 +186,43 @@ class Passes:
             self._queue(now, now.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        order = now.order
-        for first in range(start, len(order), TOGETHER):
-            with self._executor.lanes.together():
-                for position in range(first, min(first + TOGETHER, len(order))):
-                    now.queue.append(self._entry(now, order[position], position))
+        turns = self._turns_of(now)
+        for first in range(start, len(turns), TOGETHER):
+            some = turns[first : first + TOGETHER]
+            now.queue += self._entries(now.order[first : first + TOGETHER], some, first)
+
+    def _turns_of(self, now: _Pass) -> list[_Turn]:
+        order, turns = self._turns.get(now.verb, ((), []))
+        if order != now.order:
+            turns = [self._turn(now.verb, unit, at) for at, unit in enumerate(now.order)]
+            self._turns[now.verb] = now.order, turns
+        return turns
+
+    def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
+        return self._plan.weight_slot[unit], *self.known.turn(verb, unit, position)
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
-        """Queue the fetch of a unit, unless its slot will hold it, and its compute."""
-        slot = self._plan.weight_slot[unit]
-        fetches: list[Task] = []
-        moves, computes = self.known.turn(now.verb, unit, position)
-        if slot is not None and self._held.get(slot) != unit:
-            fetches = [self._executor.issue_known(one, self.number) for one in moves]
-            self._held[slot] = unit
-        task = self._executor.reserve(computes, self.number)
-        return Entry(unit, position, fetches, task)
+        return self._entries([unit], [self._turn(now.verb, unit, position)], position)[0]
+
+    def _entries(
+        self, units: Sequence[int], turns: Sequence[_Turn], position: int
+    ) -> list[Entry]:
+        """Queue the fetches of units, unless their slots will hold them, and their computes."""
+        ops: list[Known] = []
+        ends = []
+        for unit, (slot, moves, computes) in zip(units, turns):
+            if slot is not None and self._held.get(slot) != unit:
+                ops += moves
+                self._held[slot] = unit
+            ops.append(computes)
+            ends.append(len(ops))
+        with self._executor.lanes.together():
+            tasks = self._executor.issue_all(ops, self.number)
+        begins = [0, *ends]
+        return [
+            Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])
+            for at, (unit, end) in enumerate(zip(units, ends))
+        ]
 
     def _drop(self, now: _Pass) -> None:
         """Take back what was queued and has not begun."""

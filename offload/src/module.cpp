@@ -59,10 +59,10 @@ public:
         task->number = number;
         task->passage = passage;
         nb::object handle = nb::cast(task);
-        if (known.copy.bytes == 0) {
+        if (known.copy.bytes == 0 && !task->of_user) {
             handle.attr("op") = op;
             handle.attr("run") = run;
-            if (!task->of_user) handles_.emplace(task.get(), handle);
+            handles_.emplace(task.get(), handle);
         }
         if (waits) {
             books_->add(task, *waits);
@@ -70,6 +70,16 @@ public:
             books_->issue(task, known.reads, known.writes);
         }
         return handle;
+    }
+    // The same for the ops of a pass, in their order; numbers count on, where they are not negative.
+    nb::list issue_all(const std::vector<const Known*>& known, int64_t pass, nb::list ops,
+                       nb::list runs, int64_t number) {
+        nb::list tasks;
+        for (size_t at = 0; at < known.size(); at++) {
+            const int64_t own = number < 0 ? number : number + int64_t(at);
+            tasks.append(issue(*known[at], pass, ops[at], runs[at], nullptr, own, std::nullopt));
+        }
+        return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
         return books_->touching(reads, writes);
@@ -167,6 +177,7 @@ NB_MODULE(_books, module) {
         .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"), nb::arg("op"),
              nb::arg("run").none(), nb::arg("passage").none(), nb::arg("number"),
              nb::arg("waits").none())
+        .def("issue_all", &Shared::issue_all)
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
         .def("most_kept", &Shared::most_kept)

@@ -1,4 +1,6 @@
-// Signals that wait: `offload/interrupt.py` says what for. Over the handler that Python has laid
+// What begins and ends each call into the engine, see `offload/interrupt.py` and `offload/aside.py`.
+//
+// Signals that wait: over the handler that Python has laid
 // lies one of our own. It hands on what comes; but while something whole is under way it only notes
 // it, and `leave` sends it again. What Python shows as its handlers is what the user has set, and
 // nothing has to be exchanged from call to call.
@@ -102,9 +104,21 @@ void leave() {
     if (raised) throw nb::python_error(*raised);
 }
 
+// Asks without a frame of Python's in between.
+struct Quiet {
+    std::vector<nb::handle> questions;
+
+    bool operator()() const {
+        for (const nb::handle question : questions) {
+            if (nb::cast<bool>(nb::bool_(question()))) return false;
+        }
+        return true;
+    }
+};
+
 }  // namespace
 
-NB_MODULE(_signals, module) {
+NB_MODULE(_whole, module) {
     module.def("prepare", [](uintptr_t thread, nb::handle get, nb::list numbers) {
         main_thread = pthread_t(thread);
         getsignal = get.inc_ref();  // for as long as the process lives
@@ -116,6 +130,11 @@ NB_MODULE(_signals, module) {
     module.def("leave", &leave);
     module.def("inside", [] { return inside.load(); });
     module.def("torn", [] { return torn.load(); });
+    module.def("quiet", [](nb::args questions) {
+        Quiet quiet;  // for as long as the process lives
+        for (nb::handle question : questions) quiet.questions.push_back(question.inc_ref());
+        return nb::cpp_function(quiet);
+    });
     pthread_atfork(nullptr, nullptr, [] {
         if (!on_main_thread()) inside = false;  // What was under way there is not, in the child.
     });

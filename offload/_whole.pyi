@@ -1,4 +1,4 @@
-"""Signals that wait until what is whole has ended: see `offload/interrupt.py`, `src/signals.cpp`."""
+"""What begins and ends each call into the engine, in C++: see `src/whole.cpp`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,3 +24,6 @@ def inside() -> bool:
 
 def torn() -> int:
     """How often Ctrl-C was pressed twice while they did, after which they wait no longer."""
+
+def quiet(*questions: Callable[[], object]) -> Callable[[], bool]:
+    """Ask whether the answers to all of these are false, zero or None."""
