@@ -102,10 +102,12 @@ unseen = quiet(*_seeing)
 nothing_to_take = quiet(*_seeing, _taking.__len__)
 """Whether `aside` would have nothing to do."""
 
-usual = quiet(
-    *_seeing, _taking.__len__, _traced, torch._C._dynamo.eval_frame.get_eval_frame_callback
-)
-"""Whether, besides, nothing is traced, and torch.compile does not look at this thread's frames."""
+compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What of torch.compile looks at the frames of this thread; None where nothing does. (To have
+`disable` ask takes as long as much of what is called.)"""
+
+usual = quiet(*_seeing, _traced, compiler)
+"""Whether, besides, nothing is traced or compiled."""
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -171,6 +171,7 @@ class BoundUnit:
         self.kept: torch.Tensor | None = None
         """The slot that the unit is always used in, once it was, with the views of it."""
         self._kept_views: list[torch.Tensor] = []
+        self._kept_at = 0
         self._shown: dict[object, torch.Tensor] = {}
         """Views of it that handles stood for: of what was saved, see `Handle`."""
         self.views: list[torch.Tensor] = []
@@ -202,21 +203,21 @@ class BoundUnit:
             for p, offset in zip(self.spec.parameters, self._offsets)
         ]
         if keep_views:
-            self.kept, self._kept_views = buffer, views
-        self._show(buffer, views)
+            self.kept, self._kept_views, self._kept_at = buffer, views, buffer.data_ptr()
+        self._show(buffer, views, buffer.data_ptr())
 
     def serve_again(self) -> None:
         """Let the parameters be the views that were kept, of the slot that is always used."""
         assert self.kept is not None
-        self._show(self.kept, self._kept_views)
+        self._show(self.kept, self._kept_views, self._kept_at)
 
-    def _show(self, buffer: torch.Tensor, views: list[torch.Tensor]) -> None:
+    def _show(self, buffer: torch.Tensor, views: list[torch.Tensor], address: int) -> None:
         for parameter, view in zip(self.parameters, views):
             parameter.__class__ = ServedParameter  # Of which torch sends nothing to a trap.
             _set_data(parameter, view)
         self._versions = [parameter._version for parameter in self.parameters]
         self.buffer, self.views, self.looked = buffer, views, False
-        self.address = buffer.data_ptr()
+        self.address = address
         self._given.clear()
 
     def give(self, parameter: int, view: torch.Tensor) -> None:

@@ -25,6 +25,8 @@ class Calls:
         """None is."""
         self._frame: FrameType | None = None
         self._thread = 0
+        self._depth = 0
+        """How far up it was found the last time."""
 
     def begin(self) -> None:
         """A hook is called before a module; nothing new inside another's call."""
@@ -44,7 +46,14 @@ class Calls:
         """Whether a call began that does not run any more, and nobody said that it was over."""
         if self._frame is None or self._thread != threading.get_ident():
             return False
+        try:
+            if sys._getframe(self._depth) is self._frame:
+                return False
+        except ValueError:  # So deep nothing is under way.
+            self._depth = 0
+        depth = 1
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
-            frame = frame.f_back
+            depth, frame = depth + 1, frame.f_back
+        self._depth = depth
         return frame is None

@@ -46,7 +46,8 @@ class CompiledBooks:
         """The number of every place."""
         self.passage = _native.make_passage
         self.seal, self.cancel = books.seal, books.cancel
-        self.begin, self.over, self.finish = books.begin, books.over, books.finish
+        self.begin, self.over = books.begin, books.over
+        self.finish: Callable[..., None] = books.finish
         self.all = books.all
         self._issue, self._issue_all = books.issue, books.issue_all
         self._kept = kept > 0

@@ -75,6 +75,8 @@ class Finality:
         self.begun: dict[int, Mapping[int, Turn]] = {}
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
+        self.counts = micro_batches is not None
+        """Whether the backward calls of a step are counted, so that updates begin early."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -92,15 +94,10 @@ class Finality:
         self._aborted = False
         """Whether the last backward ended with an exception after updates had begun."""
 
-    @property
-    def counts(self) -> bool:
-        """Whether the backward calls of a step are counted, so that updates begin early."""
-        return self._micro_batches is not None
-
     # -- what happens ----------------------------------------------------------------------------
 
     def called(self, unit: int) -> None:
-        """A module of `unit` is called in a forward."""
+        """A module of `unit` is called in a forward, where that `counts`."""
         self._now[unit].calls += 1
 
     def recomputed(self, unit: int) -> None:

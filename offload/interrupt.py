@@ -67,13 +67,26 @@ calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
 and whose they were, see `belongs`. On threads other than the main one those within a call are here,
 too."""
+_recording = False
 _owner: object = None
+
+
+def recorded() -> deque[tuple[float, float, object]]:
+    """`calls`, to which calls are added from now on."""
+    global _recording
+    _recording = True
+    return calls
 
 
 def belongs(to: object) -> None:
     """The call that is under way is one of that engine's, as are those after it that do not say."""
     global _owner
     _owner = to
+
+
+def torn_times() -> int:
+    """How often something whole was torn so far."""
+    return len(_torn) if _native is None else len(_torn) + _native.torn() - _told[0]
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -89,8 +102,8 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 def torn() -> Sequence[str]:
     """What has torn something whole: each time, the reason. It grows."""
-    if _native is not None and _native.torn() > _told[0]:
-        _told[0] = _native.torn()
+    while _native is not None and _native.torn() > _told[0]:
+        _told[0] += 1
         _torn.append(_TWICE)
     return _torn
 
@@ -116,7 +129,7 @@ def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         work = function if nothing_to_take() else apart
-        since = _now()
+        since = _recording and _now()
         if not enter():
             return work(*args, **kwargs)
         try:
@@ -128,7 +141,8 @@ def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
             raise
         finally:
             leave()
-            calls.append((since, _now(), _owner))
+            if since:
+                calls.append((since, _now(), _owner))
 
     return run
 

@@ -24,18 +24,18 @@ class InUse:
         self._weight_slot = executor.plan.weight_slot
         self._memory = memory
         self._passes = passes
-        self._units: list[BoundUnit] = []
+        self.units: list[BoundUnit] = []
         """Those in use."""
         self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
-        return iter(list(self._units))
+        return iter(list(self.units))
 
     def serve(self, bound: BoundUnit) -> None:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        for other in self._units:
+        for other in self.units:
             if slot is not None and slot == self._weight_slot[other.index]:
                 self._serve_apart(bound, entry)
                 return
@@ -51,7 +51,7 @@ class InUse:
             self._passes.give_up(entry)
             raise
         bound.task = entry.task
-        self._units.append(bound)
+        self.units.append(bound)
 
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
@@ -64,7 +64,7 @@ class InUse:
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
         bound.serve(buffer, keep_views=False)
-        self._units.append(bound)
+        self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
         """Put a unit at rest when nothing uses it any more; changes of its weights count.
@@ -73,10 +73,11 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        self._exposures.reserved.pop(bound.index, None)
+        if self._exposures.reserved:
+            self._exposures.reserved.pop(bound.index, None)
         weights, changed = bound.buffer, look or bound.changed
         bound.rest()
-        self._units.remove(bound)
+        self.units.remove(bound)
         try:
             if changed and self._weight_slot[bound.index] is not None:
                 self._keep(bound.index, weights)
@@ -116,21 +117,20 @@ class InUse:
         if tensor.layout is not torch.strided:
             return None
         address = tensor.data_ptr()
-        for bound in self._units:
+        for bound in self.units:
             offset = address - bound.address
             if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
                 return (bound, offset) if tensor.device.type == self._device_type else None
         return None
 
 
-def refuse_moved(name: str | None) -> None:
-    """Refuse that a parameter was given other storage while it was in use, if one was.
+def refuse_moved(name: str) -> None:
+    """Refuse that a parameter was given other storage while it was in use.
 
     Raises:
-        RuntimeError: one was.
+        RuntimeError: always.
     """
-    if name is not None:
-        raise RuntimeError(
-            f"{name} was given other storage while its own module ran, but it is offloaded and "
-            "only its values can change: copy_() into it, or assign its data"
-        )
+    raise RuntimeError(
+        f"{name} was given other storage while its own module ran, but it is offloaded and "
+        "only its values can change: copy_() into it, or assign its data"
+    )
