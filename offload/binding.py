@@ -176,7 +176,7 @@ class BoundUnit:
         """Views of it that handles stood for: of what was saved, see `Handle`."""
         self.views: list[torch.Tensor] = []
         """While in use, what the parameters were given."""
-        self.address = 0
+        self.address = self.end = 0
         """Of the weights in use."""
         self._versions: list[int] = []
         self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
@@ -196,29 +196,35 @@ class BoundUnit:
             self._saved = weakref.ref(saved)
         return saved
 
-    def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
+    def keep(self, buffer: torch.Tensor) -> None:
+        """The unit's flat weights will always be in `buffer`, but where they are served apart."""
+        self.kept, self._kept_views, self._kept_at = buffer, self._views(buffer), buffer.data_ptr()
+
+    def serve(self, buffer: torch.Tensor) -> None:
         """Let the parameters be views of `buffer`, the unit's flat weights."""
-        views = [
-            typed(buffer, p.dtype, offset, p.shape)
-            for p, offset in zip(self.spec.parameters, self._offsets)
-        ]
-        if keep_views:
-            self.kept, self._kept_views, self._kept_at = buffer, views, buffer.data_ptr()
-        self._show(buffer, views, buffer.data_ptr())
+        self._show(buffer, self._views(buffer), buffer.data_ptr())
 
     def serve_again(self) -> None:
-        """Let the parameters be the views that were kept, of the slot that is always used."""
+        """Let the parameters be views of what was kept."""
         assert self.kept is not None
         self._show(self.kept, self._kept_views, self._kept_at)
 
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            typed(buffer, p.dtype, offset, p.shape)
+            for p, offset in zip(self.spec.parameters, self._offsets)
+        ]
+
     def _show(self, buffer: torch.Tensor, views: list[torch.Tensor], address: int) -> None:
+        self._versions.clear()
         for parameter, view in zip(self.parameters, views):
             parameter.__class__ = ServedParameter  # Of which torch sends nothing to a trap.
             _set_data(parameter, view)
-        self._versions = [parameter._version for parameter in self.parameters]
+            self._versions.append(parameter._version)
         self.buffer, self.views, self.looked = buffer, views, False
-        self.address = address
-        self._given.clear()
+        self.address, self.end = address, address + self.spec.weight_bytes
+        if self._given:
+            self._given.clear()
 
     def give(self, parameter: int, view: torch.Tensor) -> None:
         """Somebody gets a view of a parameter in use."""
@@ -251,7 +257,10 @@ class BoundUnit:
     @property
     def changed(self) -> bool:
         """Whether a parameter may have been changed in place in this use."""
-        return self.looked or [one._version for one in self.parameters] != self._versions
+        for parameter, version in zip(self.parameters, self._versions):
+            if parameter._version != version:
+                return True
+        return self.looked
 
     def moved(self) -> str | None:
         """Name of a parameter that was given other storage in this use; None when none was."""
@@ -280,13 +289,13 @@ class BoundUnit:
 
     def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
-        shape, stride = tuple(saved.shape), tuple(saved.stride())
         version = self.parameters[parameter]._version  # The guard keeps the trap out.
-        place = (self.index, parameter, offset)
-        return Handle(engine, *place, saved.dtype, shape, stride, version, self.saving())
+        looks = saved.dtype, tuple(saved.shape), saved.stride()
+        return Handle(engine, self.index, parameter, offset, *looks, version, self.saving())
 
-    def handle_at(self, engine: Resolver, offset: int, saved: torch.Tensor) -> Handle:
-        """What stands for a tensor that begins `offset` bytes into the weights in use."""
+    def handle_at(self, engine: Resolver, saved: torch.Tensor) -> Handle:
+        """What stands for a tensor that lies in the weights in use."""
+        offset = saved.data_ptr() - self.address
         parameter = bisect_right(self._offsets, offset) - 1
         return self.handle(engine, parameter, offset - self._offsets[parameter], saved)
 

@@ -42,15 +42,18 @@ class Calls:
         self._frame = None
 
     @property
+    def under_way(self) -> bool:
+        """Whether a call is seen at first sight; one that is not may be, too."""
+        try:
+            return sys._getframe(self._depth) is self._frame
+        except ValueError:  # So deep nothing is.
+            return False
+
+    @property
     def broken_off(self) -> bool:
         """Whether a call began that does not run any more, and nobody said that it was over."""
         if self._frame is None or self._thread != threading.get_ident():
             return False
-        try:
-            if sys._getframe(self._depth) is self._frame:
-                return False
-        except ValueError:  # So deep nothing is under way.
-            self._depth = 0
         depth = 1
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:

@@ -21,6 +21,7 @@ from offload.arena import typed
 from offload.executor import Executor
 from offload.passes import Passes
 from offload.program import Use, Verb
+from offload.served import ServedParameter
 from offload.task import Task
 
 
@@ -216,9 +217,15 @@ class Collector:
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-        _GRAD.__set__(parameter, None)
+    if type(parameter) is not ServedParameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _taken(parameter)
+    return _taken(parameter)
+
+
+def _taken(parameter: nn.Parameter) -> torch.Tensor | None:
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+    _GRAD.__set__(parameter, None)
     return gradient
 
 

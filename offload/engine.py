@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cpu_adam.choice import available
+from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
 from offload.binding import BoundUnit
@@ -52,14 +53,14 @@ class Engine:
     ):
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
-        self.executor = executor
+        self.executor, self._lanes = executor, executor.lanes
         self.residents = Residents(executor, units, self.check)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
-        self.in_use = InUse(executor, memory, self.passes, self.exposures)
+        self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
@@ -97,12 +98,13 @@ class Engine:
 
     def check(self) -> None:
         """Raise unless the engine can be used here and now."""
-        closed = self.executor.lanes.closed
-        if closed or os.getpid() != self._pid or torn_times() != self._torn:
-            self._refuse()
-        self.executor.check()
+        lanes, unfit = self._lanes, self.executor.unfit or torn_times() != self._torn
+        if lanes.ended or unfit or os.getpid() != self._pid:
+            self._look_why()
+        interrupt.owner = lanes.owner
 
-    def _refuse(self) -> None:
+    def _look_why(self) -> None:
+        """Raise what `check` raises, unless all is well."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 "a forked process touched an offloaded model: its memory stays with the parent; "
@@ -110,10 +112,12 @@ class Engine:
             )
         if self.executor.lanes.closed:
             raise EngineError("the offload engine of this model was closed")
-        raise EngineError(
-            f"{torn()[-1]} while the engine was in the middle of something, which may be half "
-            "done now: start again from the last checkpoint"
-        )
+        if torn_times() != self._torn:
+            raise EngineError(
+                f"{torn()[-1]} while the engine was in the middle of something, which may be half "
+                "done now: start again from the last checkpoint"
+            )
+        self.executor.check()
 
     def _before_write(self, unit: int) -> bool:
         """Make way for a write to the home of a unit's weights."""
@@ -281,8 +285,7 @@ class Engine:
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in the weights of a unit in use, else None."""
-        found = self.in_use.holding(tensor)
-        return None if found is None else found[0].handle_at(self, found[1], tensor)
+        return self.in_use.handle_of(tensor)
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""

@@ -68,6 +68,11 @@ class Executor:
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
 
+    @property
+    def unfit(self) -> bool:
+        """Whether values may not be had, as `check` would tell."""
+        return self.bed is not None or not self.device.is_host
+
     def check(self) -> None:
         """Raise unless values can be had.
 

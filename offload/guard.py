@@ -99,7 +99,7 @@ class SavingGuard:
         self._outer: Any = _top(False)
         self._pair: _Pair = (self._pack, self._unpack)
         _push(*self._pair)
-        self._stack = [self._pair]
+        self._stack: Sequence[_Pair] = (self._pair,)
         """Torch's stack as it was then."""
         if self._outer is not None:
             self._stack = _take_all()
@@ -151,7 +151,7 @@ class SavingGuard:
         return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
+        if type(packed) is Handle:
             with packed.engine.lock:
                 return packed.engine.tensor_of(packed)
         if self._outer is None:

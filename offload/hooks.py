@@ -124,10 +124,10 @@ class Hooks:
     def _before_forward(
         self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        engine, inside = self._engine, in_backward()
+        engine, inside = self._engine, _graph() >= 0
         with engine.lock:
             engine.check()
-            if not inside:
+            if not (inside or engine.calls.under_way):
                 if engine.calls.broken_off:
                     self._in_forward = False
                     self._leave_guards()
@@ -182,6 +182,7 @@ class Hooks:
             self._engine.hold(bound)
 
 
+_graph: Callable[[], int] = torch._C._current_graph_task_id
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 

@@ -65,10 +65,11 @@ CALLS_MAX = 1 << 16
 
 calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
-and whose they were, see `belongs`. On threads other than the main one those within a call are here,
+and whose they were, see `owner`. On threads other than the main one those within a call are here,
 too."""
 _recording = False
-_owner: object = None
+owner: object = None
+"""Whose the call is that is under way, and those after it that do not say."""
 
 
 def recorded() -> deque[tuple[float, float, object]]:
@@ -76,12 +77,6 @@ def recorded() -> deque[tuple[float, float, object]]:
     global _recording
     _recording = True
     return calls
-
-
-def belongs(to: object) -> None:
-    """The call that is under way is one of that engine's, as are those after it that do not say."""
-    global _owner
-    _owner = to
 
 
 def torn_times() -> int:
@@ -142,7 +137,7 @@ def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
         finally:
             leave()
             if since:
-                calls.append((since, _now(), _owner))
+                calls.append((since, _now(), owner))
 
     return run
 
@@ -160,7 +155,7 @@ def by_exchange(function: Callable[Parameters, Result]) -> Callable[Parameters, 
             try:
                 return work(*args, **kwargs)
             finally:
-                calls.append((since, _now(), _owner))
+                calls.append((since, _now(), owner))
         if _inside:
             return work(*args, **kwargs)
         since = _now()
@@ -187,7 +182,7 @@ def by_exchange(function: Callable[Parameters, Result]) -> Callable[Parameters, 
         finally:
             if _inside or _came:
                 _end(found)
-            calls.append((since, _now(), _owner))
+            calls.append((since, _now(), owner))
 
     return run
 

@@ -10,6 +10,7 @@ from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.exposure import Exposures
+from offload.guard import Handle, Resolver
 from offload.passes import Entry, Passes
 from offload.program import Value
 
@@ -17,8 +18,16 @@ from offload.program import Value
 class InUse:
     """Brings units into use and puts them at rest, each in its turn of the open pass."""
 
-    def __init__(self, executor: Executor, memory: Memory, passes: Passes, exposures: Exposures):
-        """No unit is in use."""
+    def __init__(
+        self,
+        executor: Executor,
+        memory: Memory,
+        passes: Passes,
+        exposures: Exposures,
+        resolver: Resolver,
+    ):
+        """No unit is in use; `resolver` turns handles back into tensors."""
+        self._resolver = resolver
         self._exposures = exposures
         self._executor = executor
         self._weight_slot = executor.plan.weight_slot
@@ -42,9 +51,8 @@ class InUse:
         try:
             self._executor.lanes.begin(entry.task)
             if bound.kept is None:
-                bound.serve(self._memory.weights(bound.index), keep_views=True)
-            else:
-                bound.serve_again()
+                bound.keep(self._memory.weights(bound.index))
+            bound.serve_again()
         except BaseException:
             if entry.task.begun:
                 self._executor.lanes.finish(entry.task)
@@ -63,7 +71,7 @@ class InUse:
         for piece, (offset, size) in enumerate(bound.spec.pieces):
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
-        bound.serve(buffer, keep_views=False)
+        bound.serve(buffer)
         self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
@@ -112,16 +120,20 @@ class InUse:
             bound.depth, bound.held = 0, False
             self.release(bound, look=look)
 
-    def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
-        """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
+    def holding(self, tensor: torch.Tensor) -> BoundUnit | None:
+        """The unit in whose weights a tensor lies; None where in none."""
         if tensor.layout is not torch.strided:
             return None
         address = tensor.data_ptr()
         for bound in self.units:
-            offset = address - bound.address
-            if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
-                return (bound, offset) if tensor.device.type == self._device_type else None
+            if bound.address <= address < bound.end and tensor.numel():
+                return bound if tensor.device.type == self._device_type else None
         return None
+
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """What stands for a tensor that lies in weights in use, else None."""
+        bound = self.holding(tensor)
+        return None if bound is None else bound.handle_at(self._resolver, tensor)
 
 
 def refuse_moved(name: str) -> None:

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from offload import interrupt
 from offload.books import Spans
 from offload.compiled import books_of
 from offload.device import Device
-from offload.interrupt import belongs
 from offload.program import Lane, Op
 from offload.task import Key, Passage, Run, Task
 from offload.trace import Ran, Stepped, Trace, Waited
@@ -84,9 +84,11 @@ class Lanes:
         self.cancel, self.together = self._books.cancel, self._books.together
         self._pace = pace
         self._trace = trace
-        self._owner = trace and trace.key
+        self.owner = trace and trace.key
+        """Whose its calls are, for those that record them."""
         self._device = device
-        self.closed = False
+        self.closed = self.ended = False
+        """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
         self._pid = os.getpid()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
@@ -131,13 +133,14 @@ class Lanes:
         With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
         lanes copy, it is that copy.
         """
-        belongs(self._owner)
+        interrupt.owner = self.owner
         return self._books.submit(op, waits, key, run, passage, spans)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
         with self._lock:
             self._failure = self._failure or error
+            self.ended = True
         self._books.stop(closing=False)
 
     # -- the user's thread --------------------------------------------------------------------
@@ -148,7 +151,7 @@ class Lanes:
         Raises:
             EngineError: with the lane's error as its cause.
         """
-        belongs(self._owner)
+        interrupt.owner = self.owner
         if self._failure is not None:
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "
@@ -265,12 +268,12 @@ class Lanes:
         lane may hold the lock, and cannot wait for its own end.
         """
         if threading.current_thread() in self._threads:
-            self.closed = True
+            self.closed = self.ended = True
             threading.Thread(
                 target=self.close, args=(then,), name="offload-close", daemon=True
             ).start()
             return
-        self.closed = True
+        self.closed = self.ended = True
         self._books.stop(closing=True)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
