@@ -3,13 +3,24 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-def prepare(thread: int, get: Callable[[int], Any], numbers: Sequence[int]) -> None:
-    """The main thread is this one; `get` tells the handler of each of these signals. Once."""
+BEGUN: int
+UNUSUAL: int
 
-def enter() -> bool:
-    """From here on signals wait for `leave`; False where they did already.
+def prepare(
+    thread: int,
+    get: Callable[[int], Any],
+    numbers: Sequence[int],
+    *questions: Callable[[], object],
+) -> None:
+    """The main thread is this one; `get` tells the handler of each of these signals. Once.
 
-    On another thread than the main one, where Python calls no handlers, nothing is done.
+    All is as usual while the answers to the questions are, see `quiet`.
+    """
+
+def enter() -> int:
+    """BEGUN: from here on signals wait for `leave`; not where they did already. And UNUSUAL.
+
+    On another thread than the main one, where Python calls no handlers, they go on.
     """
 
 def leave() -> None:

@@ -106,8 +106,11 @@ compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_call
 """What of torch.compile looks at the frames of this thread; None where nothing does. (To have
 `disable` ask takes as long as much of what is called.)"""
 
-usual = quiet(*_seeing, _traced, compiler)
-"""Whether, besides, nothing is traced or compiled."""
+QUESTIONS = (*_seeing, _taking.__len__, _traced, compiler)
+"""What is asked at the begin of each call of the engine, for `quiet`."""
+
+usual = quiet(*QUESTIONS)
+"""Whether, besides, nothing is traced, and nothing compiles what this thread calls."""
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.aside import NO_RECORDING, compiler, refuse_transforms, unseen, usual
+from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, usual
 from offload.binding import BoundUnit
 from offload.collected import take_gradient
 from offload.engine import Engine
@@ -42,24 +42,24 @@ class Hooks:
         """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
         self._handles: list[Any] = []
+        before_backward = whole(self._before_backward)
         self._announce = [
-            whole(partial(self._before_backward, unit)) if unit.spec.backward else None
-            for unit in engine.units
+            partial(before_backward, unit) if unit.spec.backward else None for unit in engine.units
         ]
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self.structure = Structure(model, engine)
         lanes = engine.executor.lanes
         self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
         keep = self._handles.append
-        enter = Hook(self._enter_root, refuses=bool(announcers))
+        enter = _hook(self._enter_root, refuses=bool(announcers))
         keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)
-            before = Hook(partial(self._before_forward, units), refuses=True)
-            after = Hook(partial(self._after_forward, units, [0, 0]))
+            before = _hook(self._before_forward, units, refuses=True)
+            after = _hook(self._after_forward, units, [0, 0])
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
-        keep(model.register_forward_hook(Hook(self._leave_root), always_call=True))
+        keep(model.register_forward_hook(_hook(self._leave_root), always_call=True))
         streamed = {
             p for u in engine.units if u.index not in engine.residents for p in u.parameters
         }
@@ -78,8 +78,9 @@ class Hooks:
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
                     place = (known, trains, unit.index, index)
-                    between = partial(_in_between, *place) if many else None
-                    arrive = Hook(partial(_gradient_arrived, *place), unless=between)
+                    arrive = _hook(_gradient_arrived, *place)
+                    if many:
+                        arrive = Hook(_left_alone(_gradient_came), arrive, *place)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -255,21 +256,11 @@ def _left_alone(function: Any) -> Any:
     return alone
 
 
-class Hook:
-    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
+class Hook(partial[Any]):
+    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        *,
-        refuses: bool = False,
-        unless: Callable[..., bool] | None = None,
-    ):
-        """Call `function`, whole, wherever it is called; or `refuses` `torch.func`.
-
-        Not where `unless` has done all that there was to do, which signals may come between.
-        """
-        self._function, self._refuses, self._unless = whole(function), refuses, unless
+    It is called without a frame of its own.
+    """
 
     def __getattr__(self, name: str) -> Any:
         """Functions have a name, and torch.jit.script asks for it."""
@@ -278,23 +269,23 @@ class Hook:
             f"model, {NO_RECORDING}"
         )
 
-    @_left_alone
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        if not usual():
-            if self._refuses:
-                refuse_transforms("an offloaded module was called")
-            if compiler() is not None:
-                return _dynamo.disable(self._function)(*args)
-        if self._unless is not None and self._unless(*args):
-            return None
-        return self._function(*args)
-
     def __deepcopy__(self, memo: object) -> Any:
         return _inert
 
     def __reduce__(self) -> Any:
         return (_get_inert, ())
+
+
+def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Hook:
+    """Call `function` with these and what it is called with, whole; it `refuses` `torch.func`."""
+
+    def otherwise(*args: Any) -> Any:
+        if refuses:
+            refuse_transforms("an offloaded module was called")
+        return apart(*args) if compiler() is None else _dynamo.disable(apart)(*args)
+
+    apart = aside(function)
+    return Hook(_left_alone(whole(function, otherwise)), *args)
 
 
 def _inert(*_: object) -> None:
@@ -305,17 +296,19 @@ def _get_inert() -> Any:
     return _inert
 
 
-def _in_between(
+def _gradient_came(
+    arrive: Hook,
     known: Callable[[], Engine | None],
     trains: bool,
     unit: int,
     index: int,
     parameter: nn.Parameter,
-) -> bool:
-    """See [Note: Gradients in between]."""
+) -> None:
+    """See [Note: Gradients in between]: what only puts it somewhere signals may come between."""
     engine = known()
-    plain = type(parameter) is ServedParameter and unseen() and not torch.is_grad_enabled()
-    return bool(plain and trains and engine and engine.collect_between(unit, index, parameter))
+    plain = type(parameter) is ServedParameter and usual() and not torch.is_grad_enabled()
+    if not (plain and trains and engine and engine.collect_between(unit, index, parameter)):
+        arrive(parameter)
 
 
 def _gradient_arrived(

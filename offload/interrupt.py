@@ -31,7 +31,7 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam.interrupt import Handler, call, handlers, put_back
-from offload.aside import aside, nothing_to_take
+from offload.aside import QUESTIONS, aside, usual
 
 try:
     from offload import _whole as _native
@@ -58,7 +58,7 @@ _told = [0]
 
 if _native is not None:
     _NUMBERS = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
-    _native.prepare(_MAIN or 0, _signal.getsignal, _NUMBERS)
+    _native.prepare(_MAIN or 0, _signal.getsignal, _NUMBERS, *QUESTIONS)
 
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
@@ -108,24 +108,32 @@ def inside() -> bool:
     return _inside or (_native is not None and _native.inside())
 
 
-def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def whole(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
     """Let `function` run to its end, its return or its error, before a signal counts.
 
-    The user's modes see nothing of it, see `aside`.
+    The user's modes see nothing of it, see `aside`. Or let `otherwise` run where it is called with
+    such modes, or where anything else is not as usual.
     """
-    return by_exchange(function) if _native is None else by_note(function)
+    return (by_exchange if _native is None else by_note)(function, otherwise)
 
 
-def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def by_note(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
     """`whole`, where signals that come are noted below Python."""
-    apart = aside(function)
-    enter, leave = _native.enter, _native.leave
+    apart = otherwise or aside(function)
+    enter, leave, begun, unusual = _native.enter, _native.leave, _native.BEGUN, _native.UNUSUAL
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        work = function if nothing_to_take() else apart
         since = _recording and _now()
-        if not enter():
+        how = enter()
+        work = apart if how & unusual else function
+        if not how & begun:
             return work(*args, **kwargs)
         try:
             return work(*args, **kwargs)
@@ -142,14 +150,17 @@ def by_note(function: Callable[Parameters, Result]) -> Callable[Parameters, Resu
     return run
 
 
-def by_exchange(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def by_exchange(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
     """`whole`, where the handlers are exchanged at either end."""
-    apart = aside(function)
+    apart = otherwise or aside(function)
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         global _inside, _presses
-        work = function if nothing_to_take() else apart
+        work = function if usual() else apart
         if _thread() != _MAIN:  # On other threads Python calls no handlers.
             since = _now()
             try:

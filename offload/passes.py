@@ -204,9 +204,7 @@ class Passes:
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
         return self._entries([unit], [self._turn(now.verb, unit, position)], position)[0]
 
-    def _entries(
-        self, units: Sequence[int], turns: Sequence[_Turn], position: int
-    ) -> list[Entry]:
+    def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
         ops: list[Known] = []
         ends = []

@@ -28,7 +28,9 @@ std::array<std::atomic<int>, NSIG> came{};   // as which of all that came; 0 whe
 std::array<struct sigaction, NSIG> below{};  // what ours lies over
 pthread_t main_thread;
 std::vector<Signal> signals;
+
 nb::handle getsignal;
+PyCFunction direct = nullptr;  // what that is made of, if it takes one object: signals are many
 
 void hand_on(int number, siginfo_t* info, void* context) {
     const struct sigaction& other = below[size_t(number)];
@@ -52,8 +54,12 @@ void note(int number, siginfo_t* info, void* context) {
 
 // Lie over every handler that is a function of Python's; who has set one since has taken ours off.
 void lay() {
+    PyObject* self = direct != nullptr ? PyCFunction_GetSelf(getsignal.ptr()) : nullptr;
     for (const Signal& one : signals) {
-        const nb::object handler = getsignal(one.name);
+        PyObject* found = direct != nullptr ? direct(self, one.name.ptr())
+                                            : PyObject_CallOneArg(getsignal.ptr(), one.name.ptr());
+        if (found == nullptr) throw nb::python_error();
+        const nb::object handler = nb::steal(found);
         if (handler.is_none() || PyLong_Check(handler.ptr())) continue;
         struct sigaction now;
         if (sigaction(one.number, nullptr, &now) != 0) continue;
@@ -69,13 +75,35 @@ void lay() {
 
 bool on_main_thread() { return pthread_equal(pthread_self(), main_thread); }
 
-bool enter() {
-    if (!on_main_thread()) return true;
-    if (inside) return false;
+// Asks without a frame of Python's in between.
+struct Quiet {
+    std::vector<nb::handle> questions;  // never let go
+
+    explicit Quiet(const nb::args& all) {
+        for (nb::handle question : all) questions.push_back(question.inc_ref());
+    }
+    bool operator()() const {
+        for (const nb::handle question : questions) {
+            const nb::object answer = question();
+            const int so = PyObject_IsTrue(answer.ptr());
+            if (so < 0) throw nb::python_error();
+            if (so) return false;
+        }
+        return true;
+    }
+};
+
+constexpr int BEGUN = 1, UNUSUAL = 2;
+std::optional<Quiet> usual;
+
+int enter() {
+    const int how = (*usual)() ? 0 : UNUSUAL;
+    if (!on_main_thread()) return how | BEGUN;
+    if (inside) return how;
     lay();
     presses = 0;
     inside = true;
-    return true;
+    return how | BEGUN;
 }
 
 // What came first, and is taken away; 0 where nothing did.
@@ -104,37 +132,27 @@ void leave() {
     if (raised) throw nb::python_error(*raised);
 }
 
-// Asks without a frame of Python's in between.
-struct Quiet {
-    std::vector<nb::handle> questions;
-
-    bool operator()() const {
-        for (const nb::handle question : questions) {
-            if (nb::cast<bool>(nb::bool_(question()))) return false;
-        }
-        return true;
-    }
-};
-
 }  // namespace
 
 NB_MODULE(_whole, module) {
-    module.def("prepare", [](uintptr_t thread, nb::handle get, nb::list numbers) {
+    module.def("prepare", [](uintptr_t thread, nb::handle get, nb::list numbers, nb::args quiet) {
         main_thread = pthread_t(thread);
         getsignal = get.inc_ref();  // for as long as the process lives
+        if (PyCFunction_Check(get.ptr()) && PyCFunction_GetFlags(get.ptr()) == METH_O) {
+            direct = PyCFunction_GetFunction(get.ptr());
+        }
+        usual.emplace(quiet);
         for (nb::handle number : numbers) {
             signals.push_back({nb::cast<int>(number), number.inc_ref()});
         }
     });
+    module.attr("BEGUN") = BEGUN;
+    module.attr("UNUSUAL") = UNUSUAL;
     module.def("enter", &enter);
     module.def("leave", &leave);
     module.def("inside", [] { return inside.load(); });
     module.def("torn", [] { return torn.load(); });
-    module.def("quiet", [](nb::args questions) {
-        Quiet quiet;  // for as long as the process lives
-        for (nb::handle question : questions) quiet.questions.push_back(question.inc_ref());
-        return nb::cpp_function(quiet);
-    });
+    module.def("quiet", [](nb::args questions) { return nb::cpp_function(Quiet(questions)); });
     pthread_atfork(nullptr, nullptr, [] {
         if (!on_main_thread()) inside = false;  // What was under way there is not, in the child.
     });
