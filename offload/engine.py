@@ -283,13 +283,9 @@ class Engine:
 
     # -- saved tensors ---------------------------------------------------------------------------
 
-    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
-        """The handle of a tensor that lies in the weights of a unit in use, else None."""
-        return self.in_use.handle_of(tensor)
-
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
-        return tensor if self.in_use.holding(tensor) is None else tensor.clone()
+        return tensor if self.in_use.handle_of(tensor) is None else tensor.clone()
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.

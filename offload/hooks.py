@@ -138,7 +138,7 @@ class Hooks:
                 engine.enter(bound, inside=inside)
                 if _autocasts():
                     engine.casts.use(bound.index)
-            guard = SavingGuard(engine, used, inside)
+            guard = SavingGuard(engine.in_use, used, inside)
             given = _makers((args, kwargs)) if inside else ()
             self._guards.append((module, guard, _sequence_number(), given))
 
@@ -202,7 +202,7 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
         for name, value in vars(inner).items():
             held = value.values() if type(value) is dict else value
             for one in held if isinstance(held, (list, tuple, ValuesView)) else (value,):
-                if type(one) is torch.Tensor and engine.handle_of(one) is not None:
+                if type(one) is torch.Tensor and engine.in_use.handle_of(one) is not None:
                     where = f"{type(module).__name__}.{path}.{name}".replace("..", ".")
                     raise RuntimeError(
                         f"{where} was set, in the module's own forward, to a view of an offloaded "

@@ -51,8 +51,8 @@ class InUse:
         try:
             self._executor.lanes.begin(entry.task)
             if bound.kept is None:
-                bound.keep(self._memory.weights(bound.index))
-            bound.serve_again()
+                bound.kept = bound.views_of(self._memory.weights(bound.index))
+            bound.serve(bound.kept)
         except BaseException:
             if entry.task.begun:
                 self._executor.lanes.finish(entry.task)
@@ -71,7 +71,7 @@ class InUse:
         for piece, (offset, size) in enumerate(bound.spec.pieces):
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
-        bound.serve(buffer)
+        bound.serve(bound.views_of(buffer))
         self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
@@ -120,20 +120,16 @@ class InUse:
             bound.depth, bound.held = 0, False
             self.release(bound, look=look)
 
-    def holding(self, tensor: torch.Tensor) -> BoundUnit | None:
-        """The unit in whose weights a tensor lies; None where in none."""
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """What stands for a tensor that lies in weights in use, else None."""
         if tensor.layout is not torch.strided:
             return None
         address = tensor.data_ptr()
         for bound in self.units:
             if bound.address <= address < bound.end and tensor.numel():
-                return bound if tensor.device.type == self._device_type else None
+                own = tensor.device.type == self._device_type
+                return bound.handle_at(self._resolver, address, tensor) if own else None
         return None
-
-    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
-        """What stands for a tensor that lies in weights in use, else None."""
-        bound = self.holding(tensor)
-        return None if bound is None else bound.handle_at(self._resolver, tensor)
 
 
 def refuse_moved(name: str) -> None:
