@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* native/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* offload/src/whole/* native/*)
 
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
 test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
@@ -41,7 +41,7 @@ check: $(READY)
 
 # Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
 ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
-BOOKS := $(filter-out offload/src/module.cpp offload/src/whole.cpp,$(wildcard offload/src/*.cpp)) tests/src/books_test.cpp
+BOOKS := $(filter-out offload/src/module.cpp,$(wildcard offload/src/*.cpp)) tests/src/books_test.cpp
 SANITIZED = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers \
 	-fno-sanitize-recover=all -pthread -fsanitize=$$kind
 sanitize:

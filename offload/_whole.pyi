@@ -1,4 +1,4 @@
-"""What begins and ends each call into the engine, in C++: see `src/whole.cpp`."""
+"""What begins and ends each call into the engine, in C++: see `src/whole/module.cpp`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

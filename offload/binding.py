@@ -125,6 +125,9 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 """Torch's own, whatever a class makes of it."""
 
 
+_version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+
+
 class Weights(NamedTuple):
     """The weights of a unit in memory where they can be used."""
 
@@ -221,7 +224,7 @@ class BoundUnit:
         for parameter, view in zip(self.parameters, views):
             parameter.__class__ = ServedParameter  # Of which torch sends nothing to a trap.
             _set_data(parameter, view)
-        self._versions = self._versions_now()
+        self._versions = list(map(_version, self._counted))
         self.buffer, self.views, self.looked = buffer, views, False
         self.address, self.end = address, address + self.spec.weight_bytes
         if self._given:
@@ -249,15 +252,12 @@ class BoundUnit:
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        return [counted._version for counted in self._counted]
+        self._versions = list(map(_version, self._counted))
 
     @property
     def changed(self) -> bool:
         """Whether a parameter may have been changed in place in this use."""
-        return self.looked or self._versions_now() != self._versions
+        return self.looked or list(map(_version, self._counted)) != self._versions
 
     def moved(self) -> str | None:
         """Name of a parameter that was given other storage in this use; None when none was."""
@@ -314,20 +314,17 @@ class BoundUnit:
                 "be wrong. Run backward first, or forward again"
             )
 
-    @property
-    def _in_slot(self) -> bool:
-        return self.kept is not None and self.buffer is self.kept.buffer
-
     def shown(self, handle: Handle) -> torch.Tensor:
         """What a handle stands for, in the weights in use."""
         found = handle.of(self.views[handle.parameter])
-        if self._in_slot and len(self._shown) < SHOWN_MAX:
+        in_slot = self.kept is not None and self.buffer is self.kept.buffer
+        if in_slot and len(self._shown) < SHOWN_MAX:
             self._shown[handle[2:7]] = found
         return found
 
     def shown_again(self, handle: Handle) -> torch.Tensor | None:
         """The same as the last time, if all is as it was; None where it may not be."""
-        if not self._in_slot:
+        if self.kept is None or self.buffer is not self.kept.buffer:
             return None
         same = self._counted[handle.parameter]._version == handle.version
         return self._shown.get(handle[2:7]) if same else None

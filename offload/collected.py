@@ -94,7 +94,7 @@ class Collector:
             self.send(unit)
         if now.task is None:
             self._acquire(unit)
-        else:
+        elif not self._executor.device.is_host:
             self._executor.lanes.join(now.task)
         self._put(now, unit, parameter, gradient)
         if now.arrived == now.trainable:
@@ -176,7 +176,7 @@ class Collector:
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         known = self._passes.known.collect(unit, self._passes.position)
-        task = self._executor.reserve(known, self._passes.number)
+        task = self._executor.lanes.issue(known, self._passes.number, None)
         try:
             self._executor.lanes.begin(task)
         except BaseException:
@@ -217,15 +217,14 @@ class Collector:
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
-    if type(parameter) is not ServedParameter:
-        with torch._C.DisableTorchFunctionSubclass():
-            return _taken(parameter)
-    return _taken(parameter)
-
-
-def _taken(parameter: nn.Parameter) -> torch.Tensor | None:
-    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-    _GRAD.__set__(parameter, None)
+    gradient: torch.Tensor | None
+    if type(parameter) is ServedParameter:  # It has no trap.
+        gradient = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
+        return gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
     return gradient
 
 

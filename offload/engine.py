@@ -26,9 +26,8 @@ from offload.exposure import Exposures
 from offload.finality import Finality
 from offload.gradients import Gradients
 from offload.guard import Handle
-from offload.interrupt import torn, torn_times, whole
+from offload.interrupt import torn_times, whole
 from offload.inuse import InUse, refuse_moved
-from offload.lanes import EngineError
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
@@ -36,6 +35,7 @@ from offload.program import Program, Verb, compile_program
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Frozen, Updates
+from offload.usable import refuse_unusable
 
 
 class Engine:
@@ -98,26 +98,11 @@ class Engine:
 
     def check(self) -> None:
         """Raise unless the engine can be used here and now."""
-        lanes, unfit = self._lanes, self.executor.unfit or torn_times() != self._torn
-        if lanes.ended or unfit or os.getpid() != self._pid:
-            self._look_why()
+        lanes, executor = self._lanes, self.executor
+        near = executor.device.is_host and executor.bed is None
+        if lanes.ended or not near or os.getpid() != self._pid or torn_times() != self._torn:
+            refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
-
-    def _look_why(self) -> None:
-        """Raise what `check` raises, unless all is well."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "a forked process touched an offloaded model: its memory stays with the parent; "
-                "move the work there, or start workers with multiprocessing 'spawn'"
-            )
-        if self.executor.lanes.closed:
-            raise EngineError("the offload engine of this model was closed")
-        if torn_times() != self._torn:
-            raise EngineError(
-                f"{torn()[-1]} while the engine was in the middle of something, which may be half "
-                "done now: start again from the last checkpoint"
-            )
-        self.executor.check()
 
     def _before_write(self, unit: int) -> bool:
         """Make way for a write to the home of a unit's weights."""
@@ -262,7 +247,7 @@ class Engine:
 
         With `but` in another's forward, or the other way round, one's backward is in the other's.
         """
-        for bound in self.in_use:
+        for bound in list(self.in_use.units):
             nested = but is not None and (bound.index in but.around or but.index in bound.around)
             if bound is not but and not nested and not bound.spec.lasting:
                 bound.held = False

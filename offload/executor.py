@@ -68,11 +68,6 @@ class Executor:
         self.step = 0
         """Steps taken: stamped on what is written to the store."""
 
-    @property
-    def unfit(self) -> bool:
-        """Whether values may not be had, as `check` would tell."""
-        return self.bed is not None or not self.device.is_host
-
     def check(self) -> None:
         """Raise unless values can be had.
 
@@ -121,8 +116,7 @@ class Executor:
     ) -> Task:
         """As `issue`."""
         work = known.run or run
-        if work is None and not known.copies:
-            assert known.op.verb is Verb.MOVE
+        if work is None and not known.ready:
             work = self._mover(known.op, None)
         return self.lanes.issue(known, pass_number, work)
 
@@ -160,10 +154,6 @@ class Executor:
             self.lanes.fail(error)  # A passage that is not sealed would be waited for for ever.
             raise
         return tasks
-
-    def reserve(self, known: Known, pass_number: int) -> Task:
-        """A task for the user's own compute, begun and finished by the caller."""
-        return self.lanes.issue(known, pass_number, None)
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else in_slot(use, passage.slot))

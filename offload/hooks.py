@@ -158,12 +158,14 @@ class Hooks:
             _, guard, began, given = guards.pop()
             guard.close()  # First, as what comes then may raise, and nobody else would.
             # An output that is a view of a weight must outlive the slot.
-            output = replaced(output, engine.outliving)
+            single = type(output) is torch.Tensor
+            keep = engine.outliving
+            output = keep(output) if single else replaced(output, keep)
             if looks[module.training] < _LOOKS_MAX:
                 looks[module.training] += 1
                 _check_stashed(module, engine)
             if torch.is_grad_enabled():
-                for leaf in tensors_in(output):
+                for leaf in (output,) if single else tensors_in(output):
                     if _made_since(leaf, began, given):
                         for bound in used:
                             if (backward := self._announce[bound.index]) is not None:

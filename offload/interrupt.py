@@ -12,9 +12,9 @@ Who cannot wait presses Ctrl-C twice: its handler is called at once, and no engi
 can be used any more, as nobody knows what was left half done.
 
 [Note: Signals that wait]
-`src/whole.cpp` lays a handler of its own over the one that Python has with the kernel, which only
-notes what comes while something whole is under way; `signal.getsignal` tells what the user has set,
-as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
+`src/whole/module.cpp` lays a handler of its own over the one that Python has with the kernel, which
+only notes what comes while something whole is under way; `signal.getsignal` tells what the user has
+set, as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
 """
 
 from __future__ import annotations

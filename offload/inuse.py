@@ -126,7 +126,7 @@ class InUse:
             return None
         address = tensor.data_ptr()
         for bound in self.units:
-            if bound.address <= address < bound.end and tensor.numel():
+            if bound.address <= address < bound.end:  # Of what is empty the address is zero.
                 own = tensor.device.type == self._device_type
                 return bound.handle_at(self._resolver, address, tensor) if own else None
         return None

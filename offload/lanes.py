@@ -82,6 +82,10 @@ class Lanes:
         self.touching, self.all = self._books.touching, self._books.all
         self.passage, self.seal = self._books.passage, self._books.seal
         self.cancel, self.together = self._books.cancel, self._books.together
+        self.finish: Callable[[Task], None] = (
+            self._books.finish if self._books.copies else self._finish
+        )
+        """The user's compute is over (on the host; the device may have work left)."""
         self._pace = pace
         self._trace = trace
         self.owner = trace and trace.key
@@ -175,8 +179,7 @@ class Lanes:
                 fence.wait()
             task.streams.append(stream)
 
-    def finish(self, task: Task) -> None:
-        """The user's compute `task` is over (on the host; the device may have work left)."""
+    def _finish(self, task: Task) -> None:
         if self._device.is_host:
             self._books.finish(task)
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,7 @@ TOGETHER = 16
 time that a lane is woken costs more than what is queued."""
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A unit's turn in a pass: what brings its weights, and the user's compute."""
 
     unit: int
@@ -49,8 +49,6 @@ class _Pass:
     verb: Verb
     order: tuple[int, ...]
     queue: deque[Entry] = field(default_factory=deque)
-    position: int = 0
-    """Position in `order` after the last unit used."""
     used: list[int] = field(default_factory=list)
 
 
@@ -93,27 +91,25 @@ class Passes:
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self._open: _Pass | None = None
+        self.position = 0
+        """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
         self.known = KnownOps(executor)
         self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
         """Of each direction, the turns in the order of its last pass."""
 
-    @property
-    def position(self) -> int:
-        """Where in its order the open pass is."""
-        return self._open.position if self._open is not None else 0
-
     def open(self, verb: Verb) -> None:
         """Begin a pass: queue the fetches of all its units."""
         assert self._open is None
         self.number += 1
+        self.position = 0
         self._open, self.verb = _Pass(verb, self.orders[verb]), verb
         self._queue(self._open, 0)
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
-        ended, self._open, self.verb = self._open, None, None
+        ended, self._open, self.verb, self.position = self._open, None, None, 0
         if ended is None:
             return
         self._drop(ended)
@@ -123,8 +119,9 @@ class Passes:
                 self._seen = (self.orders[Verb.FORWARD], used)
             elif self._seen is not None:
                 ahead, behind = self._seen
-                reverse = profile_of(self._plan.profile.units, used).backward
-                self.orders[Verb.BACKWARD] = behind if ahead == used else reverse
+                if ahead != used:
+                    behind = profile_of(self._plan.profile.units, used).backward
+                self.orders[Verb.BACKWARD] = behind
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""
@@ -133,11 +130,11 @@ class Passes:
         now.used.append(unit)
         next_in_order = now.queue and now.queue[0].unit == unit
         if not next_in_order and self._at_hand(now, unit):
-            return self._entry(now, unit, now.position)
+            return self._entry(now, unit, self.position)
         if not next_in_order:
             self._resume(now, unit)
         entry = now.queue.popleft()
-        now.position = entry.position + 1
+        self.position = entry.position + 1
         return entry
 
     def _at_hand(self, now: _Pass, unit: int) -> bool:
@@ -177,13 +174,13 @@ class Passes:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
         self.misses += 1
         self._drop(now)
-        ahead = [*range(now.position, len(now.order)), *range(now.position)]
+        ahead = [*range(self.position, len(now.order)), *range(self.position)]
         found = next((at for at in ahead if now.order[at] == unit), None)
         if found is not None:
             self._queue(now, found)
         else:
-            now.queue.append(self._entry(now, unit, now.position - 1))
-            self._queue(now, now.position)
+            now.queue.append(self._entry(now, unit, self.position - 1))
+            self._queue(now, self.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
         turns = self._turns_of(now)

@@ -1,4 +1,4 @@
-// What begins and ends each call into the engine, see `offload/interrupt.py` and `offload/aside.py`.
+// What begins and ends each call into the engine: see `offload/interrupt.py`, `offload/aside.py`.
 //
 // Signals that wait: over the handler that Python has laid
 // lies one of our own. It hands on what comes; but while something whole is under way it only notes
@@ -56,16 +56,14 @@ void note(int number, siginfo_t* info, void* context) {
 void lay() {
     PyObject* self = direct != nullptr ? PyCFunction_GetSelf(getsignal.ptr()) : nullptr;
     for (const Signal& one : signals) {
-        PyObject* found = direct != nullptr ? direct(self, one.name.ptr())
-                                            : PyObject_CallOneArg(getsignal.ptr(), one.name.ptr());
-        if (found == nullptr) throw nb::python_error();
-        const nb::object handler = nb::steal(found);
+        const nb::object handler =
+            direct != nullptr ? nb::steal(direct(self, one.name.ptr())) : getsignal(one.name);
+        if (!handler.is_valid()) throw nb::python_error();
         if (handler.is_none() || PyLong_Check(handler.ptr())) continue;
         struct sigaction now;
         if (sigaction(one.number, nullptr, &now) != 0) continue;
         if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == note) continue;
-        if (!(now.sa_flags & SA_SIGINFO) && (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN))
-            continue;
+        if (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN) continue;
         below[size_t(one.number)] = now;
         now.sa_flags |= SA_SIGINFO;
         now.sa_sigaction = note;
