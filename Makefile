@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* native/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* offload/src/whole/* native/*)
 
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
 test test-slow parity: export PYTHONDONTWRITEBYTECODE :=

@@ -17,6 +17,7 @@ class Known: ...
 def make_known(
     lane: int,
     deadline: int,
+    op: Op,
     spans: tuple[int, int, int] | None,
     reads: list[int],
     writes: list[int],
@@ -31,13 +32,18 @@ class Books:
         self,
         known: Known,
         pass_number: int,
-        op: Op,
         run: Run | None,
         passage: Passage | None,
-        number: int,
         waits: Iterable[Task] | None,
     ) -> Task:
-        """A task, queued; `ran` calls it by its number, where that is not below zero."""
+        """A task, queued; `ran` tells of it where there is no `run`."""
+    def issue_all(
+        self,
+        known: list[Known],
+        pass_number: int,
+        runs: list[Run | None],
+    ) -> list[Task]:
+        """The same for several."""
     def touching(self, reads: list[int], writes: list[int]) -> list[Task]: ...
     def all(self) -> list[Task]: ...
     def most_kept(self) -> int: ...
@@ -54,4 +60,4 @@ class Books:
     def forget(self) -> None:
         """Let go of what lanes would have called."""
     def copied(self, lane: int) -> tuple[float, int, int]: ...
-    def ran(self) -> list[tuple[int, float, float]]: ...
+    def ran(self) -> list[tuple[Op, float, float]]: ...

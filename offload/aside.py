@@ -21,6 +21,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as _dispatch
 
+try:
+    from offload import _whole as _native
+except ImportError:  # Not compiled: the reference serves.
+    _native = None  # type: ignore[assignment]
+
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -78,22 +83,34 @@ class _Taken(threading.local):
 
 
 _taken = _Taken()
+_taking: list[None] = []
+"""One for each call of the engine, on any thread, that has taken modes off."""
 
 
-def unseen() -> bool:
-    """Whether no mode of the user's and no transform sees what is done here."""
-    return not (_functions_active() or _dispatchers_active() or _transform() is not None)
+def _quiet_in_python(*questions: Callable[[], object]) -> Callable[[], bool]:
+    return lambda: not any(question() for question in questions)
 
 
-def nothing_to_take() -> bool:
-    """Whether `aside` would have nothing to do."""
-    return not (
-        _functions_active()
-        or _dispatchers_active()
-        or _transform() is not None
-        or _taken.functions
-        or _taken.dispatchers
-    )
+quiet = _quiet_in_python if _native is None else _native.quiet
+"""What asks whether the answers to all of these are false, zero or None."""
+
+_seeing = (_functions_active, _dispatchers_active, _transform)
+
+unseen = quiet(*_seeing)
+"""Whether no mode of the user's and no transform sees what is done here."""
+
+nothing_to_take = quiet(*_seeing, _taking.__len__)
+"""Whether `aside` would have nothing to do."""
+
+compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What of torch.compile looks at the frames of this thread; None where nothing does. (To have
+`disable` ask takes as long as much of what is called.)"""
+
+QUESTIONS = (*_seeing, _taking.__len__, _traced, compiler)
+"""What is asked at the begin of each call of the engine, for `quiet`."""
+
+usual = quiet(*QUESTIONS)
+"""Whether, besides, nothing is traced, and nothing compiles what this thread calls."""
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -116,9 +133,11 @@ def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 def _off() -> Iterator[None]:
     before = _taken.functions, _taken.dispatchers
     _taken.functions, _taken.dispatchers = _pop()
+    _taking.append(None)
     try:
         yield
     finally:
+        _taking.pop()
         _push(_taken.functions, _taken.dispatchers)
         _taken.functions, _taken.dispatchers = before
 

@@ -19,7 +19,7 @@ from offload.device import CPU, Device, compute_device
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
-from offload.interrupt import calls, whole
+from offload.interrupt import recorded, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_fresh, reset
@@ -228,7 +228,7 @@ class _Attaching:
             if store is not None:
                 store.close()
             raise
-        trace = Trace(calls, self.plan.profile) if self.config.trace else None
+        trace = Trace(recorded(), self.plan.profile) if self.config.trace else None
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             if self.budget is not None:

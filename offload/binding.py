@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -125,6 +125,19 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 """Torch's own, whatever a class makes of it."""
 
 
+_version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+
+
+class Weights(NamedTuple):
+    """The weights of a unit in memory where they can be used."""
+
+    buffer: torch.Tensor
+    """All of them, flat."""
+    views: list[torch.Tensor]
+    """By parameter."""
+    address: int
+
+
 class BoundUnit:
     """A unit and the parameters that stand for it in the model."""
 
@@ -168,15 +181,17 @@ class BoundUnit:
         self._offsets = [spec.weight_offset(i) for i in range(len(parameters))]
         self._filled = [at for at, one in enumerate(spec.parameters) if one.elements]
         """Parameters that lie anywhere."""
-        self.kept: torch.Tensor | None = None
-        """The slot that the unit is always used in, once it was, with the views of it."""
-        self._kept_views: list[torch.Tensor] = []
+        self.kept: Weights | None = None
+        """In the slot that the unit is always used in, once it was."""
         self._shown: dict[object, torch.Tensor] = {}
         """Views of it that handles stood for: of what was saved, see `Handle`."""
         self.views: list[torch.Tensor] = []
         """While in use, what the parameters were given."""
-        self.address = 0
+        self.address = self.end = 0
         """Of the weights in use."""
+        self._counted: list[torch.Tensor] = []
+        """Of the parameters at rest: they count changes together, and are of no class of ours, of
+        which torch would have to ask whether there is a trap."""
         self._versions: list[int] = []
         self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
         """Views of the weights that somebody was given in this use, with their parameters."""
@@ -195,29 +210,25 @@ class BoundUnit:
             self._saved = weakref.ref(saved)
         return saved
 
-    def serve(self, buffer: torch.Tensor, *, keep_views: bool) -> None:
-        """Let the parameters be views of `buffer`, the unit's flat weights."""
+    def views_of(self, buffer: torch.Tensor) -> Weights:
+        """The parameters' values in `buffer`, the unit's flat weights."""
         views = [
             typed(buffer, p.dtype, offset, p.shape)
             for p, offset in zip(self.spec.parameters, self._offsets)
         ]
-        if keep_views:
-            self.kept, self._kept_views = buffer, views
-        self._show(buffer, views)
+        return Weights(buffer, views, buffer.data_ptr())
 
-    def serve_again(self) -> None:
-        """Let the parameters be the views that were kept, of the slot that is always used."""
-        assert self.kept is not None
-        self._show(self.kept, self._kept_views)
-
-    def _show(self, buffer: torch.Tensor, views: list[torch.Tensor]) -> None:
+    def serve(self, weights: Weights) -> None:
+        """Let the parameters be these views."""
+        buffer, views, address = weights
         for parameter, view in zip(self.parameters, views):
             parameter.__class__ = ServedParameter  # Of which torch sends nothing to a trap.
             _set_data(parameter, view)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version, self._counted))
         self.buffer, self.views, self.looked = buffer, views, False
-        self.address = buffer.data_ptr()
-        self._given.clear()
+        self.address, self.end = address, address + self.spec.weight_bytes
+        if self._given:
+            self._given.clear()
 
     def give(self, parameter: int, view: torch.Tensor) -> None:
         """Somebody gets a view of a parameter in use."""
@@ -241,16 +252,12 @@ class BoundUnit:
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""
-        self._versions = self._versions_now()
-
-    def _versions_now(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [parameter._version for parameter in self.parameters]
+        self._versions = list(map(_version, self._counted))
 
     @property
     def changed(self) -> bool:
         """Whether a parameter may have been changed in place in this use."""
-        return self.looked or [one._version for one in self.parameters] != self._versions
+        return self.looked or list(map(_version, self._counted)) != self._versions
 
     def moved(self) -> str | None:
         """Name of a parameter that was given other storage in this use; None when none was."""
@@ -263,10 +270,14 @@ class BoundUnit:
     def rest(self) -> None:
         """Let the parameters be at rest."""
         for parameter, dummy in zip(self.parameters, self.dummies):
-            parameter.__class__ = ServedParameter  # As above.
+            if type(parameter) is not ServedParameter:
+                parameter.__class__ = ServedParameter  # As above.
             _set_data(parameter, dummy)
             parameter.__class__ = RestingParameter
         self.buffer, self.views = None, []
+        if not self._counted:
+            with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
+                self._counted = [torch.Tensor.detach(one) for one in self.parameters]
 
     def lend(self, parameter: int, tensor: torch.Tensor) -> None:
         """Let one parameter show `tensor`, keeping its class."""
@@ -279,13 +290,14 @@ class BoundUnit:
 
     def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
-        shape, stride = tuple(saved.shape), tuple(saved.stride())
-        version = self.parameters[parameter]._version  # The guard keeps the trap out.
-        place = (self.index, parameter, offset)
-        return Handle(engine, *place, saved.dtype, shape, stride, version, self.saving())
+        version, held = self._counted[parameter]._version, self._saved() or self.saving()
+        looks = saved.dtype, tuple(saved.shape), saved.stride()
+        place = engine, self.index, parameter, offset
+        return tuple.__new__(Handle, (*place, *looks, version, held))  # As Handle() ends, too.
 
-    def handle_at(self, engine: Resolver, offset: int, saved: torch.Tensor) -> Handle:
-        """What stands for a tensor that begins `offset` bytes into the weights in use."""
+    def handle_at(self, engine: Resolver, address: int, saved: torch.Tensor) -> Handle:
+        """What stands for a tensor that begins at an address among the weights in use."""
+        offset = address - self.address
         parameter = bisect_right(self._offsets, offset) - 1
         return self.handle(engine, parameter, offset - self._offsets[parameter], saved)
 
@@ -295,9 +307,7 @@ class BoundUnit:
         Raises:
             RuntimeError: the parameter was modified after the forward that saved it.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            version = self.parameters[handle.parameter]._version
-        if version != handle.version:
+        if self._counted[handle.parameter]._version != handle.version:
             raise RuntimeError(
                 f"{self.spec.parameters[handle.parameter].name} was modified between a forward and "
                 "its backward (by optimizer.step() or an in-place operation): the gradient would "
@@ -307,18 +317,19 @@ class BoundUnit:
     def shown(self, handle: Handle) -> torch.Tensor:
         """What a handle stands for, in the weights in use."""
         found = handle.of(self.views[handle.parameter])
-        if self.buffer is self.kept and len(self._shown) < SHOWN_MAX:
+        in_slot = self.kept is not None and self.buffer is self.kept.buffer
+        if in_slot and len(self._shown) < SHOWN_MAX:
             self._shown[handle[2:7]] = found
         return found
 
     def shown_again(self, handle: Handle) -> torch.Tensor | None:
         """The same as the last time, if all is as it was; None where it may not be."""
-        if self.buffer is None or self.buffer is not self.kept:
+        if self.kept is None or self.buffer is not self.kept.buffer:
             return None
-        same = self.parameters[handle.parameter]._version == handle.version  # No trap: in use.
+        same = self._counted[handle.parameter]._version == handle.version
         return self._shown.get(handle[2:7]) if same else None
 
     def close(self) -> None:
         """Let go of all views."""
-        self.kept, self._kept_views = None, []
+        self.kept = None
         self._shown.clear()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from offload.program import Lane, Op
+from offload.program import Lane, Op, Verb
 from offload.schedule import Schedule
 from offload.scoreboard import Scoreboard
 from offload.task import Fence, Key, Passage, Run, State, Task
@@ -50,6 +50,8 @@ class Known:
     booked: Any
     """What the books that know it have written down of it: of these here, the cells that it reads
     and those that it writes, see `program.cells`."""
+    ready: bool
+    """Whether no more has to be said of what it does: it has `run`, is copied or is the user's."""
 
 
 class Books:
@@ -94,7 +96,8 @@ class Books:
         spans: Spans | None = None,
     ) -> Known:
         """Write an op down, to be issued any number of times; see `program.cells`."""
-        return Known(op, run, False, (reads, writes))
+        ready = run is not None or op.verb is not Verb.MOVE
+        return Known(op, run, False, (reads, writes), ready)
 
     def issue(
         self, known: Known, number: int, run: Run | None, passage: Passage | None = None
@@ -108,6 +111,12 @@ class Books:
         task = self.submit(known.op, waits, key, run, passage, None)
         self._board.note(task, reads, writes)
         return task
+
+    def issue_all(
+        self, known: Sequence[Known], number: int, runs: Sequence[Run | None]
+    ) -> list[Task]:
+        """The same for several."""
+        return [self.issue(one, number, run) for one, run in zip(known, runs)]
 
     def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""

@@ -25,6 +25,8 @@ class Calls:
         """None is."""
         self._frame: FrameType | None = None
         self._thread = 0
+        self._depth = 0
+        """How far up it was found the last time."""
 
     def begin(self) -> None:
         """A hook is called before a module; nothing new inside another's call."""
@@ -40,11 +42,21 @@ class Calls:
         self._frame = None
 
     @property
+    def under_way(self) -> bool:
+        """Whether a call is seen at first sight; one that is not may be, too."""
+        try:
+            return sys._getframe(self._depth) is self._frame
+        except ValueError:  # So deep nothing is.
+            return False
+
+    @property
     def broken_off(self) -> bool:
         """Whether a call began that does not run any more, and nobody said that it was over."""
         if self._frame is None or self._thread != threading.get_ident():
             return False
+        depth = 1
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
-            frame = frame.f_back
+            depth, frame = depth + 1, frame.f_back
+        self._depth = depth
         return frame is None

@@ -21,6 +21,7 @@ from offload.arena import typed
 from offload.executor import Executor
 from offload.passes import Passes
 from offload.program import Use, Verb
+from offload.served import ServedParameter
 from offload.task import Task
 
 
@@ -93,7 +94,7 @@ class Collector:
             self.send(unit)
         if now.task is None:
             self._acquire(unit)
-        else:
+        elif not self._executor.device.is_host:
             self._executor.lanes.join(now.task)
         self._put(now, unit, parameter, gradient)
         if now.arrived == now.trainable:
@@ -175,7 +176,7 @@ class Collector:
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         known = self._passes.known.collect(unit, self._passes.position)
-        task = self._executor.reserve(known, self._passes.number)
+        task = self._executor.lanes.issue(known, self._passes.number, None)
         try:
             self._executor.lanes.begin(task)
         except BaseException:
@@ -216,8 +217,13 @@ class Collector:
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
+    gradient: torch.Tensor | None
+    if type(parameter) is ServedParameter:  # It has no trap.
+        gradient = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
+        return gradient
     with torch._C.DisableTorchFunctionSubclass():
-        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
+        gradient = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
 

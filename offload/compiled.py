@@ -10,17 +10,13 @@ from dataclasses import replace
 from offload.books import Books, Known, Spans
 from offload.device import Device
 from offload.layout import CHUNK_STAGES
-from offload.program import Lane, Op
-from offload.task import Fence, Key, Passage, Run, Task
+from offload.program import Lane, Op, Verb
+from offload.task import Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
-
-OPS_KEPT = 4
-"""So many ops are known by their numbers for each one of which is remembered that it ran: of those
-that are queued some run much later, and some never."""
 
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
@@ -39,16 +35,14 @@ class CompiledBooks:
     def __init__(self, kept: int = SPANS_MAX) -> None:
         """Nothing is queued; of what has run, remember the last so many."""
         self._books = books = _native.Books(len(_LANES), CHUNK_STAGES, kept)
-        self._ops: list[Op | None] = [None] * (OPS_KEPT * kept or 1)
-        """The last ops queued of which lanes tell that they ran, each at its number in turn."""
-        self._number = -1
         self._cells: dict[object, int] = {}
         """The number of every place."""
         self.passage = _native.make_passage
         self.seal, self.cancel = books.seal, books.cancel
         self.begin, self.over = books.begin, books.over
+        self.finish: Callable[..., None] = books.finish
         self.all = books.all
-        self._issue = books.issue
+        self._issue, self._issue_all = books.issue, books.issue_all
 
     def know(
         self,
@@ -60,8 +54,9 @@ class CompiledBooks:
     ) -> Known:
         """Write an op down; what has `spans` its lane copies on its own."""
         cells = self._numbers(reads), self._numbers(writes)
-        booked = _native.make_known(_NUMBER[op.lane], op.deadline, spans, *cells)
-        return Known(op, None if spans else run, spans is not None, booked)
+        ready = bool(spans or run) or op.verb is not Verb.MOVE
+        booked = _native.make_known(_NUMBER[op.lane], op.deadline, op, spans, *cells)
+        return Known(op, None if spans else run, spans is not None, booked, ready)
 
     def _numbers(self, cells: Iterable[object]) -> list[int]:
         return [self._cells.setdefault(cell, len(self._cells)) for cell in cells]
@@ -70,11 +65,13 @@ class CompiledBooks:
         self, known: Known, number: int, run: Run | None, passage: Passage | None = None
     ) -> Task:
         """Queue an op of the pass of that number behind those that touched its cells before."""
-        op, place = known.op, -1
-        if run is None:
-            self._number = place = self._number + 1
-            self._ops[place % len(self._ops)] = op
-        return self._issue(known.booked, number, op, run, passage, place, None)
+        return self._issue(known.booked, number, run, passage, None)
+
+    def issue_all(
+        self, known: Sequence[Known], number: int, runs: Sequence[Run | None]
+    ) -> list[Task]:
+        """The same for several, in one call."""
+        return self._issue_all([one.booked for one in known], number, list(runs))
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -96,16 +93,7 @@ class CompiledBooks:
     ) -> Task:
         """Queue an op behind `waits`; what has `spans` its lane copies on its own."""
         known = self.know(replace(op, deadline=key[1]), (), (), run, spans)
-        place = -1
-        if run is None:
-            self._number = place = self._number + 1
-            self._ops[place % len(self._ops)] = op
-        return self._issue(known.booked, key[0], op, run, passage, place, waits)
-
-    def finish(self, task: Task, fences: Sequence[Fence] = ()) -> None:
-        """`task` is done."""
-        assert not fences, "a device with fences has its books in Python"
-        self._books.finish(task)
+        return self._issue(known.booked, key[0], run, passage, waits)
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""
@@ -130,12 +118,7 @@ class CompiledBooks:
 
     def ran(self) -> list[Ran]:
         """The last copies and computes of the user since that was asked."""
-        kept = self._number - len(self._ops)  # Of older ones the place is another's.
-        return [
-            Ran(op.lane, op, start, stop)
-            for number, start, stop in self._books.ran()
-            if number > kept and (op := self._ops[number % len(self._ops)]) is not None
-        ]
+        return [Ran(op.lane, op, start, stop) for op, start, stop in self._books.ran()]
 
     def stop(self, *, closing: bool) -> None:
         """Start nothing more."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cpu_adam.choice import available
+from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
 from offload.binding import BoundUnit
@@ -25,9 +26,8 @@ from offload.exposure import Exposures
 from offload.finality import Finality
 from offload.gradients import Gradients
 from offload.guard import Handle
-from offload.interrupt import torn, whole
+from offload.interrupt import torn_times, whole
 from offload.inuse import InUse, refuse_moved
-from offload.lanes import EngineError
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
@@ -35,6 +35,7 @@ from offload.program import Program, Verb, compile_program
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Frozen, Updates
+from offload.usable import refuse_unusable
 
 
 class Engine:
@@ -52,21 +53,21 @@ class Engine:
     ):
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
-        self.executor = executor
+        self.executor, self._lanes = executor, executor.lanes
         self.residents = Residents(executor, units, self.check)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
-        self.in_use = InUse(executor, memory, self.passes, self.exposures)
+        self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches if max_grad_norm is None else None, names)
         self.units, self.lock = units, threading.RLock()
-        self._pid, self._torn, self._since = os.getpid(), len(torn()), time.perf_counter()
+        self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
@@ -97,19 +98,11 @@ class Engine:
 
     def check(self) -> None:
         """Raise unless the engine can be used here and now."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "a forked process touched an offloaded model: its memory stays with the parent; "
-                "move the work there, or start workers with multiprocessing 'spawn'"
-            )
-        if self.executor.lanes.closed:
-            raise EngineError("the offload engine of this model was closed")
-        if len(torn()) != self._torn:
-            raise EngineError(
-                f"{torn()[-1]} while the engine was in the middle of something, which may be half "
-                "done now: start again from the last checkpoint"
-            )
-        self.executor.check()
+        lanes, executor = self._lanes, self.executor
+        near = executor.device.is_host and executor.bed is None
+        if lanes.ended or not near or os.getpid() != self._pid or torn_times() != self._torn:
+            refuse_unusable(executor, self._pid, self._torn)
+        interrupt.owner = lanes.owner
 
     def _before_write(self, unit: int) -> bool:
         """Make way for a write to the home of a unit's weights."""
@@ -159,7 +152,8 @@ class Engine:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
         if torch._C._current_graph_task_id() not in self._graphs:
             self.enter_backward()
-        self.finality.gradient_came(unit, index)
+        if self.finality.counts:
+            self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
 
     def collect_between(self, unit: int, index: int, parameter: torch.nn.Parameter) -> bool:
@@ -205,39 +199,46 @@ class Engine:
         if self.passes.verb is Verb.BACKWARD or self.calls.broken_off:
             self.end_pass(finished=False)
 
-    def enter(self, bound: BoundUnit) -> None:
-        """A module that uses a unit is about to run, in a call that is not broken off."""
-        if in_backward():
+    def enter(self, bound: BoundUnit, *, inside: bool) -> None:
+        """A module that uses a unit is about to run, in a call that is not broken off.
+
+        `inside` a backward it is a recompute.
+        """
+        if inside:
             self.enter_backward()  # A recompute may be the first that is seen of it.
             self.finality.recomputed(bound.index)
         else:
             if self.passes.verb is Verb.BACKWARD:
                 self.end_pass(finished=False)
-            self.finality.called(bound.index)
-            bound.around.update(o.index for o in self.in_use if o.depth and o is not bound)
+            if self.finality.counts:
+                self.finality.called(bound.index)
+            if self.in_use.units:
+                around = (o.index for o in self.in_use.units if o.depth and o is not bound)
+                bound.around.update(around)
         self._use(bound)
         bound.depth += 1
 
-    def leave(self, unit: int) -> None:
-        """A module that uses `unit` has run.
+    def leave(self, bound: BoundUnit) -> None:
+        """A module that uses a unit has run.
 
         Raises:
             RuntimeError: a parameter was given other storage meanwhile.
         """
-        bound = self.units[unit]
         bound.depth = max(0, bound.depth - 1)
-        bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
-        moved = bound.moved() if bound.buffer is not None else None
+        if bound.buffer is None:
+            return
+        bound.held = bound.held or bound.spec.lasting
+        moved = bound.moved()
         self.in_use.release(bound)
-        refuse_moved(moved)
+        if moved is not None:
+            refuse_moved(moved)
 
-    def hold(self, unit: int) -> None:
-        """The backward of `unit` is next; that of the units held need not, but may, be over."""
-        bound = self.units[unit]
+    def hold(self, bound: BoundUnit) -> None:
+        """The backward of a unit is next; that of the units held need not, but may, be over."""
         self._release_held(but=bound)
         if self.finality.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
-        if unit not in self.finality.begun:  # Else nothing that comes needs its weights.
+        if bound.index not in self.finality.begun:  # Else nothing that comes needs its weights.
             bound.held = True
             self._use(bound)
 
@@ -246,7 +247,7 @@ class Engine:
 
         With `but` in another's forward, or the other way round, one's backward is in the other's.
         """
-        for bound in self.in_use:
+        for bound in list(self.in_use.units):
             nested = but is not None and (bound.index in but.around or but.index in bound.around)
             if bound is not but and not nested and not bound.spec.lasting:
                 bound.held = False
@@ -267,14 +268,9 @@ class Engine:
 
     # -- saved tensors ---------------------------------------------------------------------------
 
-    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
-        """The handle of a tensor that lies in the weights of a unit in use, else None."""
-        found = self.in_use.holding(tensor)
-        return None if found is None else found[0].handle_at(self, found[1], tensor)
-
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, or a copy where it lies in the weights of a unit in use."""
-        return tensor if self.handle_of(tensor) is None else tensor.clone()
+        return tensor if self.in_use.handle_of(tensor) is None else tensor.clone()
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.

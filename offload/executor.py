@@ -75,7 +75,8 @@ class Executor:
             EngineError: a lane failed.
             RuntimeError: the engine sleeps, or a graph of the device is being recorded.
         """
-        self.device.refuse_capture()
+        if not self.device.is_host:
+            self.device.refuse_capture()
         if self.bed is not None:
             raise RuntimeError(
                 "the model is asleep (offload.sleep), and its values are out of reach: "
@@ -115,10 +116,14 @@ class Executor:
     ) -> Task:
         """As `issue`."""
         work = known.run or run
-        if work is None and not known.copies:
-            assert known.op.verb is Verb.MOVE
+        if work is None and not known.ready:
             work = self._mover(known.op, None)
         return self.lanes.issue(known, pass_number, work)
+
+    def issue_all(self, known: Sequence[Known], pass_number: int) -> list[Task]:
+        """Queue several ops that say what they do, moves or the user's own compute."""
+        runs = [one.run if one.ready else self._mover(one.op, None) for one in known]
+        return self.lanes.issue_all(known, pass_number, runs)
 
     def issue_chunk(
         self,
@@ -149,10 +154,6 @@ class Executor:
             self.lanes.fail(error)  # A passage that is not sealed would be waited for for ever.
             raise
         return tasks
-
-    def reserve(self, known: Known, pass_number: int) -> Task:
-        """A task for the user's own compute, begun and finished by the caller."""
-        return self.lanes.issue(known, pass_number, None)
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else in_slot(use, passage.slot))

@@ -75,6 +75,9 @@ class Finality:
         self.begun: dict[int, Mapping[int, Turn]] = {}
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
+        self.counts = micro_batches is not None
+        """Whether the backward calls of a step are counted, so that updates begin early. Where not,
+        nobody has to tell of calls and gradients."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -91,11 +94,6 @@ class Finality:
         """What the user should know of how the declared number is kept."""
         self._aborted = False
         """Whether the last backward ended with an exception after updates had begun."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the backward calls of a step are counted, so that updates begin early."""
-        return self._micro_batches is not None
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -145,14 +143,14 @@ class Finality:
     def backward_began(self) -> None:
         """An outermost backward begins."""
         assert not self.begun
-        for now in self._now:
+        for now in self._now if self.counts else ():
             now.gradients.clear()
             now.recomputes = 0
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
-        if any(now.gradients for now in self._now):
+        if self.counts and any(now.gradients for now in self._now):
             self._before, self._now = self._now, [_Counts() for _ in self._names]
             self._backwards += 1
 

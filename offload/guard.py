@@ -99,7 +99,7 @@ class SavingGuard:
         self._outer: Any = _top(False)
         self._pair: _Pair = (self._pack, self._unpack)
         _push(*self._pair)
-        self._stack = [self._pair]
+        self._stack: Sequence[_Pair] = (self._pair,)
         """Torch's stack as it was then."""
         if self._outer is not None:
             self._stack = _take_all()
@@ -113,7 +113,7 @@ class SavingGuard:
         else:
             now = _take_all()
             _put_back([pair for pair in now if pair[0] is not self._pair[0]])
-        self._let_go()
+        del self._pair, self._stack  # Which break a circle through our own methods.
 
     @staticmethod
     def leave(guards: Sequence[SavingGuard]) -> None:
@@ -128,11 +128,7 @@ class SavingGuard:
                 known += 1
             _put_back(now[: max(0, known - len(left))] + now[known:])
         for guard in guards:
-            guard._let_go()
-
-    def _let_go(self) -> None:
-        """Break the circle through our own methods."""
-        del self._pair, self._stack
+            del guard._pair, guard._stack  # As above.
 
     @whole
     def _locate(self, tensor: torch.Tensor) -> Handle | None:
@@ -151,7 +147,7 @@ class SavingGuard:
         return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if isinstance(packed, Handle):
+        if type(packed) is Handle:
             with packed.engine.lock:
                 return packed.engine.tensor_of(packed)
         if self._outer is None:

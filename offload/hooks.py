@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence, ValuesView
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
-from offload.aside import NO_RECORDING, refuse_transforms, unseen
+from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, usual
 from offload.binding import BoundUnit
 from offload.collected import take_gradient
 from offload.engine import Engine
@@ -38,31 +38,28 @@ class Hooks:
     ):
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
-        self._guards: list[tuple[nn.Module, SavingGuard, _Began]] = []
+        self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...]]] = []
         """Modules whose forward runs, each with its guard and what autograd had made before."""
         self._in_forward = False
         self._handles: list[Any] = []
+        before_backward = whole(self._before_backward)
         self._announce = [
-            _alone(engine.lock, partial(self._before_backward, unit.index))
-            if unit.spec.backward
-            else None
-            for unit in engine.units
+            partial(before_backward, unit) if unit.spec.backward else None for unit in engine.units
         ]
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self.structure = Structure(model, engine)
         lanes = engine.executor.lanes
         self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
         keep = self._handles.append
-        hook = partial(Hook, lock=engine.lock)
-        enter = hook(self._enter_root, refuses=bool(announcers))
+        enter = _hook(self._enter_root, refuses=bool(announcers))
         keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)
-            before = hook(partial(self._before_forward, units), refuses=True)
-            after = hook(partial(self._after_forward, tuple(used), [0, 0]))
+            before = _hook(self._before_forward, units, refuses=True)
+            after = _hook(self._after_forward, units, [0, 0])
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
-        keep(model.register_forward_hook(hook(self._leave_root), always_call=True))
+        keep(model.register_forward_hook(_hook(self._leave_root), always_call=True))
         streamed = {
             p for u in engine.units if u.index not in engine.residents for p in u.parameters
         }
@@ -73,6 +70,7 @@ class Hooks:
         for unit in engine.units:
             if trains and unit.index in engine.residents:
                 continue
+            many = sum(one.trainable for one in unit.spec.parameters) > 2
             for index, parameter in enumerate(unit.parameters):
                 if unit.spec.parameters[index].trainable or (
                     parameter.requires_grad and not trains
@@ -80,9 +78,9 @@ class Hooks:
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
                     place = (known, trains, unit.index, index)
-                    arrive = hook(
-                        partial(_gradient_arrived, *place), unless=partial(_in_between, *place)
-                    )
+                    arrive = _hook(_gradient_arrived, *place)
+                    if many:
+                        arrive = Hook(_left_alone(_gradient_came), arrive, *place)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -96,9 +94,12 @@ class Hooks:
         self._leave_guards()
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
-        self._engine.check()
-        if in_backward():
-            return
+        with self._engine.lock:
+            self._engine.check()
+            if not in_backward():
+                self._begin_forward()
+
+    def _begin_forward(self) -> None:
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
@@ -110,66 +111,82 @@ class Hooks:
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
         left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard, _ in left])
+        SavingGuard.leave([guard for _, guard, _, _ in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._in_forward and not in_backward():
-            self._in_forward = False
-            # Torch calls this for an exception, too, while it handles it.
-            self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
-            if self._marks is not None and output is not None:
-                self._marks.forward_ends(output)
+        with self._engine.lock:
+            if self._in_forward and not in_backward():
+                self._in_forward = False
+                # Torch calls this for an exception, too, while it handles it.
+                self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
+                if self._marks is not None and output is not None:
+                    self._marks.forward_ends(output)
 
     def _before_forward(
         self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        engine, inside = self._engine, in_backward()
-        engine.check()
-        if not inside:
-            if engine.calls.broken_off:
-                self._in_forward = False
-                self._leave_guards()
-                engine.end_abandoned()
-            engine.calls.begin()
-        for bound in used:
-            engine.enter(bound)
-            engine.casts.use(bound.index)
-        guard = SavingGuard(engine, used, inside)
-        began = _Began(_sequence_number(), _makers((args, kwargs)) if inside else ())
-        self._guards.append((module, guard, began))
+        engine, inside = self._engine, _graph() >= 0
+        with engine.lock:
+            engine.check()
+            if not (inside or engine.calls.under_way):
+                if engine.calls.broken_off:
+                    self._in_forward = False
+                    self._leave_guards()
+                    engine.end_abandoned()
+                engine.calls.begin()
+            for bound in used:
+                engine.enter(bound, inside=inside)
+                if _autocasts():
+                    engine.casts.use(bound.index)
+            guard = SavingGuard(engine.in_use, used, inside)
+            given = _makers((args, kwargs)) if inside else ()
+            self._guards.append((module, guard, _sequence_number(), given))
 
     def _after_forward(
-        self, used: tuple[int, ...], looks: list[int], module: nn.Module, args: Any, output: Any
+        self,
+        used: tuple[BoundUnit, ...],
+        looks: list[int],
+        module: nn.Module,
+        args: Any,
+        output: Any,
     ) -> Any:
         """`looks` counts in how many forwards, in evaluation and training, it was looked at."""
-        if not self._guards or self._guards[-1][0] is not module:
-            return None  # Its pre-hook was not reached: another hook raised before.
-        _, guard, began = self._guards.pop()
-        guard.close()  # First, as what comes then may raise, and nobody else would.
-        # An output that is a view of a weight must outlive the slot.
-        output = replaced(output, self._engine.outliving)
-        if looks[module.training] < _LOOKS_MAX:
-            looks[module.training] += 1
-            _check_stashed(module, self._engine)
-        if torch.is_grad_enabled():
-            own = [leaf for leaf in tensors_in(output) if began.before(leaf)]
-            for unit in used:
-                if (backward := self._announce[unit]) is not None:
-                    for leaf in own:
-                        announce: Any = leaf.register_hook
-                        announce(backward)
-        if not self._guards and not self._in_forward:
-            self._engine.calls.end()
-        for unit in used:
-            self._engine.leave(unit)
-        return output
+        engine, guards = self._engine, self._guards
+        with engine.lock:
+            if not guards or guards[-1][0] is not module:
+                return None  # Its pre-hook was not reached: another hook raised before.
+            _, guard, began, given = guards.pop()
+            guard.close()  # First, as what comes then may raise, and nobody else would.
+            # An output that is a view of a weight must outlive the slot.
+            single = type(output) is torch.Tensor
+            keep = engine.outliving
+            output = keep(output) if single else replaced(output, keep)
+            if looks[module.training] < _LOOKS_MAX:
+                looks[module.training] += 1
+                _check_stashed(module, engine)
+            if torch.is_grad_enabled():
+                for leaf in (output,) if single else tensors_in(output):
+                    if _made_since(leaf, began, given):
+                        for bound in used:
+                            if (backward := self._announce[bound.index]) is not None:
+                                _announce(leaf, backward)
+            if not guards and not self._in_forward:
+                engine.calls.end()
+            for bound in used:
+                engine.leave(bound)
+            return output
 
-    def _before_backward(self, unit: int, gradient: torch.Tensor) -> None:
-        """A gradient has reached the output of `unit`: its backward is next."""
+    def _before_backward(self, bound: BoundUnit, gradient: torch.Tensor) -> None:
+        """A gradient has reached the output of a unit: its backward is next."""
         if torch.is_grad_enabled():
             _refuse_create_graph()
-        self._engine.enter_backward()
-        self._engine.hold(unit)
+        with self._engine.lock:
+            self._engine.enter_backward()
+            self._engine.hold(bound)
+
+
+_graph: Callable[[], int] = torch._C._current_graph_task_id
+_autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 
 _LOOKS_MAX = 2
@@ -187,7 +204,7 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
         for name, value in vars(inner).items():
             held = value.values() if type(value) is dict else value
             for one in held if isinstance(held, (list, tuple, ValuesView)) else (value,):
-                if type(one) is torch.Tensor and engine.handle_of(one) is not None:
+                if type(one) is torch.Tensor and engine.in_use.handle_of(one) is not None:
                     where = f"{type(module).__name__}.{path}.{name}".replace("..", ".")
                     raise RuntimeError(
                         f"{where} was set, in the module's own forward, to a view of an offloaded "
@@ -196,28 +213,35 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
                     )
 
 
-class _Began(NamedTuple):
-    """What autograd had made when a module's forward began.
+def _made_since(tensor: torch.Tensor, began: int, given: tuple[Any, ...]) -> bool:
+    """Whether `tensor` was made in a module's forward.
 
     What a module only passes on (T5's position bias) is another's, and comes in the middle of that
     one's backward: to bring this one into use then would take its weights from under it.
+
+    Args:
+        tensor: of the output.
+        began: the number that autograd gave to the first operation of that forward.
+        given: in a recompute, what made the arguments: the forward's thread has other numbers.
     """
-
-    number: int
-    """Which autograd gives to the next operation of the thread."""
-    given: tuple[Any, ...]
-    """In a recompute, what made the arguments: the numbers of the forward's thread are others."""
-
-    def before(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` was made in the forward."""
-        maker = tensor.grad_fn
-        if maker is None or (self.given and any(maker is one for one in self.given)):
-            return False
-        return maker._sequence_nr() >= self.number
+    maker = tensor.grad_fn
+    if maker is None or (given and any(maker is one for one in given)):
+        return False
+    return maker._sequence_nr() >= began
 
 
 def _makers(arguments: Any) -> tuple[Any, ...]:
     return tuple(one.grad_fn for one in tensors_in(arguments))
+
+
+def _announce(leaf: Any, backward: Callable[..., Any]) -> None:
+    """What `register_hook` does, which makes a handle besides, where the tensor has no hook yet."""
+    if leaf._backward_hooks is not None:
+        leaf.register_hook(backward)
+        return
+    leaf._backward_hooks = hooks = OrderedDict()
+    leaf.grad_fn._register_hook_dict(leaf)
+    hooks[_announce] = backward  # The keys of others are numbers.
 
 
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -225,9 +249,6 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 
 
 _dynamo: Any = torch._dynamo
-_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What of torch.compile looks at the frames of this thread; None where nothing does. (To have
-`disable` ask takes as long as much of what is called.)"""
 
 
 def _left_alone(function: Any) -> Any:
@@ -237,22 +258,11 @@ def _left_alone(function: Any) -> Any:
     return alone
 
 
-class Hook:
-    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one."""
+class Hook(partial[Any]):
+    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one.
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        lock: threading.RLock,
-        *,
-        refuses: bool = False,
-        unless: Callable[..., bool] | None = None,
-    ):
-        """Call `function` wherever it is called, holding `lock`; or `refuses` `torch.func`.
-
-        Not where `unless` has done all that there was to do, which signals may come between.
-        """
-        self._function, self._refuses, self._unless = _alone(lock, function), refuses, unless
+    It is called without a frame of its own.
+    """
 
     def __getattr__(self, name: str) -> Any:
         """Functions have a name, and torch.jit.script asks for it."""
@@ -261,17 +271,6 @@ class Hook:
             f"model, {NO_RECORDING}"
         )
 
-    @_left_alone
-    def __call__(self, *args: Any) -> Any:
-        """Call the function."""
-        if self._refuses:
-            refuse_transforms("an offloaded module was called")
-        if _compiler() is None:
-            if self._unless is not None and self._unless(*args):
-                return None
-            return self._function(*args)
-        return _dynamo.disable(self._function)(*args)
-
     def __deepcopy__(self, memo: object) -> Any:
         return _inert
 
@@ -279,18 +278,16 @@ class Hook:
         return (_get_inert, ())
 
 
-def _alone(lock: threading.RLock, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which no signal and no other thread that holds `lock` can come between.
+def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Hook:
+    """Call `function` with these and what it is called with, whole; it `refuses` `torch.func`."""
 
-    A node of a backward on CPU tensors (an output that left the device) runs on the thread that
-    called backward, beside the device's own.
-    """
+    def otherwise(*args: Any) -> Any:
+        if refuses:
+            refuse_transforms("an offloaded module was called")
+        return apart(*args) if compiler() is None else _dynamo.disable(apart)(*args)
 
-    def run(*args: Any) -> Any:
-        with lock:
-            return function(*args)
-
-    return whole(run)
+    apart = aside(function)
+    return Hook(_left_alone(whole(function, otherwise)), *args)
 
 
 def _inert(*_: object) -> None:
@@ -301,17 +298,19 @@ def _get_inert() -> Any:
     return _inert
 
 
-def _in_between(
+def _gradient_came(
+    arrive: Hook,
     known: Callable[[], Engine | None],
     trains: bool,
     unit: int,
     index: int,
     parameter: nn.Parameter,
-) -> bool:
-    """See [Note: Gradients in between]."""
+) -> None:
+    """See [Note: Gradients in between]: what only puts it somewhere signals may come between."""
     engine = known()
-    usual = type(parameter) is ServedParameter and unseen() and not torch.is_grad_enabled()
-    return bool(usual and trains and engine and engine.collect_between(unit, index, parameter))
+    plain = type(parameter) is ServedParameter and usual() and not torch.is_grad_enabled()
+    if not (plain and trains and engine and engine.collect_between(unit, index, parameter)):
+        arrive(parameter)
 
 
 def _gradient_arrived(
@@ -319,10 +318,10 @@ def _gradient_arrived(
     trains: bool,
     unit: int,
     index: int,
-    parameter: torch.Tensor,
+    parameter: nn.Parameter,
 ) -> None:
     engine = known()
-    gradient = None if engine is None else take_gradient(engine.units[unit].parameters[index])
+    gradient = None if engine is None else take_gradient(parameter)
     if engine is None or gradient is None:
         return
     if not trains:
@@ -332,7 +331,8 @@ def _gradient_arrived(
         )
     if torch.is_grad_enabled():
         _refuse_create_graph()
-    engine.collect(unit, index, gradient)
+    with engine.lock:
+        engine.collect(unit, index, gradient)
 
 
 def _refuse_create_graph() -> None:

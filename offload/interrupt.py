@@ -8,8 +8,13 @@ handler that is a Python function is called at its end. (Blocking the signals wo
 kernel hands them to a thread where they are not blocked, and Python still calls the handler here.)
 What goes on for long is made of calls that are whole each: `attach` takes its memory, then moves
 unit by unit, and undoes what it did; `detach` and `stream_weights` read parameter by parameter.
-Who cannot wait presses Ctrl-C twice: that is raised at once, and no engine of the process can be
-used any more, as nobody knows what was left half done.
+Who cannot wait presses Ctrl-C twice: its handler is called at once, and no engine of the process
+can be used any more, as nobody knows what was left half done.
+
+[Note: Signals that wait]
+`src/whole/module.cpp` lays a handler of its own over the one that Python has with the kernel, which
+only notes what comes while something whole is under way; `signal.getsignal` tells what the user has
+set, as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
 """
 
 from __future__ import annotations
@@ -21,12 +26,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from signal import SIGINT
+from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam.interrupt import Handler, call, handlers, put_back
-from offload.aside import aside, nothing_to_take
+from offload.aside import QUESTIONS, aside, usual
+
+try:
+    from offload import _whole as _native
+except ImportError:  # Not compiled: the reference serves.
+    _native = None  # type: ignore[assignment]
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -42,21 +52,36 @@ _came: dict[int, FrameType | None] = {}
 _presses = 0
 """How often Ctrl-C was among them."""
 _torn: list[str] = []
+_TWICE = "Ctrl-C was pressed twice"
+_told = [0]
+"""How often it was so far, of those times that are told below Python."""
+
+if _native is not None:
+    _NUMBERS = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
+    _native.prepare(_MAIN or 0, _signal.getsignal, _NUMBERS, *QUESTIONS)
 
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
 
 calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
-and whose they were, see `belongs`. On threads other than the main one those within a call are here,
+and whose they were, see `owner`. On threads other than the main one those within a call are here,
 too."""
-_owner: object = None
+_recording = False
+owner: object = None
+"""Whose the call is that is under way, and those after it that do not say."""
 
 
-def belongs(to: object) -> None:
-    """The call that is under way is one of that engine's, as are those after it that do not say."""
-    global _owner
-    _owner = to
+def recorded() -> deque[tuple[float, float, object]]:
+    """`calls`, to which calls are added from now on."""
+    global _recording
+    _recording = True
+    return calls
+
+
+def torn_times() -> int:
+    """How often something whole was torn so far."""
+    return len(_torn) if _native is None else len(_torn) + _native.torn() - _told[0]
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -66,32 +91,82 @@ def _note(number: int, frame: FrameType | None) -> None:
     if number == _SIGINT:
         _presses += 1
         if _presses == 2 and _inside:
-            _torn.append("Ctrl-C was pressed twice")
+            _torn.append(_TWICE)
             raise KeyboardInterrupt
 
 
 def torn() -> Sequence[str]:
     """What has torn something whole: each time, the reason. It grows."""
+    while _native is not None and _native.torn() > _told[0]:
+        _told[0] += 1
+        _torn.append(_TWICE)
     return _torn
 
 
-def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def inside() -> bool:
+    """Whether something whole is under way."""
+    return _inside or (_native is not None and _native.inside())
+
+
+def whole(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
     """Let `function` run to its end, its return or its error, before a signal counts.
 
-    The user's modes see nothing of it, see `aside`.
+    The user's modes see nothing of it, see `aside`. Or let `otherwise` run where it is called with
+    such modes, or where anything else is not as usual.
     """
-    apart = aside(function)
+    return (by_exchange if _native is None else by_note)(function, otherwise)
+
+
+def by_note(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
+    """`whole`, where signals that come are noted below Python."""
+    apart = otherwise or aside(function)
+    enter, leave, begun, unusual = _native.enter, _native.leave, _native.BEGUN, _native.UNUSUAL
+
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        since = _recording and _now()
+        how = enter()
+        work = apart if how & unusual else function
+        if not how & begun:
+            return work(*args, **kwargs)
+        try:
+            return work(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                # No error that the engine meets, and its own books are not written for it.
+                _torn.append(f"{type(error).__name__} was raised")
+            raise
+        finally:
+            leave()
+            if since:
+                calls.append((since, _now(), owner))
+
+    return run
+
+
+def by_exchange(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> Callable[Parameters, Result]:
+    """`whole`, where the handlers are exchanged at either end."""
+    apart = otherwise or aside(function)
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         global _inside, _presses
-        work = function if nothing_to_take() else apart
+        work = function if usual() else apart
         if _thread() != _MAIN:  # On other threads Python calls no handlers.
             since = _now()
             try:
                 return work(*args, **kwargs)
             finally:
-                calls.append((since, _now(), _owner))
+                calls.append((since, _now(), owner))
         if _inside:
             return work(*args, **kwargs)
         since = _now()
@@ -118,7 +193,7 @@ def whole(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         finally:
             if _inside or _came:
                 _end(found)
-            calls.append((since, _now(), _owner))
+            calls.append((since, _now(), owner))
 
     return run
 

@@ -10,6 +10,7 @@ from offload.arena import Memory, zeros_on
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.exposure import Exposures
+from offload.guard import Handle, Resolver
 from offload.passes import Entry, Passes
 from offload.program import Value
 
@@ -17,41 +18,48 @@ from offload.program import Value
 class InUse:
     """Brings units into use and puts them at rest, each in its turn of the open pass."""
 
-    def __init__(self, executor: Executor, memory: Memory, passes: Passes, exposures: Exposures):
-        """No unit is in use."""
+    def __init__(
+        self,
+        executor: Executor,
+        memory: Memory,
+        passes: Passes,
+        exposures: Exposures,
+        resolver: Resolver,
+    ):
+        """No unit is in use; `resolver` turns handles back into tensors."""
+        self._resolver = resolver
         self._exposures = exposures
         self._executor = executor
         self._weight_slot = executor.plan.weight_slot
         self._memory = memory
         self._passes = passes
-        self._units: list[BoundUnit] = []
+        self.units: list[BoundUnit] = []
         """Those in use."""
         self._device_type = executor.device.torch_device.type
 
     def __iter__(self) -> Iterator[BoundUnit]:
-        return iter(list(self._units))
+        return iter(list(self.units))
 
     def serve(self, bound: BoundUnit) -> None:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
         slot = self._weight_slot[bound.index]
-        for other in self._units:
+        for other in self.units:
             if slot is not None and slot == self._weight_slot[other.index]:
                 self._serve_apart(bound, entry)
                 return
         try:
             self._executor.lanes.begin(entry.task)
             if bound.kept is None:
-                bound.serve(self._memory.weights(bound.index), keep_views=True)
-            else:
-                bound.serve_again()
+                bound.kept = bound.views_of(self._memory.weights(bound.index))
+            bound.serve(bound.kept)
         except BaseException:
             if entry.task.begun:
                 self._executor.lanes.finish(entry.task)
             self._passes.give_up(entry)
             raise
         bound.task = entry.task
-        self._units.append(bound)
+        self.units.append(bound)
 
     def _serve_apart(self, bound: BoundUnit, entry: Entry) -> None:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
@@ -63,8 +71,8 @@ class InUse:
         for piece, (offset, size) in enumerate(bound.spec.pieces):
             home = self._executor.peek(Value("weight", bound.index, piece))
             buffer[offset : offset + size].copy_(home)
-        bound.serve(buffer, keep_views=False)
-        self._units.append(bound)
+        bound.serve(bound.views_of(buffer))
+        self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
         """Put a unit at rest when nothing uses it any more; changes of its weights count.
@@ -73,10 +81,11 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        self._exposures.reserved.pop(bound.index, None)
+        if self._exposures.reserved:
+            self._exposures.reserved.pop(bound.index, None)
         weights, changed = bound.buffer, look or bound.changed
         bound.rest()
-        self._units.remove(bound)
+        self.units.remove(bound)
         try:
             if changed and self._weight_slot[bound.index] is not None:
                 self._keep(bound.index, weights)
@@ -111,26 +120,25 @@ class InUse:
             bound.depth, bound.held = 0, False
             self.release(bound, look=look)
 
-    def holding(self, tensor: torch.Tensor) -> tuple[BoundUnit, int] | None:
-        """The unit in whose weights a tensor lies, and where in bytes; None where in none."""
+    def handle_of(self, tensor: torch.Tensor) -> Handle | None:
+        """What stands for a tensor that lies in weights in use, else None."""
         if tensor.layout is not torch.strided:
             return None
         address = tensor.data_ptr()
-        for bound in self._units:
-            offset = address - bound.address
-            if 0 <= offset < bound.spec.weight_bytes and tensor.numel():
-                return (bound, offset) if tensor.device.type == self._device_type else None
+        for bound in self.units:
+            if bound.address <= address < bound.end:  # Of what is empty the address is zero.
+                own = tensor.device.type == self._device_type
+                return bound.handle_at(self._resolver, address, tensor) if own else None
         return None
 
 
-def refuse_moved(name: str | None) -> None:
-    """Refuse that a parameter was given other storage while it was in use, if one was.
+def refuse_moved(name: str) -> None:
+    """Refuse that a parameter was given other storage while it was in use.
 
     Raises:
-        RuntimeError: one was.
+        RuntimeError: always.
     """
-    if name is not None:
-        raise RuntimeError(
-            f"{name} was given other storage while its own module ran, but it is offloaded and "
-            "only its values can change: copy_() into it, or assign its data"
-        )
+    raise RuntimeError(
+        f"{name} was given other storage while its own module ran, but it is offloaded and "
+        "only its values can change: copy_() into it, or assign its data"
+    )

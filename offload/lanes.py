@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from offload import interrupt
 from offload.books import HISTORY_MAX, Spans
 from offload.compiled import books_of
 from offload.device import Device
-from offload.interrupt import belongs
 from offload.program import Lane, Op
 from offload.task import Fence, Key, Passage, Run, Task
 from offload.trace import Ran, Stepped, Trace, Waited
@@ -80,14 +80,21 @@ class Lanes:
         """Whether copies within CPU memory need no more than `spans`."""
         # What these do is said there; no call is so frequent as these.
         self.know, self.issue = self._books.know, self._books.issue
+        self.issue_all = self._books.issue_all
         self.touching, self.all = self._books.touching, self._books.all
         self.passage, self.seal = self._books.passage, self._books.seal
         self.cancel, self.together = self._books.cancel, self._books.together
+        self.finish: Callable[[Task], None] = (
+            self._books.finish if self._books.copies else self._finish
+        )
+        """The user's compute is over (on the host; the device may have work left)."""
         self._pace = pace
         self._trace = trace
-        self._owner = trace and trace.key
+        self.owner = trace and trace.key
+        """Whose its calls are, for those that record them."""
         self._device = device
-        self.closed = False
+        self.closed = self.ended = False
+        """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
         self._pid = os.getpid()
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
@@ -132,13 +139,14 @@ class Lanes:
         With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
         lanes copy, it is that copy.
         """
-        belongs(self._owner)
+        interrupt.owner = self.owner
         return self._books.submit(op, waits, key, run, passage, spans)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
         with self._lock:
             self._failure = self._failure or error
+            self.ended = True
         self._books.stop(closing=False)
 
     # -- the user's thread --------------------------------------------------------------------
@@ -149,7 +157,7 @@ class Lanes:
         Raises:
             EngineError: with the lane's error as its cause.
         """
-        belongs(self._owner)
+        interrupt.owner = self.owner
         if self._failure is not None:
             raise EngineError(
                 f"a lane of the offload engine failed: {self._failure}. The weights in memory "
@@ -173,8 +181,7 @@ class Lanes:
                 fence.wait()
             task.streams.append(stream)
 
-    def finish(self, task: Task) -> None:
-        """The user's compute `task` is over (on the host; the device may have work left)."""
+    def _finish(self, task: Task) -> None:
         if self._device.is_host:
             self._books.finish(task)
         else:
@@ -283,12 +290,12 @@ class Lanes:
         lane may hold the lock, and cannot wait for its own end.
         """
         if threading.current_thread() in self._threads:
-            self.closed = True
+            self.closed = self.ended = True
             threading.Thread(
                 target=self.close, args=(then,), name="offload-close", daemon=True
             ).start()
             return
-        self.closed = True
+        self.closed = self.ended = True
         self._books.stop(closing=True)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.

@@ -17,8 +17,6 @@ def replaced(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     In an object of a class that torch does not know as a container (a dataclass, a cache) the
     attributes that hold changed tensors are set anew, so it stays the object that others hold.
     """
-    if type(output) is torch.Tensor:
-        return change(output)
     return _replaced(output, change, set())
 
 

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
+from offload.books import Known
 from offload.executor import Executor
 from offload.known import KnownOps
 from offload.layout import Place
@@ -29,8 +31,7 @@ TOGETHER = 16
 time that a lane is woken costs more than what is queued."""
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A unit's turn in a pass: what brings its weights, and the user's compute."""
 
     unit: int
@@ -39,13 +40,15 @@ class Entry:
     task: Task
 
 
+_Turn = tuple[Place | None, list[Known], Known]
+"""Of a unit in a pass: its slot, what brings its weights there, and the user's compute."""
+
+
 @dataclass(slots=True)
 class _Pass:
     verb: Verb
     order: tuple[int, ...]
     queue: deque[Entry] = field(default_factory=deque)
-    position: int = 0
-    """Position in `order` after the last unit used."""
     used: list[int] = field(default_factory=list)
 
 
@@ -88,25 +91,25 @@ class Passes:
         self._held: dict[Place, int] = {}
         """Unit that each slot will hold when all that is queued has run."""
         self._open: _Pass | None = None
+        self.position = 0
+        """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
         self.known = KnownOps(executor)
-
-    @property
-    def position(self) -> int:
-        """Where in its order the open pass is."""
-        return self._open.position if self._open is not None else 0
+        self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
+        """Of each direction, the turns in the order of its last pass."""
 
     def open(self, verb: Verb) -> None:
         """Begin a pass: queue the fetches of all its units."""
         assert self._open is None
         self.number += 1
+        self.position = 0
         self._open, self.verb = _Pass(verb, self.orders[verb]), verb
         self._queue(self._open, 0)
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
-        ended, self._open, self.verb = self._open, None, None
+        ended, self._open, self.verb, self.position = self._open, None, None, 0
         if ended is None:
             return
         self._drop(ended)
@@ -116,8 +119,9 @@ class Passes:
                 self._seen = (self.orders[Verb.FORWARD], used)
             elif self._seen is not None:
                 ahead, behind = self._seen
-                reverse = profile_of(self._plan.profile.units, used).backward
-                self.orders[Verb.BACKWARD] = behind if ahead == used else reverse
+                if ahead != used:
+                    behind = profile_of(self._plan.profile.units, used).backward
+                self.orders[Verb.BACKWARD] = behind
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""
@@ -126,11 +130,11 @@ class Passes:
         now.used.append(unit)
         next_in_order = now.queue and now.queue[0].unit == unit
         if not next_in_order and self._at_hand(now, unit):
-            return self._entry(now, unit, now.position)
+            return self._entry(now, unit, self.position)
         if not next_in_order:
             self._resume(now, unit)
         entry = now.queue.popleft()
-        now.position = entry.position + 1
+        self.position = entry.position + 1
         return entry
 
     def _at_hand(self, now: _Pass, unit: int) -> bool:
@@ -157,6 +161,7 @@ class Passes:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
+        self._turns.clear()
         self.known = KnownOps(self._executor)
 
     def invalidate(self, unit: int) -> None:
@@ -169,31 +174,50 @@ class Passes:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
         self.misses += 1
         self._drop(now)
-        ahead = [*range(now.position, len(now.order)), *range(now.position)]
+        ahead = [*range(self.position, len(now.order)), *range(self.position)]
         found = next((at for at in ahead if now.order[at] == unit), None)
         if found is not None:
             self._queue(now, found)
         else:
-            now.queue.append(self._entry(now, unit, now.position - 1))
-            self._queue(now, now.position)
+            now.queue.append(self._entry(now, unit, self.position - 1))
+            self._queue(now, self.position)
 
     def _queue(self, now: _Pass, start: int) -> None:
-        order = now.order
-        for first in range(start, len(order), TOGETHER):
-            with self._executor.lanes.together():
-                for position in range(first, min(first + TOGETHER, len(order))):
-                    now.queue.append(self._entry(now, order[position], position))
+        turns = self._turns_of(now)
+        for first in range(start, len(turns), TOGETHER):
+            some = turns[first : first + TOGETHER]
+            now.queue += self._entries(now.order[first : first + TOGETHER], some, first)
+
+    def _turns_of(self, now: _Pass) -> list[_Turn]:
+        order, turns = self._turns.get(now.verb, ((), []))
+        if order != now.order:
+            turns = [self._turn(now.verb, unit, at) for at, unit in enumerate(now.order)]
+            self._turns[now.verb] = now.order, turns
+        return turns
+
+    def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
+        return self._plan.weight_slot[unit], *self.known.turn(verb, unit, position)
 
     def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
-        """Queue the fetch of a unit, unless its slot will hold it, and its compute."""
-        slot = self._plan.weight_slot[unit]
-        fetches: list[Task] = []
-        moves, computes = self.known.turn(now.verb, unit, position)
-        if slot is not None and self._held.get(slot) != unit:
-            fetches = [self._executor.issue_known(one, self.number) for one in moves]
-            self._held[slot] = unit
-        task = self._executor.reserve(computes, self.number)
-        return Entry(unit, position, fetches, task)
+        return self._entries([unit], [self._turn(now.verb, unit, position)], position)[0]
+
+    def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
+        """Queue the fetches of units, unless their slots will hold them, and their computes."""
+        ops: list[Known] = []
+        ends = []
+        for unit, (slot, moves, computes) in zip(units, turns):
+            if slot is not None and self._held.get(slot) != unit:
+                ops += moves
+                self._held[slot] = unit
+            ops.append(computes)
+            ends.append(len(ops))
+        with self._executor.lanes.together():
+            tasks = self._executor.issue_all(ops, self.number)
+        begins = [0, *ends]
+        return [
+            Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])
+            for at, (unit, end) in enumerate(zip(units, ends))
+        ]
 
     def _drop(self, now: _Pass) -> None:
         """Take back what was queued and has not begun."""

@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from typing import Any
 
 import pytest
 
@@ -51,6 +52,16 @@ def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     from offload.compiled import BOOKS_VARIABLE
 
     monkeypatch.setenv(BOOKS_VARIABLE, request.param)
+
+
+@pytest.fixture(params=["noted", "exchanged"])
+def whole(request: pytest.FixtureRequest) -> Any:
+    """Both ways to let something run to its end before a signal counts."""
+    from offload import interrupt
+
+    if request.param == "noted" and interrupt._native is None:
+        pytest.skip("not compiled here")
+    return interrupt.by_note if request.param == "noted" else interrupt.by_exchange
 
 
 @pytest.fixture

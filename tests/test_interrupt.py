@@ -20,7 +20,6 @@ import torch
 
 import offload
 from offload import collected, guard, interrupt
-from offload.interrupt import whole
 from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
     RESIDENT,
@@ -329,7 +328,7 @@ def test_pressed_anywhere_in_attach(meta: bool, tmp_path: Path) -> None:
 # -- whole ----------------------------------------------------------------------------------------
 
 
-def test_what_is_whole_ends_before_the_interrupt_counts() -> None:
+def test_what_is_whole_ends_before_the_interrupt_counts(whole: Any) -> None:
     done: list[str] = []
 
     @whole
@@ -349,7 +348,7 @@ def test_what_is_whole_ends_before_the_interrupt_counts() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_an_error_inside_is_the_context_of_the_interrupt() -> None:
+def test_an_error_inside_is_the_context_of_the_interrupt(whole: Any) -> None:
     @whole
     def fail() -> None:
         signal.raise_signal(signal.SIGINT)
@@ -360,7 +359,7 @@ def test_an_error_inside_is_the_context_of_the_interrupt() -> None:
     assert isinstance(caught.value.__context__, ValueError)
 
 
-def test_the_handler_that_was_there_is_asked_and_stays() -> None:
+def test_the_handler_that_was_there_is_asked_and_stays(whole: Any) -> None:
     asked: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
     try:
@@ -374,7 +373,7 @@ def test_the_handler_that_was_there_is_asked_and_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_pressed_twice_anywhere_the_handler_is_back() -> None:
+def test_pressed_twice_anywhere_the_handler_is_back(whole: Any) -> None:
     """Two presses at every pair of lines of `whole` itself, its last ones too."""
     asked: list[int] = []
 
@@ -397,7 +396,7 @@ def test_pressed_twice_anywhere_the_handler_is_back() -> None:
                     raised -= 1
                 raised += 1
                 assert signal.getsignal(signal.SIGINT) is mine
-                assert not interrupt._inside
+                assert not interrupt.inside()
                 assert asked
                 work()  # What was counted then is not counted now.
         assert raised == counted[0] * (counted[0] + 1) // 2
@@ -407,16 +406,15 @@ def test_pressed_twice_anywhere_the_handler_is_back() -> None:
         interrupt._torn[:] = torn
 
 
-def test_on_another_thread_nothing_is_done() -> None:
-    seen: list[Any] = []
-    handler = signal.getsignal(signal.SIGINT)
-    look = whole(lambda: seen.append(signal.getsignal(signal.SIGINT)))
+def test_on_another_thread_nothing_is_done(whole: Any) -> None:
+    seen: list[bool] = []
+    look = whole(lambda: seen.append(interrupt.inside()))
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    assert seen == [handler]
     look()
-    assert seen[1] is not handler
+    assert seen == [False, True]
+    assert not interrupt.inside()
 
 
 def test_pressed_twice_it_ends_at_once_and_no_engine_can_be_used(

@@ -17,7 +17,6 @@ import torch
 
 import offload
 from offload import interrupt
-from offload.interrupt import whole
 from tests.training import assert_same, attached, plain, result_of, train
 
 ENGINE = str(Path(offload.__file__).parent)
@@ -94,7 +93,7 @@ def test_a_handler_that_raises_anywhere_in_a_step(number: int, parts: int, tmp_p
     assert stopped >= parts * 4 // 5
 
 
-def test_what_is_whole_ends_before_any_handler_is_called() -> None:
+def test_what_is_whole_ends_before_any_handler_is_called(whole: Any) -> None:
     """And what it raises holds on to nothing of what was interrupted."""
     called: list[int] = []
     local: list[weakref.ref[torch.Tensor]] = []
@@ -120,10 +119,10 @@ def test_what_is_whole_ends_before_any_handler_is_called() -> None:
         assert isinstance(caught.value.__context__, Stopped)
         assert signal.getsignal(signal.SIGTERM) is note
         assert signal.getsignal(signal.SIGALRM) is note
-    assert not interrupt._inside
+    assert not interrupt.inside()
 
 
-def test_a_handler_set_inside_stays() -> None:
+def test_a_handler_set_inside_stays(whole: Any) -> None:
     def mine(*_: object) -> None:
         """Handles."""
 

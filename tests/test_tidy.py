@@ -58,6 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),
+    ("usable",),
     ("known",),
     ("states", "exposure", "passes", "updates", "resting", "marks"),
     ("served", "guard"),

@@ -328,8 +328,11 @@ WAITS = (
         "gradients: for the place where they are collected",
         "collected",
         "            self._executor.lanes.begin(task)\n        except",
-        "            self._executor.lanes.begin(self._executor.reserve(type(known)("
-        "known.op, known.reads, (), None), self._passes.number))\n        except",
+        "            from dataclasses import replace\n"
+        "            alone = self._executor.known(replace(known.op, reads=(), writes=()))\n"
+        "            number = self._passes.number\n"
+        "            self._executor.lanes.begin(self._executor.lanes.issue(alone, number, None))\n"
+        "        except",
     ),
     Wait(
         "sleep: for a piece before it is filled again",

@@ -25,6 +25,7 @@ using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `offload/books.p
 struct Known {
     int lane;
     int64_t deadline;
+    nb::object op;
     Copy copy;
     Cells reads, writes;
 };
@@ -36,11 +37,15 @@ static Copy copy_of(std::optional<Spans> spans) {
     return {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes};
 }
 
+// So many ops are kept for each one of which is remembered that it ran: of those that are queued
+// some run much later, and some never.
+constexpr size_t OPS_KEPT = 4;
+
 // The books, and what lanes will do in Python: with the GIL, and never by who copies without it.
 class Shared {
 public:
     Shared(int lanes, int slots, size_t ran_max)
-        : books_(new Books(lanes, slots, ran_max)), pid_(getpid()) {}
+        : books_(new Books(lanes, slots, ran_max)), pid_(getpid()), ops_(OPS_KEPT * ran_max) {}
     Shared(const Shared&) = delete;
     ~Shared() {
         // In a forked child nobody will ever wake who sleeps here, which its end would wait for.
@@ -48,21 +53,23 @@ public:
     }
 
     // Queue a task; `waits` where the caller says for whom it waits, else by what it touches.
-    nb::object issue(const Known& known, int64_t pass, nb::object op, nb::object run,
-                     const PassagePtr& passage, int64_t number,
+    nb::object issue(const Known& known, int64_t pass, nb::object run, const PassagePtr& passage,
                      const std::optional<std::vector<TaskPtr>>& waits) {
         const auto task = std::make_shared<Task>();
         task->lane = known.lane;
         task->of_user = run.is_none() && known.copy.bytes == 0;
         task->key = {pass, known.deadline};
         task->copy = known.copy;
-        task->number = number;
+        if (run.is_none() && !ops_.empty()) {
+            task->number = number_++;
+            ops_[size_t(task->number) % ops_.size()] = known.op;
+        }
         task->passage = passage;
         nb::object handle = nb::cast(task);
-        if (known.copy.bytes == 0) {
-            handle.attr("op") = op;
+        if (known.copy.bytes == 0 && !task->of_user) {
+            handle.attr("op") = known.op;
             handle.attr("run") = run;
-            if (!task->of_user) handles_.emplace(task.get(), handle);
+            handles_.emplace(task.get(), handle);
         }
         if (waits) {
             books_->add(task, *waits);
@@ -70,6 +77,14 @@ public:
             books_->issue(task, known.reads, known.writes);
         }
         return handle;
+    }
+    // The same for the ops of a pass, in their order.
+    nb::list issue_all(const std::vector<const Known*>& known, int64_t pass, nb::list runs) {
+        nb::list tasks;
+        for (size_t at = 0; at < known.size(); at++) {
+            tasks.append(issue(*known[at], pass, runs[at], nullptr, std::nullopt));
+        }
+        return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
         return books_->touching(reads, writes);
@@ -123,9 +138,12 @@ public:
         const Copied now = books_->copied(lane);
         return {now.busy_s, now.bytes, now.operations};
     }
-    std::vector<std::tuple<int64_t, double, double>> ran() {
-        std::vector<std::tuple<int64_t, double, double>> found;
-        for (const Ran& one : books_->ran()) found.emplace_back(one.number, one.start, one.stop);
+    std::vector<std::tuple<nb::object, double, double>> ran() {
+        std::vector<std::tuple<nb::object, double, double>> found;
+        for (const Ran& one : books_->ran()) {
+            if (one.number + int64_t(ops_.size()) < number_) continue;  // The place is another's.
+            found.emplace_back(ops_[size_t(one.number) % ops_.size()], one.start, one.stop);
+        }
         return found;
     }
 
@@ -138,6 +156,8 @@ private:
 
     Books* books_;
     pid_t pid_;
+    std::vector<nb::object> ops_;  // the last that are numbered, each at its number in turn
+    int64_t number_ = 0;           // of the next one
     std::unordered_map<Task*, nb::object> handles_;
 };
 
@@ -157,16 +177,16 @@ NB_MODULE(_books, module) {
         });
     module.def("make_passage", [] { return std::make_shared<Passage>(); });
     nb::class_<Known>(module, "Known");
-    module.def("make_known", [](int lane, int64_t deadline, std::optional<Spans> spans,
-                                Cells reads, Cells writes) {
-        return Known{lane, deadline, copy_of(spans), std::move(reads), std::move(writes)};
-    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("spans").none(), nb::arg("reads"),
-       nb::arg("writes"));
+    module.def("make_known", [](int lane, int64_t deadline, nb::object op,
+                                std::optional<Spans> spans, Cells reads, Cells writes) {
+        return Known{lane, deadline, op, copy_of(spans), std::move(reads), std::move(writes)};
+    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("op"), nb::arg("spans").none(),
+       nb::arg("reads"), nb::arg("writes"));
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
-        .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"), nb::arg("op"),
-             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("number"),
-             nb::arg("waits").none())
+        .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"),
+             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("waits").none())
+        .def("issue_all", &Shared::issue_all)
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
         .def("most_kept", &Shared::most_kept)

@@ -1,0 +1,40 @@
+"""What begins and ends each call into the engine, in C++: see `src/whole/module.cpp`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+BEGUN: int
+UNUSUAL: int
+
+def prepare(
+    thread: int,
+    get: Callable[[int], Any],
+    numbers: Sequence[int],
+    *questions: Callable[[], object],
+) -> None:
+    """The main thread is this one; `get` tells the handler of each of these signals. Once.
+
+    All is as usual while the answers to the questions are, see `quiet`.
+    """
+
+def enter() -> int:
+    """BEGUN: from here on signals wait for `leave`; not where they did already. And UNUSUAL.
+
+    On another thread than the main one, where Python calls no handlers, they go on.
+    """
+
+def leave() -> None:
+    """Call the handlers of what came, in that order.
+
+    One that raises does not keep the others from it: the last error is raised, with the one before
+    as its context.
+    """
+
+def inside() -> bool:
+    """Whether signals wait."""
+
+def torn() -> int:
+    """How often Ctrl-C was pressed twice while they did, after which they wait no longer."""
+
+def quiet(*questions: Callable[[], object]) -> Callable[[], bool]:
+    """Ask whether the answers to all of these are false, zero or None."""
