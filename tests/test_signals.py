@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -129,6 +131,53 @@ def test_a_handler_set_inside_stays(whole: Any) -> None:
     with handler_of(signal.SIGTERM, stop):
         whole(lambda: signal.signal(signal.SIGTERM, mine))()
         assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_a_handler_that_is_set_anew_waits_too(whole: Any) -> None:
+    """The same one, too, by which Python takes off whatever lay over it."""
+    done: list[int] = []
+
+    def work() -> None:
+        signal.raise_signal(signal.SIGALRM)
+        done.append(1)
+
+    for count in (1, 2, 3):
+        with handler_of(signal.SIGALRM, stop):
+            signal.signal(signal.SIGALRM, stop)
+            with pytest.raises(Stopped):
+                whole(work)()
+        assert len(done) == count
+
+
+def test_no_signal_is_lost_that_another_thread_gets(whole: Any) -> None:
+    """Where it meets the last end of what is whole, one of both has to see the other."""
+    came: list[int] = []
+    work, luck, over = whole(lambda: None), random.Random(0), threading.Event()
+    other = threading.Thread(target=over.wait)
+    other.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])  # So the other one gets it.
+    try:
+        with handler_of(signal.SIGALRM, lambda number, _: came.append(number)):
+            for sent in range(1, 1001):
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + luck.random() * 1e-4)
+                until = time.perf_counter() + luck.random() * 2e-4
+                while time.perf_counter() < until:
+                    work()
+                limit = time.perf_counter() + 10
+                while len(came) < sent and time.perf_counter() < limit:
+                    time.sleep(1e-4)  # After which Python looks what other threads got.
+                assert len(came) == sent
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+        over.set()
+        other.join()
+
+
+def test_what_is_shown_as_handlers_is_what_was_set() -> None:
+    if interrupt._native is None:
+        pytest.skip("not compiled here")
+    with handler_of(signal.SIGTERM, stop):
+        assert interrupt.by_note(signal.getsignal)(signal.SIGTERM) is stop
 
 
 def test_what_no_handler_can_raise_tears_the_engine(

@@ -1,9 +1,8 @@
 // What begins and ends each call into the engine: see `offload/interrupt.py`, `offload/aside.py`.
 //
-// Signals that wait: over the handler that Python has laid
-// lies one of our own. It hands on what comes; but while something whole is under way it only notes
-// it, and `leave` sends it again. What Python shows as its handlers is what the user has set, and
-// nothing has to be exchanged from call to call.
+// Over the handler that Python has laid lies one of our own. It hands on what comes; but while
+// something whole is under way it only notes it, and `leave` hands it on. So what Python shows as
+// its handlers is what the user has set, and nothing has to be exchanged from call to call.
 #include <nanobind/nanobind.h>
 #include <pthread.h>
 #include <signal.h>
@@ -121,7 +120,11 @@ void leave() {
     last = 0;
     std::optional<nb::python_error> raised;
     while (const int number = next()) {
-        raise(number);
+        if (below[size_t(number)].sa_flags & SA_SIGINFO) {
+            raise(number);  // It may want to know where it came.
+        } else {
+            below[size_t(number)].sa_handler(number);  // Also where this thread has it blocked.
+        }
         if (PyErr_CheckSignals() == 0) continue;
         nb::python_error error;
         if (raised) PyException_SetContext(error.value().ptr(), raised->value().inc_ref().ptr());
