@@ -45,8 +45,7 @@ class LaneUse:
 
     busy_s: float = 0.0
     exposed_s: float = 0.0
-    """Time that the user's thread was blocked and this lane was the reason; that of compute, too,
-    where it waited until a device was through with what was queued there."""
+    """Time that this lane blocked the user's thread; compute did by what a device had to do."""
     bytes: int = 0
     operations: int = 0
 
@@ -105,8 +104,7 @@ class Lanes:
             )
             for lane in lanes
         ]
-        started = threading.Barrier(len(lanes) + 1)
-        self._started = started
+        self._started = started = threading.Barrier(len(lanes) + 1)
         try:
             for thread in self._threads:
                 thread.start()
