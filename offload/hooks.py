@@ -281,6 +281,7 @@ class Hook(partial[Any]):
 def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Hook:
     """Call `function` with these and what it is called with, whole; it `refuses` `torch.func`."""
 
+    @_left_alone
     def otherwise(*args: Any) -> Any:
         if refuses:
             refuse_transforms("an offloaded module was called")

@@ -37,19 +37,24 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     """What the engine issues in a step, taken back or not."""
     lanes: Any = run.engine.executor.lanes
-    issue, issued = lanes.issue, list[tuple[Op, Task]]()
+    issue, issue_all, issued = lanes.issue, lanes.issue_all, list[tuple[Op, Task]]()
 
     def recording(known: Known, *arguments: Any) -> Task:
         task: Task = issue(known, *arguments)
         issued.append((known.op, task))
         return task
 
-    lanes.issue = recording
+    def recording_all(known: Sequence[Known], *arguments: Any) -> list[Task]:
+        tasks: list[Task] = issue_all(known, *arguments)
+        issued.extend((one.op, task) for one, task in zip(known, tasks))
+        return tasks
+
+    lanes.issue, lanes.issue_all = recording, recording_all
     try:
         loop(run)
         run.engine.settle()
     finally:
-        lanes.issue = issue
+        lanes.issue, lanes.issue_all = issue, issue_all
     assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 

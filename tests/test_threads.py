@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import offload
+from offload.binding import BoundUnit
 from tests.training import Net, attached, batch, loss_of
 
 WIDTH, BLOCKS = 16, 6
@@ -77,9 +78,9 @@ def trained(
     engine = optimizer.engine
     hold, held = engine.hold, list[list[str]]()
 
-    def spy(unit: int) -> None:
-        held[-1].append(engine.units[unit].spec.name)
-        hold(unit)
+    def spy(bound: BoundUnit) -> None:
+        held[-1].append(bound.spec.name)
+        hold(bound)
 
     engine.hold = spy
     try:
