@@ -75,8 +75,7 @@ class Executor:
             EngineError: a lane failed.
             RuntimeError: the engine sleeps, or a graph of the device is being recorded.
         """
-        if not self.device.is_host:
-            self.device.refuse_capture()
+        self.device.refuse_capture()
         if self.bed is not None:
             raise RuntimeError(
                 "the model is asleep (offload.sleep), and its values are out of reach: "

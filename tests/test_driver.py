@@ -123,6 +123,7 @@ def test_an_attached_model_refuses_to_be_captured(
         for use in uses:
             with monkeypatch.context() as patch:
                 on = run.engine.executor.device
+                patch.setattr(on, "is_host", False)
                 patch.setattr(on, "refuse_capture", driver_of(CUDA).refuse_capture)
                 patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                 with pytest.raises(RuntimeError, match=r"CUDA graph .*Capture nothing"):
