@@ -12,7 +12,7 @@ from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.guard import Handle, Resolver
 from offload.passes import Entry, Passes
-from offload.program import Value
+from offload.program import Lane, Value
 
 
 class InUse:
@@ -107,7 +107,10 @@ class InUse:
         for piece, (offset, size) in enumerate(self._executor.plan.profile.units[unit].pieces):
             value, now = Value("weight", unit, piece), weights[offset : offset + size]
             home = self._executor.peek(value)
-            if not torch.equal(home, now.to(home.device)):
+            here = self._executor.device.holds(home)
+            with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
+                same = torch.equal(home, now.to(home.device))
+            if not same:
                 self._executor.poke(value, now)
                 changed = True
         if changed:

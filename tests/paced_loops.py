@@ -206,6 +206,18 @@ def edit_the_second_block(loop: Loop) -> None:
         loop.run.model.blocks[1].down.weight.mul_(0.5)
 
 
+def edit_a_block_in_use(loop: Loop) -> None:
+    block = loop.run.model.blocks[1]
+
+    @contextmanager
+    def inside(**_: bool) -> Iterator[None]:
+        block.down.weight.mul_(0.5)
+        yield
+
+    with torch.no_grad():
+        loop.see(block(torch.ones(2, WIDTH, dtype=torch.bfloat16), inside))
+
+
 def use_one_block_inside_another(loop: Loop) -> None:
     first, *_, last = loop.run.model.blocks
     x = torch.ones(2, WIDTH, dtype=torch.bfloat16)

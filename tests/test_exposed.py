@@ -29,6 +29,7 @@ from tests.paced_loops import (
     backward_only,
     copy_into_gradients,
     edit,
+    edit_a_block_in_use,
     edit_gradients,
     edit_held,
     evaluate,
@@ -77,6 +78,7 @@ CASES: dict[str, tuple[str, Actions, Lane]] = {
     "an edit": ("cpu-cpu-cpu", [train, edit, evaluate], Lane.D2H),
     "an edit of the drive": ("nvme-cpu-nvme", [train, edit, evaluate], Lane.D2H),
     "a copy held": ("device-cpu-cpu", [hold, train, edit_held, evaluate], Lane.COMPUTE),
+    "an edit in use": ("cpu-cpu-cpu", [train, edit_a_block_in_use], Lane.D2H),
     "all weights": ("cpu-cpu-cpu", [train, stream_weights], Lane.H2D),
     "states": ("cpu-cpu-device", [train, look_at_states], Lane.COMPUTE),
 }
