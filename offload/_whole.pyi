@@ -17,18 +17,22 @@ def prepare(
     All is as usual while the answers to the questions are, see `quiet`.
     """
 
-def enter() -> int:
-    """BEGUN: from here on signals wait for `leave`; not where they did already. And UNUSUAL.
+class UnderWay:
+    """A context: what is whole is under way in it, and signals wait until it ends."""
 
-    On another thread than the main one, where Python calls no handlers, they go on.
-    """
+    def __enter__(self) -> int:
+        """BEGUN: from here on signals wait; not where they did already. And UNUSUAL.
 
-def leave() -> None:
-    """Call the handlers of what came, in that order.
+        On another thread than the main one, where Python calls no handlers, they go on. What came
+        before is called here.
+        """
 
-    One that raises does not keep the others from it: the last error is raised, with the one before
-    as its context.
-    """
+    def __exit__(self, *raised: object) -> None:
+        """Call the handlers of what came, in that order.
+
+        One that raises does not keep the others from it: the last error is raised, with the one
+        before as its context.
+        """
 
 def inside() -> bool:
     """Whether signals wait."""

@@ -126,26 +126,25 @@ def by_note(
 ) -> Callable[Parameters, Result]:
     """`whole`, where signals that come are noted below Python."""
     apart = otherwise or aside(function)
-    enter, leave, begun, unusual = _native.enter, _native.leave, _native.BEGUN, _native.UNUSUAL
+    under_way, begun, unusual = _native.UnderWay(), _native.BEGUN, _native.UNUSUAL
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         since = _recording and _now()
-        how = enter()
-        work = apart if how & unusual else function
-        if not how & begun:
-            return work(*args, **kwargs)
-        try:
-            return work(*args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                # No error that the engine meets, and its own books are not written for it.
-                _torn.append(f"{type(error).__name__} was raised")
-            raise
-        finally:
-            leave()
-            if since:
-                calls.append((since, _now(), owner))
+        with under_way as how:
+            work = apart if how & unusual else function
+            if not how & begun:
+                return work(*args, **kwargs)
+            try:
+                return work(*args, **kwargs)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    # No error that the engine meets, and its own books are not written for it.
+                    _torn.append(f"{type(error).__name__} was raised")
+                raise
+            finally:
+                if since:
+                    calls.append((since, _now(), owner))
 
     return run
 

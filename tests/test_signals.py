@@ -173,6 +173,33 @@ def test_no_signal_is_lost_that_another_thread_gets(whole: Any) -> None:
         other.join()
 
 
+def test_a_signal_as_something_whole_begins_leaves_nothing_under_way(whole: Any) -> None:
+    """Python calls its handler when it looks the next time, which may be inside."""
+    luck, torn, raised = random.Random(5), len(interrupt.torn()), 0
+    work, armed = whole(lambda: None), False
+
+    def stop_once(number: int, frame: FrameType | None) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Stopped
+
+    with handler_of(signal.SIGALRM, stop_once):
+        for _ in range(300):
+            try:
+                armed = True
+                signal.setitimer(signal.ITIMER_REAL, luck.uniform(1e-4, 5e-4))
+                until = time.perf_counter() + 10
+                while time.perf_counter() < until:
+                    for _ in range(1000):
+                        work()
+            except Stopped:
+                raised += 1
+            assert not interrupt.inside()
+    assert raised == 300
+    assert len(interrupt.torn()) == torn
+
+
 def test_what_is_shown_as_handlers_is_what_was_set() -> None:
     if interrupt._native is None:
         pytest.skip("not compiled here")

@@ -1,7 +1,7 @@
 // What begins and ends each call into the engine: see `offload/interrupt.py`, `offload/aside.py`.
 //
 // Over the handler that Python has laid lies one of our own. It hands on what comes; but while
-// something whole is under way it only notes it, and `leave` hands it on. So what Python shows as
+// something whole is under way it only notes it, and `deliver` hands it on. So what Python shows as
 // its handlers is what the user has set, and nothing has to be exchanged from call to call.
 #include <nanobind/nanobind.h>
 #include <pthread.h>
@@ -22,6 +22,7 @@ struct Signal {
 };
 
 std::atomic<bool> inside{false};
+int depth = 0;  // how many are one in another, while `inside`
 std::atomic<int> presses{0}, torn{0}, last{0};
 std::array<std::atomic<int>, NSIG> came{};   // as which of all that came; 0 where it did not
 std::array<struct sigaction, NSIG> below{};  // what ours lies over
@@ -40,7 +41,7 @@ void hand_on(int number, siginfo_t* info, void* context) {
     }
 }
 
-// On any thread. Of this and `leave`, where they meet, one finds what came: both write, then look.
+// On any thread. Of this and `deliver`, where they meet, one finds what came: both write, then look.
 void note(int number, siginfo_t* info, void* context) {
     if (inside && number == SIGINT && ++presses == 2) {
         torn++;
@@ -93,16 +94,6 @@ struct Quiet {
 constexpr int BEGUN = 1, UNUSUAL = 2;
 std::optional<Quiet> usual;
 
-int enter() {
-    const int how = (*usual)() ? 0 : UNUSUAL;
-    if (!on_main_thread()) return how | BEGUN;
-    if (inside) return how;
-    lay();
-    presses = 0;
-    inside = true;
-    return how | BEGUN;
-}
-
 // What came first, and is taken away; 0 where nothing did.
 int next() {
     int first = 0, least = 0;
@@ -113,25 +104,55 @@ int next() {
     return first != 0 && came[size_t(first)].exchange(0) != 0 ? first : 0;
 }
 
-void leave() {
-    if (!on_main_thread()) return;
+// Calls the handlers of what came; the last error is raised, with the one before as its context.
+void deliver(std::optional<nb::python_error> raised) {
     inside = false;
-    if (last == 0) return;
-    last = 0;
-    std::optional<nb::python_error> raised;
-    while (const int number = next()) {
-        if (below[size_t(number)].sa_flags & SA_SIGINFO) {
-            raise(number);  // It may want to know where it came.
-        } else {
-            below[size_t(number)].sa_handler(number);  // Also where this thread has it blocked.
+    if (last != 0) {
+        last = 0;
+        while (const int number = next()) {
+            if (below[size_t(number)].sa_flags & SA_SIGINFO) {
+                raise(number);  // It may want to know where it came.
+            } else {
+                below[size_t(number)].sa_handler(number);  // Also where this thread has it blocked.
+            }
+            if (PyErr_CheckSignals() == 0) continue;
+            nb::python_error error;
+            if (raised) PyException_SetContext(error.value().ptr(), raised->value().inc_ref().ptr());
+            raised.emplace(std::move(error));
         }
-        if (PyErr_CheckSignals() == 0) continue;
-        nb::python_error error;
-        if (raised) PyException_SetContext(error.value().ptr(), raised->value().inc_ref().ptr());
-        raised.emplace(std::move(error));
     }
     if (raised) throw nb::python_error(*raised);
 }
+
+// [Note: No gap]
+// Python calls handlers at the ends of calls, but not between `__enter__` of a `with` and its body,
+// if that is no function of Python's, nor between the body and `__exit__`. What came before signals
+// wait is called in `enter`, as Python would call it in the midst of the body else.
+int enter() {
+    const int how = (*usual)() ? 0 : UNUSUAL;
+    if (!on_main_thread()) return how | BEGUN;
+    if (inside) {
+        depth++;
+        return how;
+    }
+    try {
+        lay();
+        presses = 0;
+        depth = 1;
+        inside = true;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    } catch (nb::python_error& error) {
+        deliver(std::move(error));
+    }
+    return how | BEGUN;
+}
+
+void leave() {
+    if (!on_main_thread() || (inside && --depth > 0)) return;
+    deliver({});
+}
+
+struct UnderWay {};
 
 }  // namespace
 
@@ -149,8 +170,12 @@ NB_MODULE(_whole, module) {
     });
     module.attr("BEGUN") = BEGUN;
     module.attr("UNUSUAL") = UNUSUAL;
-    module.def("enter", &enter);
-    module.def("leave", &leave);
+    nb::class_<UnderWay>(module, "UnderWay")
+        .def(nb::init<>())
+        .def("__enter__", [](UnderWay&) { return enter(); })
+        .def("__exit__",
+             [](UnderWay&, nb::handle, nb::handle, nb::handle) { leave(); },
+             nb::arg().none(), nb::arg().none(), nb::arg().none());
     module.def("inside", [] { return inside.load(); });
     module.def("torn", [] { return torn.load(); });
     module.def("quiet", [](nb::args questions) { return nb::cpp_function(Quiet(questions)); });
