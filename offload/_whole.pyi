@@ -4,24 +4,30 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 BEGUN: int
+NESTED: int
 UNUSUAL: int
+
+def handler_of(number: int) -> int:
+    """Where the handler is that the kernel calls for a signal."""
 
 def prepare(
     thread: int,
+    handler: int,
     get: Callable[[int], Any],
     numbers: Sequence[int],
     *questions: Callable[[], object],
 ) -> None:
-    """The main thread is this one; `get` tells the handler of each of these signals. Once.
+    """The main thread is this one, and Python's own handler, for all it handles, is there. Once.
 
-    All is as usual while the answers to the questions are, see `quiet`.
+    `get` tells what handles each of these signals. All is as usual while the answers to the
+    questions are, see `quiet`.
     """
 
 class UnderWay:
     """A context: what is whole is under way in it, and signals wait until it ends."""
 
     def __enter__(self) -> int:
-        """BEGUN: from here on signals wait; not where they did already. And UNUSUAL.
+        """BEGUN: from here on signals wait; NESTED: they did already. And UNUSUAL.
 
         On another thread than the main one, where Python calls no handlers, they go on. What came
         before is called here.
@@ -39,6 +45,9 @@ def inside() -> bool:
 
 def torn() -> int:
     """How often Ctrl-C was pressed twice while they did, after which they wait no longer."""
+
+def pressed_twice() -> bool:
+    """Whether it was in the last that began."""
 
 def quiet(*questions: Callable[[], object]) -> Callable[[], bool]:
     """Ask whether the answers to all of these are false, zero or None."""

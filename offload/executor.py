@@ -122,7 +122,11 @@ class Executor:
     def issue_all(self, known: Sequence[Known], pass_number: int) -> list[Task]:
         """Queue several ops that say what they do, moves or the user's own compute."""
         runs = [one.run if one.ready else self._mover(one.op, None) for one in known]
-        return self.lanes.issue_all(known, pass_number, runs)
+        try:
+            return self.lanes.issue_all(known, pass_number, runs)
+        except BaseException as error:
+            self.lanes.fail(error)  # Some may be queued, and nobody has them.
+            raise
 
     def issue_chunk(
         self,
@@ -228,6 +232,7 @@ class Executor:
         if there == self.device.holds(source):
             into.copy_(source)
         else:
+            self.lanes.drain()  # Else waiting for compute would be told as waiting for the bus.
             with self.lanes.waited(Lane.H2D if there else Lane.D2H):
                 into.copy_(source)
 

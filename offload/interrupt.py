@@ -12,9 +12,10 @@ Who cannot wait presses Ctrl-C twice: its handler is called at once, and no engi
 can be used any more, as nobody knows what was left half done.
 
 [Note: Signals that wait]
-`src/whole/module.cpp` lays a handler of its own over the one that Python has with the kernel, which
-only notes what comes while something whole is under way; `signal.getsignal` tells what the user has
-set, as ever. Where that was not compiled, handlers are exchanged by `signal.signal` at either end.
+`src/whole/module.cpp` lays a handler of its own over the one that Python has with the kernel (over
+no other's, such as faulthandler's), which only notes what comes while something whole is under way;
+`signal.getsignal` tells what the user has set, as ever. Where that was not compiled, or Python's
+own could not be found, handlers are exchanged by `signal.signal` at either end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from signal import SIGINT, SIGKILL, SIGSTOP, valid_signals
+from signal import SIGCHLD, SIGINT, SIGKILL, SIGSTOP, SIGURG, SIGWINCH, valid_signals
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
@@ -43,6 +44,8 @@ Result = TypeVar("Result")
 
 _now, _thread = time.perf_counter, threading.get_ident
 _SIGINT = int(SIGINT)
+_HARMLESS = (int(SIGURG), int(SIGWINCH), int(SIGCHLD))
+"""Nothing is done for them where nobody handles them."""
 _MAIN = threading.main_thread().ident
 
 _inside = False
@@ -55,10 +58,6 @@ _torn: list[str] = []
 _TWICE = "Ctrl-C was pressed twice"
 _told = [0]
 """How often it was so far, of those times that are told below Python."""
-
-if _native is not None:
-    _NUMBERS = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
-    _native.prepare(_MAIN or 0, _signal.getsignal, _NUMBERS, *QUESTIONS)
 
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
@@ -103,6 +102,31 @@ def torn() -> Sequence[str]:
     return _torn
 
 
+def _tear(error: BaseException) -> None:
+    """What is no error that the engine meets has ended something whole: no books are for it."""
+    if not isinstance(error, Exception):
+        _torn.append(f"{type(error).__name__} was raised")
+
+
+def _prepared() -> bool:
+    """Whether it is known where Python's own handler is: by a signal that does nothing else."""
+    free = [one for one in _HARMLESS if _signal.getsignal(one) == _signal.SIG_DFL]
+    if _native is None or _thread() != _MAIN or not free:
+        return False
+    _signal.signal(free[0], _note)
+    handler = _native.handler_of(free[0])
+    _signal.signal(free[0], _signal.SIG_DFL)
+    numbers = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
+    _native.prepare(_MAIN, handler, _signal.getsignal, numbers, *QUESTIONS)
+    return True
+
+
+if _prepared():
+    _UNDER_WAY = _native.UnderWay()
+else:
+    _native = None  # type: ignore[assignment]
+
+
 def inside() -> bool:
     """Whether something whole is under way."""
     return _inside or (_native is not None and _native.inside())
@@ -126,21 +150,20 @@ def by_note(
 ) -> Callable[Parameters, Result]:
     """`whole`, where signals that come are noted below Python."""
     apart = otherwise or aside(function)
-    under_way, begun, unusual = _native.UnderWay(), _native.BEGUN, _native.UNUSUAL
+    under_way, nested, unusual = _UNDER_WAY, _native.NESTED, _native.UNUSUAL
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         since = _recording and _now()
         with under_way as how:
             work = apart if how & unusual else function
-            if not how & begun:
+            if how & nested:
                 return work(*args, **kwargs)
             try:
                 return work(*args, **kwargs)
             except BaseException as error:
-                if not isinstance(error, Exception):
-                    # No error that the engine meets, and its own books are not written for it.
-                    _torn.append(f"{type(error).__name__} was raised")
+                if how & _native.BEGUN and not _native.pressed_twice():
+                    _tear(error)
                 raise
             finally:
                 if since:
@@ -183,9 +206,8 @@ def by_exchange(
                 begun = True
                 return work(*args, **kwargs)
             except BaseException as error:
-                # No error that the engine meets, and its own books are not written for it.
-                if begun and len(_torn) == before and not isinstance(error, Exception):
-                    _torn.append(f"{type(error).__name__} was raised")
+                if begun and len(_torn) == before:
+                    _tear(error)
                 raise
             finally:
                 _end(found)

@@ -108,6 +108,7 @@ class InUse:
             value, now = Value("weight", unit, piece), weights[offset : offset + size]
             home = self._executor.peek(value)
             here = self._executor.device.holds(home)
+            self._executor.lanes.drain()
             with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
                 same = torch.equal(home, now.to(home.device))
             if not same:

@@ -358,12 +358,12 @@ class Lanes:
         error: BaseException | None = None
         assert task.run is not None
         try:
-            start = self._come(task, task.fences, start)
+            start += self._come(task, task.fences)
             work = task.run()
             if isinstance(work, Iterator):
                 for fence in work:
                     if fence is not None:
-                        start = self._come(task, [fence], start)
+                        start += self._come(task, [fence])
                     start += self._let_pass(lane, task)
             self._device.drain()
             if self._pace is not None:
@@ -379,18 +379,17 @@ class Lanes:
             self.note(task.op, start, now)
         self._books.finish(task)
 
-    def _come(self, task: Task, fences: Sequence[Fence], start: float) -> float:
-        """Wait until the device is through with what is before `task`; then the task starts.
-
-        Whoever waits for the task waits for that, till then, and not for its lane.
-        """
+    def _come(self, task: Task, fences: Sequence[Fence]) -> float:
+        """Wait until the device is through with what is before `task`; the seconds that it took.
+        Whoever waits for the task waits for that, till then, and not for its lane."""
         if all(fence.query() for fence in fences):
-            return start
+            return 0.0
+        since = time.perf_counter()
         for fence in fences:
             fence.synchronize()
         task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
         task.ready_at = time.perf_counter()
-        return task.ready_at
+        return task.ready_at - since
 
     def _let_pass(self, lane: Lane, task: Task) -> float:
         """Between two pieces of `task`: do what is more urgent; the seconds that it took."""

@@ -204,15 +204,16 @@ class Passes:
     def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
         ops: list[Known] = []
-        ends = []
+        ends, held = [], self._held.copy()
         for unit, (slot, moves, computes) in zip(units, turns):
-            if slot is not None and self._held.get(slot) != unit:
+            if slot is not None and held.get(slot) != unit:
                 ops += moves
-                self._held[slot] = unit
+                held[slot] = unit
             ops.append(computes)
             ends.append(len(ops))
         with self._executor.lanes.together():
             tasks = self._executor.issue_all(ops, self.number)
+        self._held = held  # Last: what could not be queued will be in no slot.
         begins = [0, *ends]
         return [
             Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])

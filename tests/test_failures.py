@@ -58,9 +58,8 @@ def running(
         gradients=gradients,  # type: ignore[arg-type]
         optimizer=optimizer,  # type: ignore[arg-type]
         nvme_path=(str(directory),),
-        device_memory="64MiB",
         cpu_memory="64MiB",
-        **config,
+        **{"device_memory": "64MiB", **config},
     )
     made = torch.optim.AdamW(model.parameters())
     with nothing_leaks():
@@ -196,3 +195,43 @@ def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path:
             run.loss()
         with pytest.raises(offload.EngineError):
             offload.detach(run.model)
+
+
+def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(("nvme", "cpu", "cpu"), tmp_path, device_memory="72KiB") as run:
+        x = batch(run.generator)
+        loss_of(run.model, x).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        expected = loss_of(run.model, x)
+        executor, mover = run.engine.executor, run.engine.executor._mover
+
+        def broken(*_: object) -> Any:
+            monkeypatch.setattr(executor, "_mover", mover)
+            raise MemoryError("on purpose")
+
+        monkeypatch.setattr(executor, "_mover", broken)
+        with pytest.raises(MemoryError):
+            expected.backward()
+        run.optimizer.zero_grad()
+        assert torch.equal(loss_of(run.model, x), expected)
+
+
+def test_a_pass_half_queued_ends_every_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(("nvme", "cpu", "cpu"), tmp_path) as run:
+        lanes, issue_all = run.engine.executor.lanes, run.engine.executor.lanes.issue_all
+
+        def broken(known: Any, number: int, runs: Any) -> Any:
+            issue_all(known[:3], number, runs[:3])
+            raise MemoryError("on purpose")
+
+        monkeypatch.setattr(lanes, "issue_all", broken)
+        with pytest.raises(MemoryError):
+            loss_of(run.model, batch(run.generator))
+        monkeypatch.setattr(lanes, "issue_all", issue_all)
+        with pytest.raises(EngineError):
+            loss_of(run.model, batch(run.generator))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -198,6 +199,66 @@ def test_a_signal_as_something_whole_begins_leaves_nothing_under_way(whole: Any)
             assert not interrupt.inside()
     assert raised == 300
     assert len(interrupt.torn()) == torn
+
+
+CHAINED = """
+import faulthandler, os, signal, sys
+from offload import interrupt
+work = getattr(interrupt, sys.argv[1])(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+signal.signal(signal.SIGUSR1, lambda *_: print("handled"))
+work()
+faulthandler.register(signal.SIGUSR1, chain=True, file=open(os.devnull, "w"))
+work()
+"""
+
+
+def test_a_handler_below_python_that_calls_what_was_there_before(whole: Any) -> None:
+    """As faulthandler does, which lies over ours then."""
+    run = [sys.executable, "-c", CHAINED, whole.__name__]
+    assert subprocess.run(run, capture_output=True, text=True).stdout == "handled\n" * 2
+
+
+def test_errors_of_handlers_keep_what_led_to_them(whole: Any) -> None:
+    def first(number: int, frame: FrameType | None) -> None:
+        raise ValueError("first")
+
+    def second(number: int, frame: FrameType | None) -> None:
+        try:
+            raise KeyError("led to it")
+        except KeyError:
+            raise ValueError("second")  # noqa: B904
+
+    @whole
+    def work() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+
+    with (
+        handler_of(signal.SIGUSR1, first),
+        handler_of(signal.SIGUSR2, second),
+        pytest.raises(ValueError, match="second") as caught,
+    ):
+        work()
+    led = caught.value.__context__
+    assert isinstance(led, KeyError)
+    assert isinstance(led.__context__, ValueError)
+
+
+def test_what_ends_another_thread_tears_nothing(whole: Any) -> None:
+    torn = interrupt.torn_times()
+
+    @whole
+    def end() -> None:
+        raise SystemExit
+
+    def ended() -> None:
+        with pytest.raises(SystemExit):
+            end()
+
+    thread = threading.Thread(target=ended)
+    thread.start()
+    thread.join()
+    assert interrupt.torn_times() == torn
 
 
 def test_what_is_shown_as_handlers_is_what_was_set() -> None:

@@ -1,10 +1,11 @@
 // What begins and ends each call into the engine: see `offload/interrupt.py`, `offload/aside.py`.
 //
-// Over the handler that Python has laid lies one of our own. It hands on what comes; but while
-// something whole is under way it only notes it, and `deliver` hands it on. So what Python shows as
-// its handlers is what the user has set, and nothing has to be exchanged from call to call.
+// Over the handler that Python has with the kernel lies one of our own. It hands on what comes; but
+// while something whole is under way it only notes it, and `deliver` hands it on. So what Python
+// shows as its handlers is what the user has set, and nothing is exchanged from call to call.
 #include <nanobind/nanobind.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <array>
@@ -21,39 +22,44 @@ struct Signal {
     nb::handle name;  // the same, as an int of Python's
 };
 
-std::atomic<bool> inside{false};
-int depth = 0;  // how many are one in another, while `inside`
-std::atomic<int> presses{0}, torn{0}, last{0};
-std::array<std::atomic<int>, NSIG> came{};   // as which of all that came; 0 where it did not
-std::array<struct sigaction, NSIG> below{};  // what ours lies over
+using Handler = void (*)(int);
+
+Handler python = nullptr;  // the one of Python, for all signals that a function of Python's handles
 pthread_t main_thread;
 std::vector<Signal> signals;
-
 nb::handle getsignal;
 PyCFunction direct = nullptr;  // what that is made of, if it takes one object: signals are many
 
-void hand_on(int number, siginfo_t* info, void* context) {
-    const struct sigaction& other = below[size_t(number)];
-    if (other.sa_flags & SA_SIGINFO) {
-        other.sa_sigaction(number, info, context);
-    } else {
-        other.sa_handler(number);
-    }
-}
+std::atomic<bool> inside{false};
+int depth = 0;  // how many are one in another, while `inside`
+std::atomic<int> presses{0}, torn{0};
+std::atomic<bool> any{false};               // whether anything came, told after it was noted
+std::atomic<long> last{0}, handed{0};       // how many came, and how many of them went on
+std::atomic<int> handing{0};                // threads that are about to hand on, or not to
+std::array<std::atomic<long>, NSIG> came{};  // as which of all that came; 0 where it did not
 
-// On any thread. Of this and `deliver`, where they meet, one finds what came: both write, then look.
-void note(int number, siginfo_t* info, void* context) {
+// On any thread. Of this and `deliver`, where they meet, one finds what came: both write, then
+// look. Of this and `enter`, which waits for it, likewise.
+void note(int number) {
     if (inside && number == SIGINT && ++presses == 2) {
         torn++;
         inside = false;
     }
-    int never = 0;
+    long never = 0;
     came[size_t(number)].compare_exchange_strong(never, ++last);
-    if (!inside && came[size_t(number)].exchange(0) != 0) hand_on(number, info, context);
+    any = true;
+    handing++;
+    if (!inside && came[size_t(number)].exchange(0) != 0) {
+        handed++;
+        python(number);
+    }
+    handing--;
 }
 
-// Lie over every handler that is a function of Python's; who has set one since has taken ours off.
-void lay() {
+// Lie over every handler that is Python's own, and over nobody else's, who may call what was there
+// before; whether there was any. Who has set one since has taken ours off.
+bool lay() {
+    bool found = false;
     PyObject* self = direct != nullptr ? PyCFunction_GetSelf(getsignal.ptr()) : nullptr;
     for (const Signal& one : signals) {
         const nb::object handler =
@@ -62,13 +68,12 @@ void lay() {
         if (handler.is_none() || PyLong_Check(handler.ptr())) continue;
         struct sigaction now;
         if (sigaction(one.number, nullptr, &now) != 0) continue;
-        if ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == note) continue;
-        if (now.sa_handler == SIG_DFL || now.sa_handler == SIG_IGN) continue;
-        below[size_t(one.number)] = now;
-        now.sa_flags |= SA_SIGINFO;
-        now.sa_sigaction = note;
+        if ((now.sa_flags & SA_SIGINFO) || now.sa_handler != python) continue;
+        now.sa_handler = note;
         sigaction(one.number, &now, nullptr);
+        found = true;
     }
+    return found;
 }
 
 bool on_main_thread() { return pthread_equal(pthread_self(), main_thread); }
@@ -91,65 +96,76 @@ struct Quiet {
     }
 };
 
-constexpr int BEGUN = 1, UNUSUAL = 2;
+constexpr int BEGUN = 1, NESTED = 2, UNUSUAL = 4;
 std::optional<Quiet> usual;
 
 // What came first, and is taken away; 0 where nothing did.
 int next() {
-    int first = 0, least = 0;
+    long least = 0;
+    int first = 0;
     for (const Signal& one : signals) {
-        const int at = came[size_t(one.number)];
+        const long at = came[size_t(one.number)];
         if (at != 0 && (least == 0 || at < least)) first = one.number, least = at;
     }
     return first != 0 && came[size_t(first)].exchange(0) != 0 ? first : 0;
 }
 
-// Calls the handlers of what came; the last error is raised, with the one before as its context.
-void deliver(std::optional<nb::python_error> raised) {
+bool leads_to(PyObject* error, PyObject* other) {
+    nb::object at = nb::borrow(error);
+    for (; at.is_valid(); at = nb::steal(PyException_GetContext(at.ptr())))
+        if (at.ptr() == other) return true;
+    return false;
+}
+
+// Let `before` be what was raised before `error`, and before all that led to it.
+void hang(PyObject* error, PyObject* before) {
+    if (leads_to(error, before) || leads_to(before, error)) return;
+    nb::object at = nb::borrow(error), context;
+    while ((context = nb::steal(PyException_GetContext(at.ptr()))).is_valid()) at = context;
+    PyException_SetContext(at.ptr(), nb::borrow(before).release().ptr());
+}
+
+// Calls the handlers of what came; the last error is raised.
+void deliver() {
     inside = false;
-    if (last != 0) {
-        last = 0;
+    std::optional<nb::python_error> raised;
+    while (any.exchange(false)) {
         while (const int number = next()) {
-            if (below[size_t(number)].sa_flags & SA_SIGINFO) {
-                raise(number);  // It may want to know where it came.
-            } else {
-                below[size_t(number)].sa_handler(number);  // Also where this thread has it blocked.
-            }
+            python(number);  // Also where this thread has it blocked.
             if (PyErr_CheckSignals() == 0) continue;
             nb::python_error error;
-            if (raised) PyException_SetContext(error.value().ptr(), raised->value().inc_ref().ptr());
+            if (raised) hang(error.value().ptr(), raised->value().ptr());
             raised.emplace(std::move(error));
         }
     }
     if (raised) throw nb::python_error(*raised);
 }
 
-// [Note: No gap]
-// Python calls handlers at the ends of calls, but not between `__enter__` of a `with` and its body,
-// if that is no function of Python's, nor between the body and `__exit__`. What came before signals
-// wait is called in `enter`, as Python would call it in the midst of the body else.
+// What Python has been told of and not yet called is called first: at the end of this call it would
+// be in the midst of what is whole. So nothing may have gone on between that and `inside`.
 int enter() {
     const int how = (*usual)() ? 0 : UNUSUAL;
-    if (!on_main_thread()) return how | BEGUN;
+    if (!on_main_thread()) return how;
     if (inside) {
         depth++;
-        return how;
+        return how | NESTED;
     }
-    try {
-        lay();
+    for (bool quiet = false; !quiet;) {
+        inside = false;
+        const long before = handed;
+        if (PyErr_CheckSignals() != 0) throw nb::python_error();
+        quiet = !lay();
         presses = 0;
         depth = 1;
         inside = true;
-        if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    } catch (nb::python_error& error) {
-        deliver(std::move(error));
+        while (handing != 0) sched_yield();
+        quiet = quiet && handed == before;
     }
     return how | BEGUN;
 }
 
 void leave() {
-    if (!on_main_thread() || (inside && --depth > 0)) return;
-    deliver({});
+    if (on_main_thread() && !(inside && --depth > 0)) deliver();
 }
 
 struct UnderWay {};
@@ -157,8 +173,14 @@ struct UnderWay {};
 }  // namespace
 
 NB_MODULE(_whole, module) {
-    module.def("prepare", [](uintptr_t thread, nb::handle get, nb::list numbers, nb::args quiet) {
+    module.def("handler_of", [](int number) {
+        struct sigaction now;
+        return sigaction(number, nullptr, &now) == 0 ? uintptr_t(now.sa_handler) : 0;
+    });
+    module.def("prepare", [](uintptr_t thread, uintptr_t handler, nb::handle get,
+                             nb::list numbers, nb::args quiet) {
         main_thread = pthread_t(thread);
+        python = Handler(handler);
         getsignal = get.inc_ref();  // for as long as the process lives
         if (PyCFunction_Check(get.ptr()) && PyCFunction_GetFlags(get.ptr()) == METH_O) {
             direct = PyCFunction_GetFunction(get.ptr());
@@ -169,6 +191,7 @@ NB_MODULE(_whole, module) {
         }
     });
     module.attr("BEGUN") = BEGUN;
+    module.attr("NESTED") = NESTED;
     module.attr("UNUSUAL") = UNUSUAL;
     nb::class_<UnderWay>(module, "UnderWay")
         .def(nb::init<>())
@@ -178,8 +201,10 @@ NB_MODULE(_whole, module) {
              nb::arg().none(), nb::arg().none(), nb::arg().none());
     module.def("inside", [] { return inside.load(); });
     module.def("torn", [] { return torn.load(); });
+    module.def("pressed_twice", [] { return presses >= 2; });
     module.def("quiet", [](nb::args questions) { return nb::cpp_function(Quiet(questions)); });
     pthread_atfork(nullptr, nullptr, [] {
         if (!on_main_thread()) inside = false;  // What was under way there is not, in the child.
+        handing = 0;
     });
 }
