@@ -203,8 +203,11 @@ NB_MODULE(_whole, module) {
     module.def("torn", [] { return torn.load(); });
     module.def("pressed_twice", [] { return presses >= 2; });
     module.def("quiet", [](nb::args questions) { return nb::cpp_function(Quiet(questions)); });
-    pthread_atfork(nullptr, nullptr, [] {
-        if (!on_main_thread()) inside = false;  // What was under way there is not, in the child.
+    pthread_atfork(nullptr, nullptr, [] {  // The child has one thread, and none of what came.
+        if (!on_main_thread()) inside = false;
+        main_thread = pthread_self();
         handing = 0;
+        any = false;
+        for (auto& one : came) one = 0;
     });
 }
