@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -46,14 +47,16 @@ class Queued:
             for name in names
         )
         weakref.finalize(self, _tell_to_end, requests).atexit = False
+        handled = sys.exc_info()[1]  # by who opens it: the context of whatever is raised here
         try:
             for thread in self._threads:
                 requests.serving += 1
                 thread.start()
         except RuntimeError as error:
             _tell_to_end(requests)
-            if error.__context__ is not None:  # of a handler, while Python waits for its beginning
-                raise error.__context__ from None
+            met = error.__context__
+            if met is not None and met is not handled:  # of a handler, as Python waits for a thread
+                raise met from None
             requests.release()
             raise OSError(errno.ENOMEM, f"no thread for file I/O: {error}") from error
         _BACKENDS.add(self)

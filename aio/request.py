@@ -356,12 +356,13 @@ class Requests:
         """Fails what was queued as the last thread left, by who was interrupted there."""
         while self.serving == 0 and self.queue:
             try:
-                request = self.queue.popleft()
+                request = self.queue[0]
             except IndexError as error:  # somebody else has taken it
                 if by_a_handler(error):
                     raise
                 return
             request.ticket.finish(_closed_meanwhile(request), request.uncut_offset)
+            taken_out(self.queue, request)  # afterwards: a handler may raise before that
 
     def tell(self) -> None:
         """Something is over."""

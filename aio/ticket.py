@@ -218,10 +218,13 @@ class QueuedTicket(Ticket):
         return self._done
 
     def finish(self, failure: OSError | None = None, offset: int = 0) -> None:
-        """Once: the transfer is over and its buffers free. It takes no memory of its own."""
-        assert not self._done, f"{self.what}: finished twice"
-        self._failure, self._failure_offset = failure, offset
-        self._done = True
+        """The transfer is over and its buffers free. It takes no memory of its own.
+
+        Once more is fine and changes nothing: a handler may come, and finish it, in the midst.
+        """
+        if not self._done:
+            self._failure, self._failure_offset = failure, offset
+            self._done = True
         set_all(self._watchers)
 
     def watch(self, signal: Signal) -> None:

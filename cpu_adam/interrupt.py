@@ -24,6 +24,9 @@ Handler = Callable[[int, FrameType | None], object]
 _NUMBERS = tuple(sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP}))
 _get: Callable[[int], Any] = _signal.getsignal
 
+held: Callable[[], bool] = bool  # Which answers False.
+"""Whether signals wait already, for the end of something larger; set by who makes them wait."""
+
 _known: tuple[tuple[Any, ...], tuple[tuple[int, Handler], ...]] = ((), ())
 """What each signal did when last looked at, and those of them that called Python functions."""
 
@@ -47,8 +50,9 @@ def whole(
     What a handler raises comes from here, then; it may also come before the function was called. A
     signal that comes several times meanwhile is handled once. Handlers are put back by
     `signal.signal`: what `faulthandler.register` or `signal.siginterrupt` laid over one is lost.
+    Where they are `held` already, it is by who does that that they are called.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread() or held():
         return function(*args, **kwargs)
     before = handlers()
     came: dict[int, FrameType | None] = {}

@@ -94,7 +94,7 @@ class Collector:
             self.send(unit)
         if now.task is None:
             self._acquire(unit)
-        elif not self._executor.device.is_host:
+        else:
             self._executor.lanes.join(now.task)
         self._put(now, unit, parameter, gradient)
         if now.arrived == now.trainable:

@@ -152,8 +152,7 @@ class Engine:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
         if torch._C._current_graph_task_id() not in self._graphs:
             self.enter_backward()
-        if self.finality.counts:
-            self.finality.gradient_came(unit, index)
+        self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
 
     def collect_between(self, unit: int, index: int, parameter: torch.nn.Parameter) -> bool:
@@ -210,8 +209,7 @@ class Engine:
         else:
             if self.passes.verb is Verb.BACKWARD:
                 self.end_pass(finished=False)
-            if self.finality.counts:
-                self.finality.called(bound.index)
+            self.finality.called(bound.index)
             if self.in_use.units:
                 around = (o.index for o in self.in_use.units if o.depth and o is not bound)
                 bound.around.update(around)

@@ -77,7 +77,7 @@ class Finality:
         self._micro_batches = micro_batches
         self.counts = micro_batches is not None
         """Whether the backward calls of a step are counted, so that updates begin early. Where not,
-        nobody has to tell of calls and gradients."""
+        calls and gradients are not, either."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -99,7 +99,8 @@ class Finality:
 
     def called(self, unit: int) -> None:
         """A module of `unit` is called in a forward."""
-        self._now[unit].calls += 1
+        if self.counts:
+            self._now[unit].calls += 1
 
     def recomputed(self, unit: int) -> None:
         """A module of `unit` is called inside backward.
@@ -107,6 +108,8 @@ class Finality:
         Raises:
             RuntimeError: the unit's update has begun.
         """
+        if not self.counts:
+            return
         self._require_open(unit, "a recompute")
         self._now[unit].recomputes += 1
         self._judge(unit)
@@ -117,16 +120,16 @@ class Finality:
         Raises:
             RuntimeError: the unit's update has begun without it.
         """
-        if unit in self.begun:
-            self._require_open(unit, "another gradient")
+        if not self.counts:
+            return
+        self._require_open(unit, "another gradient")
         came = self._now[unit].gradients
         came[parameter] = came.get(parameter, 0) + 1
-        if self._micro_batches is not None:
-            self._judge(unit)
+        self._judge(unit)
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
-        last = self._micro_batches is not None and self._backwards == self._micro_batches - 1
+        last = self._backwards + 1 == self._micro_batches
         if last and self._now[unit] == self._before[unit]:
             self.final.add(unit)
         else:
@@ -143,14 +146,14 @@ class Finality:
     def backward_began(self) -> None:
         """An outermost backward begins."""
         assert not self.begun
-        for now in self._now if self.counts else ():
+        for now in self._now:
             now.gradients.clear()
             now.recomputes = 0
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
-        if self.counts and any(now.gradients for now in self._now):
+        if any(now.gradients for now in self._now):
             self._before, self._now = self._now, [_Counts() for _ in self._names]
             self._backwards += 1
 

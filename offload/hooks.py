@@ -125,7 +125,7 @@ class Hooks:
     def _before_forward(
         self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        engine, inside = self._engine, _graph() >= 0
+        engine, inside = self._engine, in_backward()
         with engine.lock:
             engine.check()
             if not (inside or engine.calls.under_way):
@@ -185,7 +185,6 @@ class Hooks:
             self._engine.hold(bound)
 
 
-_graph: Callable[[], int] = torch._C._current_graph_task_id
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
 

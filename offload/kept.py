@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,7 +80,7 @@ def write_whole(path: Path, text: str) -> None:
         return
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.fresh")
     try:
         fresh.write_text(text, "utf-8")
         fresh.replace(path)
@@ -94,7 +95,20 @@ def write_whole(path: Path, text: str) -> None:
 def sweep(path: Path) -> None:
     """Removes what writers of it that were killed have left beside it. For who is alone with it."""
     path = Path(os.path.realpath(path))
+    fresh = re.compile(rf"\.{re.escape(path.name)}\.([0-9]{{1,9}})\.fresh")  # see `write_whole`
     with contextlib.suppress(OSError):
         for left in path.parent.iterdir():
-            if left.stem == path.name and left.suffix[1:].isdecimal():
+            writer = fresh.fullmatch(left.name)
+            if writer and not _runs(int(writer[1])):
                 left.unlink()
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is a process of that number, which may be another than there was."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        pass
+    return True

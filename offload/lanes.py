@@ -186,7 +186,7 @@ class Lanes:
             self.join(task)
             fences = [self._device.fence(stream) for stream in task.streams]
             self._books.finish(task, [fence for fence in fences if fence is not None])
-        if self._trace is not None and not self._books.copies:
+        if self._trace is not None:
             self.note(task.op, task.began_at, time.perf_counter())
 
     def wait(self, tasks: Iterable[Task]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import mmap
 import os
+import subprocess
 import threading
 import time
 
@@ -88,6 +89,13 @@ def failure_of(work) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def ended_pid() -> int:
+    """The number of a process that has ended."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
 
 
 def in_child(work) -> int:

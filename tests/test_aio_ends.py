@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 import aio
+from aio.part import Part
+from aio.request import Request
 from tests.backends import ENGINE, USABLE, few, interpreter, opened, refusing
-from tests.faults import aligned, in_child, nothing_leaks, scratch
+from tests.faults import aligned, descriptors, in_child, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
 
@@ -204,3 +206,65 @@ def test_without_threads_there_is_no_backend(name, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(ValueError, match="no thread for file I/O: can't start"):
         aio.open_backend(name)
+    before, caught = descriptors(), None
+    try:
+        raise KeyError("the caller's own")
+    except KeyError:
+        try:
+            aio.open_backend(name)
+        except Exception as error:
+            caught = error  # and with it all frames
+    assert "no thread for file I/O: can't start" in str(caught)
+    assert descriptors() == before
+
+
+GIVING_UP = ("abandon", "finish", "taken_out", "_closed_meanwhile")
+ABOVE = ("close", "drain", "wait_until", "over")
+"""Functions that get there."""
+
+
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("name", [name for name in USABLE if name not in ENGINE])
+def test_what_nobody_serves_any_more_ends_wherever_a_handler_comes(name, closes):
+    """A handler that raises, or closes the file itself, before the n-th line of the giving up."""
+
+    class Interrupted(Exception):
+        pass
+
+    left = 0
+
+    def trace(frame, event, _):
+        nonlocal left
+        code = frame.f_code
+        if "/aio/" not in code.co_filename or code.co_name not in (*GIVING_UP, *ABOVE):
+            return None
+        if event == "line" and code.co_name in GIVING_UP:
+            left -= 1
+            if left == 0:
+                if not closes:
+                    raise Interrupted
+                file.close()
+        return trace
+
+    turn = 0
+    while left <= 0:
+        backend = aio.open_backend(name)
+        file = scratch(backend, BLOCK, "/dev/shm")
+        backend.close()
+        late = Request(file, True, [Part(memoryview(aligned(BLOCK)), 0)])
+        backend._requests.queue.append(late)
+        turn += 1
+        left = turn
+        sys.settrace(trace)
+        try:
+            file.close()
+        except Interrupted:
+            pass
+        finally:
+            sys.settrace(None)
+        file.close()
+        assert late.ticket.done(), turn
+        assert not backend._requests.queue
+        with pytest.raises(OSError, match=r"the (file|backend) is closed"):
+            late.ticket.wait(1)
+    assert turn > 10

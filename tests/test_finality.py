@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.finality import Finality
 from tests.training import (
     RESIDENT,
     Net,
@@ -312,3 +314,16 @@ def test_too_few_backward_calls_are_told_once(tmp_path: Path) -> None:
         assert run.engine.notices[-1].endswith(
             "try micro_batches=2, or leave it out where the number varies"
         )
+
+
+def test_without_micro_batches_nothing_is_counted() -> None:
+    finality = Finality(None, ["unit"])
+    empty = deepcopy(finality._now)
+    for _ in range(2):
+        finality.called(0)
+        finality.backward_began()
+        finality.recomputed(0)
+        finality.gradient_came(0, 0)
+        assert not finality.final
+        assert finality._now == empty
+        finality.backward_ended()

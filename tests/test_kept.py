@@ -3,6 +3,8 @@
 import os
 import pwd
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -11,6 +13,7 @@ from offload import kept
 from offload.cli import doctor
 from offload.machine import probe, saved_speeds
 from tests.command import SHORT, run
+from tests.faults import ended_pid
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
@@ -68,9 +71,25 @@ def test_a_user_without_a_home_trains_and_is_told(homeless, tmp_path, capsys):
 
 def test_what_killed_writers_left_is_swept(tmp_path):
     whole = tmp_path / "a.json"
-    others = [whole, tmp_path / "a.json.bak", tmp_path / "b.json.77", tmp_path / "a.json.7"]
-    for one in others:
-        one.write_text("{}")
+    ended = ended_pid()
+    others = ["a.json", "a.json.bak", f"a.json.{ended}", ".a.json.fresh", f".a.json.{ended}x.fresh"]
+    others += [f".b.json.{ended}.fresh", f".a.json.{os.getpid()}.fresh"]
+    for name in (*others, f".a.json.{ended}.fresh"):
+        (tmp_path / name).write_text("{}")
     kept.sweep(whole)
-    assert sorted(tmp_path.iterdir()) == sorted(others[:3])
+    assert sorted(os.listdir(tmp_path)) == sorted(others)
     kept.sweep(tmp_path / "no" / "folder.json")
+
+
+def test_what_a_killed_writer_leaves_has_the_name_that_is_swept(tmp_path):
+    program = (
+        "import os, pathlib, signal, sys; from offload import kept;"
+        "path = pathlib.Path(sys.argv[1]);"
+        "pathlib.Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        "kept.write_whole(path, '{}')"
+    )
+    whole = tmp_path / "a.json"
+    assert subprocess.run([sys.executable, "-c", program, str(whole)]).returncode == -9
+    assert len(os.listdir(tmp_path)) == 1
+    kept.sweep(whole)
+    assert os.listdir(tmp_path) == []

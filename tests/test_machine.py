@@ -31,6 +31,7 @@ from offload.machine import (
     saved_speeds,
     unreadable_speeds,
 )
+from tests.faults import ended_pid
 
 GIB = 1 << 30
 
@@ -297,7 +298,7 @@ def test_a_profile_that_another_process_never_lets_go_is_told(
         assert "stopped in the midst of saving; try: once more" in bench_nvme_saved.saved(
             Report([])
         )
-    (tmp_path / "machine.json.123").touch()  # of one that was killed
+    (tmp_path / f".machine.json.{ended_pid()}.fresh").touch()  # of one that was killed
     save_speed(str(tmp_path), SPEED)
     assert os.listdir(tmp_path) == ["machine.json"]
 

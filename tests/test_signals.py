@@ -19,6 +19,7 @@ import pytest
 import torch
 
 import offload
+from cpu_adam import interrupt as of_steps
 from offload import interrupt
 from tests.training import assert_same, attached, plain, result_of, train
 
@@ -305,3 +306,25 @@ def test_a_chunk_that_cannot_be_queued_ends_every_wait(
             with pytest.raises(offload.EngineError, match="on purpose") as caught:
                 touch()
             assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_a_step_within_what_is_whole_lets_no_signal_in(whole: Any) -> None:
+    """Of an optimizer that holds signals back on its own."""
+    assert callable(offload.attach)  # Loaded, and with it the engine tells those who step.
+    done: list[str] = []
+
+    @whole
+    def run() -> None:
+        of_steps.whole(signal.raise_signal, signal.SIGUSR1)
+        done.append("step")
+        signal.raise_signal(signal.SIGUSR1)
+        done.append("rest")
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: done.append("handler"))
+    try:
+        run()
+        assert done == ["step", "rest", "handler"]
+        of_steps.whole(signal.raise_signal, signal.SIGUSR1)
+        assert done[3:] == ["handler"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
