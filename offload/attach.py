@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cpu_adam import interrupt as of_steps
 from offload.arena import Memory, typed, zeros_on
 from offload.before import Before
 from offload.binding import BoundUnit, Group, partition
@@ -20,7 +19,7 @@ from offload.device import CPU, Device, compute_device
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
-from offload.interrupt import inside, recorded, whole
+from offload.interrupt import recorded, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_fresh, reset
@@ -34,8 +33,6 @@ from offload.states import States
 from offload.store import Store
 from offload.touch import ParameterHome
 from offload.trace import Trace
-
-of_steps.held = inside  # A step within a call of the engine lets no signal in before its end.
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""

@@ -31,6 +31,7 @@ from signal import SIGCHLD, SIGINT, SIGKILL, SIGSTOP, SIGURG, SIGWINCH, valid_si
 from types import FrameType
 from typing import ParamSpec, TypeVar
 
+from cpu_adam import interrupt as of_steps
 from cpu_adam.interrupt import Handler, call, handlers, put_back
 from offload.aside import QUESTIONS, aside, usual
 
@@ -130,6 +131,9 @@ else:
 def inside() -> bool:
     """Whether something whole is under way."""
     return _inside or (_native is not None and _native.inside())
+
+
+of_steps.held = inside  # A step within a call of the engine lets no signal in before its end.
 
 
 def whole(
