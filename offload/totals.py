@@ -26,8 +26,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.steps} steps; {self.wall_s:.2f} s since attach, {self.wall_s - self.compute_s:.2f} "
-            f"s of them waiting for lanes; {self.misses} misses in all",
+            f"{self.steps} steps; {self.wall_s:.2f} s since attach, "
+            f"{self.wall_s - self.compute_s:.2f} s of them waiting for lanes; "
+            f"{self.misses} misses in all",
             f"{'lane':8} {'busy':>10} {'exposed':>10} {'moved':>10}",
         ]
         for name, use in self.lanes.items():
