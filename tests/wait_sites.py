@@ -68,7 +68,7 @@ WAITS = (
     Wait(
         "lane: for fences before its op",
         "lanes",
-        "            start = self._come(task, task.fences, start)\n",
+        "            start += self._come(task, task.fences)\n",
         "",
     ),
     Wait(
