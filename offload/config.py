@@ -12,14 +12,14 @@ import os
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal
 
 from offload import deepspeed
-from offload.deepspeed_optimizer import conflicts
+from offload.deepspeed_optimizer import conflicts, remarks
 
 Tier = Literal["device", "cpu", "nvme"]
 """A place with a capacity in bytes: memory of the compute device, CPU memory, a file on a drive."""
@@ -202,6 +202,10 @@ class Config:
         """Where `optimizer` is not what this Config was made for, each in a sentence."""
         return ()
 
+    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
+        """What this Config was made for and a model with parameters of `dtypes` is not."""
+        return ()
+
     def bytes_of(self, name: str) -> int | None:
         """The byte count in field `name`, or None where the default is to be measured."""
         value = getattr(self, name)
@@ -219,6 +223,10 @@ class DeepSpeedConfig(Config):
     def conflicts(self, optimizer: Any) -> tuple[str, ...]:
         """See Config.conflicts."""
         return tuple(conflicts(dict(self.expects), optimizer))
+
+    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
+        """See Config.remarks."""
+        return tuple(remarks(dict(self.expects), dtypes))
 
 
 _ALLOWED: dict[str, tuple[str, ...]] = {

@@ -1,5 +1,6 @@
 """Files of DeepSpeed: what each key becomes, what is refused, and the page that tells."""
 
+import dataclasses
 import json
 import warnings
 
@@ -384,3 +385,46 @@ def test_what_is_not_done_and_matters_is_told_first():
     first, *others = deepspeed.translate(on).report()
     assert first == "NOT DONE HERE, so something else is trained: sparse_attention"
     assert not [line for line in others if line.startswith("NOT DONE") or "sparse" in line]
+
+
+def test_a_model_of_another_type_than_the_file_s():
+    """DeepSpeed casts the model; nothing here does."""
+    model = torch.nn.Linear(2, 2)
+    for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        config = config_of({"bf16": {"enabled": enabled}})
+        assert not config.remarks({str(dtype).removeprefix("torch.")})
+    config = config_of({"bf16": {"enabled": True}})
+    with pytest.warns(UserWarning, match=r"bf16\.enabled true, and no parameter") as caught:
+        _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    optimizer.engine.close()
+    assert caught[0].filename == __file__
+
+
+def test_budgets_beside_a_file():
+    """As docs/deepspeed.md says; what the file asks of the optimizer stays."""
+    asked = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    config = dataclasses.replace(config_of(asked), cpu_memory="64MiB")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"lr is 0\.001, and yours is 0\.002"):
+        offload.attach(model, torch.optim.AdamW(model.parameters(), lr=2e-3), config)
+    _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    with optimizer.engine as engine:
+        budgets = {use.tier: use.budget_bytes for use in engine.report().tiers}
+    assert budgets["cpu"] == 64 << 20
+
+
+def test_what_a_file_does_to_gradients_is_told():
+    found = deepspeed.translate(
+        {
+            "zero_optimization": {
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/a"},
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+            }
+        }
+    )
+    told = "\n".join(found.report())
+    assert "device = \"nvme\": Config.optimizer='nvme', Config.gradients='cpu'\n" in told
+    fields = {"params": "cpu", "gradients": "device", "optimizer": "cpu"}
+    told = "\n".join(found.report(None, fields))
+    assert "Config.gradients='device', your own, which counts" in told
+    assert told.count("nvme_path = \"/a\": not needed, as nothing is on nvme") == 2

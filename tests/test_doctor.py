@@ -298,6 +298,8 @@ def test_directories(tree):
     check(directory(tree, "/x", error="refused; try this"), "stop", "refused", "try this")
     check(directory(tree, "/x", error="refused"), "stop", "refused", "give a directory")
     check(directory(tree, "/x", error="no", asked=False), "note", "no", "sudo install -d")
+    full = "scratch file of 4096 bytes failed: No space left on device; likely full; free space"
+    check(directory(tree, "/x", error=full, asked=False), "note", "No space", "another drive")
 
 
 SPEED = DriveSpeed(
