@@ -187,8 +187,15 @@ class Config:
 
         Raises:
             OSError: the file cannot be read.
+            TypeError: it is neither a path nor a dict.
             ValueError: it is no JSON, or a key is misspelt or holds what it cannot mean.
         """
+        if not isinstance(file, (str, bytes, os.PathLike, Mapping)):
+            raise TypeError(
+                f"Config.from_deepspeed was given {_shown(file)}: expected the path of a JSON file "
+                "of DeepSpeed's or the dict that is in it; likely another argument, or a list "
+                "around it; give one path"
+            )
         if isinstance(file, Mapping):
             what, found = "a dict of DeepSpeed's", deepspeed.translate(file)
         else:

@@ -94,7 +94,10 @@ class Translation:
         if name.endswith("nvme_path") and not {"nvme", "auto"}.intersection(places):
             return "not needed, as nothing is on nvme"
         wanted = [_key_of(name).becomes]
-        if name in (f"{_OPTIMIZER}.device", _OLD[_OPTIMIZER]) and self.fields["gradients"] != "auto":
+        if (
+            name in (f"{_OPTIMIZER}.device", _OLD[_OPTIMIZER])
+            and self.fields["gradients"] != "auto"
+        ):
             wanted.append("gradients")
         found = []
         for one in wanted:
@@ -183,7 +186,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON, even with comments allowed: {error}") from None
+        raise ValueError(
+            f"not JSON, even with comments allowed: {error}; likely a comma, quote or bracket is "
+            "missing just before; mend it there"
+        ) from None
 
 
 def _keep_string(found: re.Match[str]) -> str:

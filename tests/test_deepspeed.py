@@ -427,4 +427,11 @@ def test_what_a_file_does_to_gradients_is_told():
     fields = {"params": "cpu", "gradients": "device", "optimizer": "cpu"}
     told = "\n".join(found.report(None, fields))
     assert "Config.gradients='device', your own, which counts" in told
-    assert told.count("nvme_path = \"/a\": not needed, as nothing is on nvme") == 2
+    assert told.count('nvme_path = "/a": not needed, as nothing is on nvme') == 2
+
+
+def test_what_is_no_file_and_what_is_no_json_says_what_to_try(tmp_path):
+    with pytest.raises(TypeError, match=r"was given \[1\].*: expected the path .* give one path"):
+        Config.from_deepspeed([1])
+    with pytest.raises(ValueError, match=r"line 1 column 9 .*; likely a comma, .*; mend it there"):
+        read('{"aio": ', tmp_path)

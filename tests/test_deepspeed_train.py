@@ -188,4 +188,7 @@ def test_a_working_directory_that_cannot_be_used_is_called_that(tmp_path, monkey
     monkeypatch.setattr("os.access", lambda *_, **__: False)
     assert run(*SHORT, "--optimizer", "nvme") == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "the working directory, for want of another --nvme-path, cannot be used" in told
+    assert (
+        "the working directory, which is --nvme-path where no other is given, cannot be used"
+        in told
+    )

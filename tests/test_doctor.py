@@ -83,7 +83,9 @@ def test_kernels():
     check(findings.kernels("avx2", "the best that this processor can run", None), "ok", "avx2")
     check(findings.kernels("python", "asked for", None), "ok", "python")
     missing = ("python", "no compiled kernels: no _kernels")
-    check(findings.kernels(*missing, None), "note", "Python reference", "install g++")
+    check(
+        findings.kernels(*missing, None), "note", "Python reference", "install g++, then run make"
+    )
     check(findings.kernels(*missing, "/usr/bin/c++"), "note", "/usr/bin/c++ is here", "install -v")
 
 
