@@ -26,8 +26,8 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         if name.startswith("optimizer.params.")
     }
     if mine.lower().removeprefix("cpu") not in _SAME.get(asked.lower(), (asked.lower(),)):
-        there = asked.lower() in _OFFERED
-        yield f"optimizer.type is {asked}, {_ABSENT * (not there)}and yours is {mine}"
+        absent = "" if asked.lower() in _OFFERED else _ABSENT
+        yield f"optimizer.type is {asked}, {absent}and yours is {mine}"
         return
     for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
         there = [hashable(_plain(_value_in(group, name))) for group in groups if name in group]

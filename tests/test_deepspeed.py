@@ -304,7 +304,7 @@ def test_an_optimizer_that_is_the_file_s():
     ("section", "kind", "arguments", "told"),
     [
         ({"type": "AdamW"}, torch.optim.SGD, {}, "optimizer.type is AdamW, and yours is SGD"),
-        ({"type": "OneBitAdam"}, torch.optim.Adam, {}, "yours is Adam"),
+        ({"type": "OneBitAdam"}, torch.optim.Adam, {}, "done here (AdamW, Adam, SGD and"),
         ({"type": "AdamW", "params": {"lr": 3e-4}}, torch.optim.AdamW, {}, "lr is 0.0003"),
         ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, torch.optim.AdamW, {}, "betas is"),
         ({"type": "AdamW", "params": {"eps": 1e-6}}, torch.optim.AdamW, {}, "eps is 1e-06"),
@@ -334,7 +334,7 @@ def test_attach_refuses_what_contradicts_the_file():
         offload.attach(model, wrong, config)
     scheduled = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.optim.lr_scheduler.StepLR(scheduled, 3)
-    with pytest.raises(ValueError, match=r"scheduler\.type is WarmupLR, and a scheduler has been"):
+    with pytest.raises(ValueError, match=r"a scheduler has been .*\(make it after attach\)"):
         offload.attach(model, scheduled, config)
     right = torch.optim.AdamW(model.parameters(), lr=1e-3)
     _, optimizer = offload.attach(model, right, config)

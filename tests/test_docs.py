@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import offload
+from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE
+from cpu_adam.choice import KERNEL_NAMES, KERNEL_VARIABLE
 from offload.cli import COMMANDS, settings
 from offload.cli.flags import flag
 from offload.config import FIELDS
