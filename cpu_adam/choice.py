@@ -171,7 +171,7 @@ def _chosen(asked: str | None) -> Kernel:
     here = compiler()
     if here is None:
         likely = "no C++ compiler when it was installed"
-        remedy = f"install g++, then {_REINSTALL}"
+        remedy = f"install g++, then run make in a checkout, or {_REINSTALL}"
     else:
         likely = f"no C++ compiler when it was installed ({here} is here now), or it failed"
         remedy = f"{_REINSTALL}, which shows its errors"

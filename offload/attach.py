@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -88,6 +89,9 @@ def attach(
     """
     config = Config() if config is None else config
     check_arguments(model, optimizer, config)
+    dtypes = {str(one.dtype).removeprefix("torch.") for one in model.parameters()}
+    for remark in config.remarks(dtypes):
+        warnings.warn(remark, stacklevel=2)
     device = compute_device()
     groups = partition(model)
     check_model(model, optimizer, groups)

@@ -60,8 +60,8 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
     check_optimizer(optimizer)
     if told := config.conflicts(optimizer):
         raise ValueError(
-            f"the optimizer is not the one that the file of DeepSpeed asks for: {'; '.join(told)}: "
-            "change one of the two, or remove the key from the file"
+            "optimizer or scheduler is not what the file of DeepSpeed asks for: "
+            f"{'; '.join(told)}: change yours, or remove the key from the file"
         )
 
 

@@ -12,14 +12,14 @@ import os
 import re
 import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any, Literal
 
 from offload import deepspeed
-from offload.deepspeed_optimizer import conflicts
+from offload.deepspeed_optimizer import conflicts, remarks
 
 Tier = Literal["device", "cpu", "nvme"]
 """A place with a capacity in bytes: memory of the compute device, CPU memory, a file on a drive."""
@@ -187,8 +187,15 @@ class Config:
 
         Raises:
             OSError: the file cannot be read.
+            TypeError: it is neither a path nor a dict.
             ValueError: it is no JSON, or a key is misspelt or holds what it cannot mean.
         """
+        if not isinstance(file, (str, bytes, os.PathLike, Mapping)):
+            raise TypeError(
+                f"Config.from_deepspeed was given {_shown(file)}: expected the path of a JSON file "
+                "of DeepSpeed's or the dict that is in it; likely another argument, or a list "
+                "around it; give one path"
+            )
         if isinstance(file, Mapping):
             what, found = "a dict of DeepSpeed's", deepspeed.translate(file)
         else:
@@ -200,6 +207,10 @@ class Config:
 
     def conflicts(self, optimizer: Any) -> tuple[str, ...]:
         """Where `optimizer` is not what this Config was made for, each in a sentence."""
+        return ()
+
+    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
+        """What this Config was made for and a model with parameters of `dtypes` is not."""
         return ()
 
     def bytes_of(self, name: str) -> int | None:
@@ -219,6 +230,10 @@ class DeepSpeedConfig(Config):
     def conflicts(self, optimizer: Any) -> tuple[str, ...]:
         """See Config.conflicts."""
         return tuple(conflicts(dict(self.expects), optimizer))
+
+    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
+        """See Config.remarks."""
+        return tuple(remarks(dict(self.expects), dtypes))
 
 
 _ALLOWED: dict[str, tuple[str, ...]] = {

@@ -40,7 +40,8 @@ class Translation:
     fields: Mapping[str, Any]
     """Fields of Config, and what the file asks of each."""
     expects: tuple[tuple[str, Any], ...] = ()
-    """Keys below `optimizer` and `scheduler` that hold something, and what they hold."""
+    """Keys below `optimizer` and `scheduler` that hold something, and what they hold; and
+    bf16.enabled."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """By proper name of a key, what the file holds; "auto" and null are as good as absent."""
     auto: tuple[str, ...] = ()
@@ -71,10 +72,7 @@ class Translation:
             elif key.fate == "nothing" and told not in missing:
                 reasons.setdefault(key.says, []).append(told)
             elif key.becomes:
-                now = f"Config.{key.becomes}={fields[key.becomes]!r}"
-                if fields[key.becomes] != self.fields[key.becomes]:
-                    now += ", your own, which counts"
-                lines.append(f"{told} = {shown(value)}: {now}")
+                lines.append(f"{told} = {shown(value)}: {self._now(name, fields)}")
             elif told not in missing:
                 lines.append(f"{told} = {shown(value)}: yours: {key.says}")
         if "gradient_clipping" not in self.values:
@@ -89,6 +87,24 @@ class Translation:
             unknown = [f"{name}{_nearest(name)}" for name in self.unknown]
             lines.append(f"unknown, and ignored as DeepSpeed does: {', '.join(unknown)}")
         return lines
+
+    def _now(self, name: str, fields: Mapping[str, Any]) -> str:
+        """The fields of Config that a key became."""
+        places = [fields[kind] for kind in ("params", "gradients", "optimizer")]
+        if name.endswith("nvme_path") and not {"nvme", "auto"}.intersection(places):
+            return "not needed, as nothing is on nvme"
+        wanted = [_key_of(name).becomes]
+        if (
+            name in (f"{_OPTIMIZER}.device", _OLD[_OPTIMIZER])
+            and self.fields["gradients"] != "auto"
+        ):
+            wanted.append("gradients")
+        found = []
+        for one in wanted:
+            value = fields[one]
+            own = ", your own, which counts" * (value != self.fields[one])
+            found.append(f"Config.{one}={value!r}{own}")
+        return ", ".join(found)
 
     def missing(self) -> list[str]:
         """Keys that are on and change what is trained, and that nothing here does."""
@@ -141,7 +157,7 @@ def translate(content: Any) -> Translation:
             expects=tuple(
                 (name, hashable(value))
                 for name, value in values.items()
-                if name.startswith(("optimizer.", "scheduler."))
+                if name.startswith(("optimizer.", "scheduler.")) or name == "bf16.enabled"
             ),
             values=values,
             unknown=tuple(seen.unknown),
@@ -170,7 +186,10 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_once_each)
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON, even with comments allowed: {error}") from None
+        raise ValueError(
+            f"not JSON, even with comments allowed: {error}; likely a comma, quote or bracket is "
+            "missing just before; mend it there"
+        ) from None
 
 
 def _keep_string(found: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""Where an optimizer is not the one that a file of DeepSpeed's asks for. Pure."""
+"""Where an optimizer or a model is not what a file of DeepSpeed's asks for. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from offload.deepspeed_values import hashable, plain, shown
@@ -13,7 +13,10 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
     groups = optimizer.param_groups
     if "scheduler.type" in expects and any("initial_lr" in group for group in groups):
         kind = expects["scheduler.type"]
-        yield f"scheduler.type is {kind}, and a scheduler has been made for the optimizer already"
+        yield (
+            f"scheduler.type is {kind}, and a scheduler has been made for the optimizer already "
+            "(make it after attach)"
+        )
     if "optimizer.type" not in expects:
         return
     asked, mine = str(expects["optimizer.type"]), type(optimizer).__name__
@@ -23,7 +26,8 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
         if name.startswith("optimizer.params.")
     }
     if mine.lower().removeprefix("cpu") not in _SAME.get(asked.lower(), (asked.lower(),)):
-        yield f"optimizer.type is {asked}, and yours is {mine}"
+        absent = "" if asked.lower() in _OFFERED else _ABSENT
+        yield f"optimizer.type is {asked}, {absent}and yours is {mine}"
         return
     for name in ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "amsgrad"):
         there = [hashable(_plain(_value_in(group, name))) for group in groups if name in group]
@@ -41,6 +45,20 @@ def conflicts(expects: Mapping[str, Any], optimizer: Any) -> Iterator[str]:
 
 _SAME = {"adam": ("adam", "adamw"), "adamw": ("adam", "adamw")}
 """Kinds of one family: how they decay weights is looked at by itself."""
+
+_OFFERED = ("adam", "adamw", "sgd", "lion")
+_ABSENT = "which is not done here (AdamW, Adam, SGD and Lion are), "
+
+
+def remarks(expects: Mapping[str, Any], dtypes: Collection[str]) -> Iterator[str]:
+    """What a file asks of a model whose parameters are of `dtypes`, and the model has not."""
+    if expects.get("bf16.enabled") and "float32" in dtypes and "bfloat16" not in dtypes:
+        yield (
+            "the file of DeepSpeed has bf16.enabled true, and no parameter of the model is "
+            "bfloat16: weights and gradients stay float32, of twice the bytes; likely DeepSpeed "
+            "cast the model by itself; try model.to(torch.bfloat16) before the optimizer is made "
+            "(fp32 masters are kept)"
+        )
 
 
 def _value_in(group: Mapping[str, Any], name: str) -> Any:

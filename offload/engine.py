@@ -65,7 +65,7 @@ class Engine:
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
-        self.finality = Finality(micro_batches if max_grad_norm is None else None, names)
+        self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self._graphs: dict[int, Callable[[], object]] = {}
@@ -159,7 +159,10 @@ class Engine:
         """The same where nothing but the gradient's place changes; or not."""
         with self.lock:
             known = torch._C._current_graph_task_id() in self._graphs and not self.finality.counts
-            return known and self.collector.collect_between(unit, index, parameter)
+            if known and self.collector.collect_between(unit, index, parameter):
+                self.finality.came = True
+                return True
+            return False
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""

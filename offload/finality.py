@@ -28,6 +28,9 @@ What each event does to the books, which are kept here and nowhere else:
 
     * Without a gradient of any parameter (`autograd.grad`) it does not count: nothing changes.
 
+Where gradients are clipped nothing begins early: of all this only the backwards are kept then, so
+that a number that is not the declared one is told.
+
 Gradients are touched by `zero_grad`, and by reading or setting `p.grad`, which hands out memory
 that may be zeroed: the step may have been given up, so micro-batches are counted from one again.
 Were it not given up, the updates begin at `step()`.
@@ -61,23 +64,27 @@ class _Counts:
     """Calls of its modules inside the backward."""
 
 
-SHORT_STEPS = 2
-"""So many in a row, after fewer backward calls than were declared, are worth a word."""
+OTHER_STEPS = 2
+"""So many in a row, after another number of backward calls than was declared, are worth a word."""
 
 
 class Finality:
     """The backward calls since the last step, and the updates begun before the next."""
 
-    def __init__(self, micro_batches: int | None, names: Sequence[str]):
-        """`micro_batches` backward calls make a step (None: unknown, nothing begins early)."""
+    def __init__(self, micro_batches: int | None, names: Sequence[str], *, early: bool = True):
+        """`micro_batches` backward calls make a step (None: unknown, nothing begins early).
+
+        Not `early`: nothing begins early, whatever is known.
+        """
         self.freeze: Callable[[int], Mapping[int, Turn]] = lambda unit: {}
         """What a step taken now would do to a unit; set by the optimizer."""
         self.begun: dict[int, Mapping[int, Turn]] = {}
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
-        self.counts = micro_batches is not None
-        """Whether the backward calls of a step are counted, so that updates begin early. Where not,
-        calls and gradients are not, either."""
+        self.counts = early and micro_batches is not None
+        """Whether calls and gradients are counted, so that updates begin early."""
+        self.came = False
+        """Whether a gradient came in the backward under way."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -88,8 +95,8 @@ class Finality:
         """Finished since the last step, or since gradients were touched."""
         self._again = False
         """Whether the count has started again since the last step."""
-        self._short_steps = 0
-        """In a row, after fewer backward calls than were declared."""
+        self._other_steps = 0
+        """In a row, after another number of backward calls than was declared."""
         self.notice: str | None = None
         """What the user should know of how the declared number is kept."""
         self._aborted = False
@@ -120,6 +127,7 @@ class Finality:
         Raises:
             RuntimeError: the unit's update has begun without it.
         """
+        self.came = True
         if not self.counts:
             return
         self._require_open(unit, "another gradient")
@@ -146,6 +154,7 @@ class Finality:
     def backward_began(self) -> None:
         """An outermost backward begins."""
         assert not self.begun
+        self.came = False
         for now in self._now:
             now.gradients.clear()
             now.recomputes = 0
@@ -153,7 +162,7 @@ class Finality:
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
-        if any(now.gradients for now in self._now):
+        if self.came:
             self._before, self._now = self._now, [_Counts() for _ in self._names]
             self._backwards += 1
 
@@ -176,7 +185,7 @@ class Finality:
             RuntimeError: the step is not the one that was begun.
         """
         begun = self.begun
-        self._note_short()
+        self._note_other()
         if any(frozen.get(unit, {}) != turns for unit, turns in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
@@ -186,22 +195,29 @@ class Finality:
         self.begun, self._backwards, self._aborted = {}, 0, False
         return {unit: turns for unit, turns in frozen.items() if unit not in begun}
 
-    def _note_short(self) -> None:
-        """Tell once of steps after too few backward calls: two in a row, as one may end an epoch.
+    def _note_other(self) -> None:
+        """Tell once of steps after another number of backward calls than was declared.
+
+        Of two in a row, as one may end an epoch. More are refused where updates begin early.
 
         Before anything of the step is done, as filters may make an error of it.
         """
         declared, found = self._micro_batches, self._backwards
         known = not (self.begun or self._aborted or self._again)
-        short = declared is not None and 0 < found < declared and known
-        self._short_steps, self._again = self._short_steps + 1 if short else 0, False
-        if self._short_steps < SHORT_STEPS or self.notice is not None:
+        other = declared is not None and found not in (0, declared) and known
+        self._other_steps, self._again = self._other_steps + 1 if other else 0, False
+        if self._other_steps < OTHER_STEPS or self.notice is not None or declared is None:
             return
+        idle = ": no update begins inside a backward then" if self.counts else ""
+        cause, remedy = f"the loop accumulates {found}", f"micro_batches={found}"
+        if found == 1:
+            cause = "step() is called after each backward, as that of DeepSpeed's engine is"
+            remedy = f"step() after every {declared} backward calls, or micro_batches=1"
         self.notice = (
             f"Config.micro_batches={declared} declares so many backward calls before each step(), "
-            f"but {SHORT_STEPS} steps in a row came after fewer, the last after {found}: no update "
-            f"begins inside a backward then; likely the loop accumulates {found}; try "
-            f"micro_batches={found}, or leave it out where the number varies"
+            f"but {OTHER_STEPS} steps in a row came after {'fewer' if found < declared else 'more'}"
+            f", the last after {found}{idle}; likely {cause}; try {remedy}, or leave it out where "
+            "the number varies"
         )
         warnings.warn(self.notice, RuntimeWarning, stacklevel=2)
 

@@ -156,6 +156,8 @@ def _usable(path: str, asked: str) -> tuple[int, int]:
         drive = os.stat(path).st_dev
     except OSError as error:
         advice = _advice(error, path)
+        if path == os.curdir and "nvme_path" in asked:
+            asked = f"the working directory, which is {asked} where no other is given,"
         raise OSError(
             error.errno or errno.EIO,
             f"{asked} cannot be used: {error.strerror or error}; likely {advice[0]}; {advice[1]}",

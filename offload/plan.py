@@ -309,7 +309,9 @@ def _ways_out(
             yield _as_fields(raised, machine if one is search else None)
     left = other(params="auto", gradients="auto", optimizer="auto")
     if len(search.auto) < len(left.auto) and does(left, {}):
-        yield 'Config(params="auto", gradients="auto", optimizer="auto")'
+        kinds = ("params", "gradients", "optimizer")
+        changed = [f'{kind}="auto"' for kind in kinds if getattr(config, kind) != "auto"]
+        yield f"Config({', '.join(changed)})"
 
 
 def _as_fields(raised: Mapping[Tier, int], machine: Machine | None) -> str:

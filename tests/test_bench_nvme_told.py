@@ -28,13 +28,19 @@ def told(monkeypatch, tmp_path, capsys):
     return given
 
 
+def flat(text):
+    """As if no line were broken."""
+    return " ".join(text.split())
+
+
 def test_speeds_of_a_busy_machine_are_kept_with_that_doubt(told, monkeypatch, tmp_path):
     shown = told().err
     assert f"saved to {tmp_path}/machine.json" in shown
     assert shown.endswith("; remove it to forget it\n")
     monkeypatch.setattr(measuring.psutil, "cpu_percent", lambda interval: 97.6)
     shown = told()
-    assert "But other programs keep 98% of the processors busy: all figures suffer" in shown.out
+    doubt = "But other programs keep 98% of the processors busy: all figures suffer"
+    assert doubt in flat(shown.out)
     assert "remove it to forget it; measure again where others take less than 98%" in shown.err
     (speed,) = json.loads((tmp_path / "machine.json").read_text())["drives"].values()
     assert speed["others_percent"] == 98
@@ -43,18 +49,20 @@ def test_speeds_of_a_busy_machine_are_kept_with_that_doubt(told, monkeypatch, tm
 def test_the_verdict_says_whether_the_states_fit_and_what_is_assumed(told, monkeypatch):
     free = [66_700_000_000]
     monkeypatch.setattr(bench_nvme, "nvme_free_bytes", lambda *_, **__: free[0])
-    shown = told().out
+    shown = flat(told().out)
     assert "of a 7B model takes 70 GB; 66.7 GB are free: it does not fit, fp32 would." in shown
     assert "H100 (assumed, as none is given: --gpu) is what bounds it" in shown
     sheet = "(--endurance: the data sheet says what it endures)"
     assert f"steps use up 600 TB, assumed {sheet}. " in shown
     shown = told("--gpu", "a100", "--endurance", "1PB", "--model", "1B").out
+    assert all(len(line) <= 80 for line in shown.splitlines() if line.startswith("The opt"))
+    shown = flat(shown)
     assert "of a 1B model takes 10 GB; 66.7 GB are free: it fits." in shown
     assert "A100 (--gpu) is what bounds it" in shown
     assert "steps use up the 1000 TB that it endures (--endurance). " in shown
     assert "assumed" not in shown
     free[0] = 5 << 30
-    assert "it does not fit." in told().out
+    assert "it does not fit." in flat(told().out)
 
 
 def test_drives_that_write_faster_than_they_read_are_doubted(told):

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from offload.cli import BadInput, from_deepspeed, settings, train
+from offload.cli import BadInput, from_deepspeed, in_flags, settings, train
 from tests.command import SHORT, run
 from tests.test_deepspeed import NVME, file_of
 
@@ -32,12 +32,15 @@ def test_train_takes_a_file(tmp_path, capsys):
     assert (found.lr, found.beta1, found.beta2, found.warmup) == (3e-4, 0.9, 0.99, 2)
     found = settings.parse(["--deepspeed", str(path), "--batch=2", "--optimizer", "device"])
     assert (found.batch, found.placing.optimizer) == (2, "device")
+    told = from_deepspeed.Adopted.of(str(path)).report(found)
+    assert any(line.endswith("--batch 2, your own, which counts") for line in told)
     assert run("train", "--deepspeed", str(path), "--lr=1") == 2
     assert "--lr 1.0 contradicts" in capsys.readouterr().err
     assert run(*SHORT, "--deepspeed", str(path), "--micro-batches=1") == 0
     shown = capsys.readouterr().err
     assert f"note: what {path} became:\n" in shown
     assert "    optimizer.params.lr = 0.0003: --lr 0.0003\n" in shown
+    assert "note: --steps " not in shown
 
 
 @pytest.mark.parametrize(
@@ -159,3 +162,33 @@ def test_a_path_is_no_flag(tmp_path):
     found, _ = adopted({"zero_optimization": {"offload_optimizer": section}}, tmp_path)
     assert found.trace_file is None
     assert found.placing.nvme_path == ("./--trace-file=/x",)
+
+
+def test_a_path_is_told_as_a_flag(tmp_path, capsys):
+    """And not as Python writes a tuple."""
+    section = {"device": "nvme", "nvme_path": str(tmp_path)}
+    path = file_of({"zero_optimization": {"offload_optimizer": section}}, tmp_path)
+    assert run(*SHORT, "--deepspeed", path) == 0
+    shown = capsys.readouterr().err
+    assert f": --nvme-path {tmp_path}\n" in shown
+    assert ": --optimizer nvme, --gradients cpu\n" in shown
+    assert in_flags("Config.nvme_path=('/a', '/b')") == "--nvme-path /a /b"
+
+
+def test_steps_that_end_before_the_peak_are_told(capsys):
+    assert run(*SHORT, "--warmup", "4") == 0
+    told = "note: --steps 3 end before --warmup 4: the learning rate rises to 0.0015 only"
+    assert told in " ".join(capsys.readouterr().err.split())
+    assert run(*SHORT, "--warmup", "3") == 0
+    assert "note: --steps" not in capsys.readouterr().err
+
+
+def test_a_working_directory_that_cannot_be_used_is_called_that(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_, **__: False)
+    assert run(*SHORT, "--optimizer", "nvme") == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert (
+        "the working directory, which is --nvme-path where no other is given, cannot be used"
+        in told
+    )

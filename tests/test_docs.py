@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import offload
+from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE
+from cpu_adam.choice import KERNEL_NAMES, KERNEL_VARIABLE
 from offload.cli import COMMANDS, settings
 from offload.cli.flags import flag
 from offload.config import FIELDS
@@ -151,3 +153,10 @@ def test_mkdocs_builds_without_a_complaint(tmp_path):
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     assert (tmp_path / "api/index.html").read_text().count('class="doc doc-object') >= 10
+
+
+def test_every_backend_and_kernel_is_listed():
+    text = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    for variable, names in ((BACKEND_VARIABLE, BACKEND_NAMES), (KERNEL_VARIABLE, KERNEL_NAMES)):
+        (row,) = re.findall(rf"^\| `{variable}` \| (.*) \|$", text, re.M)
+        assert all(f"`{name}`" in row for name in names), row

@@ -83,7 +83,9 @@ def test_kernels():
     check(findings.kernels("avx2", "the best that this processor can run", None), "ok", "avx2")
     check(findings.kernels("python", "asked for", None), "ok", "python")
     missing = ("python", "no compiled kernels: no _kernels")
-    check(findings.kernels(*missing, None), "note", "Python reference", "install g++")
+    check(
+        findings.kernels(*missing, None), "note", "Python reference", "install g++, then run make"
+    )
     check(findings.kernels(*missing, "/usr/bin/c++"), "note", "/usr/bin/c++ is here", "install -v")
 
 
@@ -298,6 +300,8 @@ def test_directories(tree):
     check(directory(tree, "/x", error="refused; try this"), "stop", "refused", "try this")
     check(directory(tree, "/x", error="refused"), "stop", "refused", "give a directory")
     check(directory(tree, "/x", error="no", asked=False), "note", "no", "sudo install -d")
+    full = "scratch file of 4096 bytes failed: No space left on device; likely full; free space"
+    check(directory(tree, "/x", error=full, asked=False), "note", "No space", "another drive")
 
 
 SPEED = DriveSpeed(

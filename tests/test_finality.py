@@ -316,6 +316,30 @@ def test_too_few_backward_calls_are_told_once(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(1, "fewer, the last after 1; likely step"), (3, "more, the last after 3; likely the loop")],
+)
+def test_with_clipping_another_number_of_backward_calls_is_told(
+    count: int, told: str, tmp_path: Path
+) -> None:
+    """Nothing begins early then, and nothing is refused; but another batch is trained on."""
+    with attached(PLACEMENT, tmp_path, micro_batches=2, max_grad_norm=1.0) as run:
+
+        def step(count: int) -> None:
+            for _ in range(count):
+                run.loss().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+
+        for right in (2, count, 2, 2, count):
+            step(right)
+        with pytest.warns(RuntimeWarning, match=told):
+            step(count)
+        step(count)  # Warnings are errors here.
+        assert told in run.engine.notices[-1]
+
+
 def test_without_micro_batches_nothing_is_counted() -> None:
     finality = Finality(None, ["unit"])
     empty = deepcopy(finality._now)

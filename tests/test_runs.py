@@ -7,6 +7,7 @@ import re
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -196,6 +197,19 @@ def test_a_place_that_cannot_be_written_is_why_no_run_is_there(tmp_path, capsys,
     assert run("report") == 2
     told = capsys.readouterr().err
     assert f"this user may not write to {tmp_path}; try: offload train --trace-file FILE" in told
+
+
+def test_a_full_disk_is_why_no_run_is_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    full = SimpleNamespace(total=1 << 30, used=1 << 30, free=4096)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    assert run("report") == 2
+    assert "as the disk is full; free some space, or try: offload" in capsys.readouterr().err
+
+
+def test_help_is_the_same_after_an_argument(capsys):
+    assert run("report", "run.json", "--help") == 0
+    assert "[RUN]" in capsys.readouterr().out
 
 
 def test_from_training_to_a_report(tmp_path, capsys, monkeypatch):

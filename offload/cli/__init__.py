@@ -318,12 +318,18 @@ def in_flags(text: str) -> str:
     """A message in which fields of `Config` are named, as it is told on the command line.
 
     Each is a flag there: `Config.x='a'`, `Config(x="a")` and `Config.x` are `--x a` and `--x`.
+    Of `Config.x=('a', 'b')` the texts are left, `--x a b`.
     """
 
     def flags(found: re.Match[str]) -> str:
         fields = re.findall(r"(\w+)=[\"']?([^\"',]*)", found[1])
         return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in fields)
 
+    text = re.sub(
+        r"(\bConfig\.\w+=)\(([^()]*)\)",
+        lambda found: found[1] + " ".join(re.findall(r"'([^']*)'", found[2])),
+        text,
+    )
     text = re.sub(r"\bConfig\((\w+=[^()]*)\)", flags, text)
     text = re.sub(r"(\bConfig\.\w+=)([\"'])(.*?)\2", r"\1\3", text)
     return re.sub(

@@ -24,6 +24,7 @@ from offload.cli import (
     bad_input,
     bench_nvme_report,
     bench_nvme_saved,
+    broken,
     display,
     measuring,
     nearest,
@@ -372,7 +373,7 @@ def _concluded(
     told += f" But {busy}." if busy else ""
     narrow = display.is_narrow(console.width)
     console.print(bench_nvme_report.formats(verdict, narrow=narrow))
-    console.sentence(f"{told}\n")
+    console.sentence(broken(told, min(console.width, 80), "") + "\n")
     config = bench_nvme_report.config(wanted.paths, report, wanted.backends)
     _note(console, config)
     return told, config, verdict.formats

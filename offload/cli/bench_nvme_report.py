@@ -153,10 +153,20 @@ def _cells(figure: Figure) -> tuple[str, ...]:
         f"{block_size(setting.block_bytes)} x {setting.depth} {setting.backend}",
         f"{figure.bytes_per_s / 1e9:.2f}",
         f"{figure.bytes_per_s / 2**30:.2f}",
-        f"{figure.p50_s * 1e3:.3g}",
-        f"{figure.p99_s * 1e3:.3g}",
+        milliseconds(figure.p50_s),
+        milliseconds(figure.p99_s),
         f"{figure.cpu_s_per_gb:.3f}",
     )
+
+
+def milliseconds(seconds: float) -> str:
+    """To three digits, and never as a power of ten.
+
+    >>> milliseconds(1.42), milliseconds(0.0512), milliseconds(64e-6)
+    ('1420', '51.2', '0.064')
+    """
+    found = seconds * 1e3
+    return f"{found:.0f}" if found >= 99.95 else f"{found:.3g}"
 
 
 def block_size(count: int) -> str:

@@ -143,7 +143,7 @@ def kernels(name: str, reason: str, compiler: str | None) -> Finding:
     if name != "python" or reason == "asked for":
         return Finding("update", "ok", f"the {name} kernel: {reason}")
     fix = f"reinstall ({sys.executable} -m pip install -v -e . in a checkout)"
-    fix = f"install g++, then {fix}" if compiler is None else fix
+    fix = f"install g++, then run make in a checkout, or {fix}" if compiler is None else fix
     told = f"the Python reference, same bits but slow: {reason}"
     if compiler is not None:
         told += f"; {compiler} is here now"
@@ -199,7 +199,8 @@ def file_backends(probes: Sequence[Probe], environment: Mapping[str, str]) -> li
 
 
 _BACKEND_FIXES = {
-    "compiler": "install g++ and reinstall (pip install -v shows what fails)",
+    "compiler": "install g++, then run make in a checkout, or reinstall (pip install -v shows "
+    "what fails)",
     "io_uring": "allow io_uring (sysctl kernel.io_uring_disabled=0; in a container, a seccomp "
     "profile with io_uring_setup, io_uring_enter and io_uring_register)",
     "linux_aio": "allow io_setup and io_submit in the container's seccomp profile",

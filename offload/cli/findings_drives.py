@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Sequence
@@ -107,6 +108,8 @@ def directory(tried: Tried, mounted: Sequence[Mount], root: Path) -> Finding:
         told, _, fix = tried.error.rpartition("; ")
         if tried.asked:
             return Finding(subject, "stop", told or tried.error, fix if told else _OTHER)
+        if os.strerror(errno.ENOSPC) in told:
+            return Finding(subject, "note", told, "free some space, or name another drive")
         mine = f"sudo install -d -o $USER {tried.path.rstrip('/')}/mine, and name that"
         return Finding(subject, "note", told or tried.error, mine)
     mount = mount_of(tried.path, mounted)

@@ -61,6 +61,9 @@ class Flags(Generic[Settings]):
             SystemExit: help was asked for, and shown.
         """
         shown = _Shown(sys.stdout)
+        options = itertools.takewhile(lambda word: word != "--", flags)
+        if {"-h", "--help"}.intersection(options):
+            flags = ["--help"]  # After an argument tyro would leave that out of the help.
         try:
             with (
                 contextlib.redirect_stderr(io.StringIO()),

@@ -78,6 +78,7 @@ class Adopted:
         }
         same = {
             key: f"{flag(name)} {getattr(settings, name)}"
+            + ", your own, which counts" * (getattr(settings, name) != self.settings[name])
             for key, name in _SAME.items()
             if name in self.settings
         }

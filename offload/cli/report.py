@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +27,9 @@ from offload.kept import write_whole
 from offload.runs import Run
 
 _BAR_COLUMNS = 24
+
+ROOM_LEAST_BYTES = 1 << 20
+"""With less on the disk a run is not left there."""
 
 NARROW_COLUMNS = 68
 """On narrower terminals bars and shares are left out."""
@@ -121,6 +125,11 @@ def _none_left(folder: Path) -> str:
         return (
             f"{folder} holds no run; likely none could be left, as this user may not write to "
             f"{there}; try: offload train --trace-file FILE, then offload report FILE"
+        )
+    if shutil.disk_usage(there).free < ROOM_LEAST_BYTES:
+        return (
+            f"{folder} holds no run; likely none could be left, as the disk is full; free some "
+            "space, or try: offload train --trace-file FILE, then offload report FILE"
         )
     return (
         f"{folder} holds no run; likely nothing was trained yet, or with --no-trace; try: offload "

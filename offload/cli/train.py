@@ -58,7 +58,7 @@ def command(arguments: Sequence[str]) -> None:
     if settings.deepspeed is not None:
         lines = from_deepspeed.Adopted.of(settings.deepspeed).report(settings)
         left.note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
-    left.note(remarks, corpus.notices)
+    left.note(remarks, [*corpus.notices, *_short_of_peak(settings)])
     with Signals() as signals:
         with bad_input():
             left.warnings_of(remarks, cpu_adam.kernel)
@@ -132,6 +132,17 @@ def _ended_by(error: BaseException) -> str:
     if isinstance(error, Stopped):
         return error.by
     return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+
+
+def _short_of_peak(settings: Train) -> list[str]:
+    """A word where the steps end while the learning rate still rises."""
+    if settings.steps >= settings.warmup:
+        return []
+    peak = settings.lr * settings.steps / settings.warmup
+    return [
+        f"--steps {settings.steps} end before --warmup {settings.warmup}: the learning rate "
+        f"rises to {peak:.3g} only, and never to --lr {settings.lr:g}"
+    ]
 
 
 @dataclass(slots=True)
