@@ -232,7 +232,7 @@ class Executor:
         if there == self.device.holds(source):
             into.copy_(source)
         else:
-            self.lanes.drain()  # Else waiting for compute would be told as waiting for the bus.
+            self.lanes.drain()  # Which sleeps and is told as compute; a copy spins.
             with self.lanes.waited(Lane.H2D if there else Lane.D2H):
                 into.copy_(source)
 

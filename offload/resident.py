@@ -145,7 +145,6 @@ class Residents:
                     put_sum_of_squares(gradient, into, memory.workspace(op))
                 filled += 1
             stops.append(filled)
-        self._executor.lanes.drain()  # Whose host sleeps; a copy's would spin.
         there = torch.empty(filled, dtype=sums.dtype, device="cpu")
         self._executor.copy_now(there, sums[:filled])
         found = there.tolist()

@@ -254,9 +254,9 @@ WAITS = (
         "                pass\n",
     ),
     Wait(
-        "residents: asleep, until their squares are summed",
-        "resident",
-        "        self._executor.lanes.drain()  # Whose host sleeps; a copy's would spin.\n",
+        "home: asleep, until what is to be copied is there",
+        "executor",
+        "            self.lanes.drain()  # Which sleeps and is told as compute; a copy spins.\n",
         "",
     ),
     Wait(
