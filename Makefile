@@ -68,8 +68,9 @@ endif
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	@echo "setting up $(VENV) (PyTorch and friends; once, some minutes)" >&2
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,check]'
-	@$(if $(COMPILER),rm -f,touch) $(VENV)/.no-compiler
+	@if $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[test,check]'; then $(if $(COMPILER),rm -f,touch) $(VENV)/.no-compiler; \
+	else test -e $(VENV)/.no-compiler && $(BIN)/python -c 'import offload'; fi  # As it was, then.
 	@test -z "$(COMPILER)" || $(BIN)/python -c 'from cpu_adam import _kernels' 2>/dev/null || \
 		echo "note: $(COMPILER) did not build the compiled update, and the reference serves: same" \
 			"bits, but slow; its errors: $(BIN)/pip install -v -e ." >&2
