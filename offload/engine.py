@@ -306,9 +306,12 @@ class Engine:
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
         self._require_step()
-        for bound in self.units:
-            for index, one in enumerate(bound.spec.parameters):
-                yield one.name, self.values_of(bound.index, index)
+        try:
+            for bound in self.units:
+                for index, one in enumerate(bound.spec.parameters):
+                    yield one.name, self.values_of(bound.index, index)
+        finally:
+            self.exposures.forget()
 
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:

@@ -10,6 +10,7 @@ still held are renewed, so that they go on showing the parameter. All copies tog
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,8 +18,12 @@ import torch
 
 from offload.config import format_bytes
 from offload.executor import Executor
+from offload.homes import Homes
 from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
+
+KEPT_BYTES_MAX = 16 << 20
+"""Largest piece that was read for one touch and is kept for the next: all but frozen ones are."""
 
 
 @dataclass(slots=True)
@@ -48,6 +53,7 @@ class Exposures:
         unit is in use and cannot be written now.
         """
         self._executor = executor
+        self._homes = Homes(executor)
         self._before_write = before_write
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
@@ -83,7 +89,7 @@ class Exposures:
             needs = f"touching {one.name} outside its use"
             self._make_room(one.elements * ITEM_BYTES[one.dtype], needs)
             self._executor.quiesce("weight", unit, to_write=False)
-            copied = self._read(unit, parameter)
+            copied = self._read(unit, parameter, KEPT_BYTES_MAX)
             self._executor.lanes.drain()  # Other streams look at it, and write what was read.
             found = _Copy(copied, use_count(copied))
             self.copies.setdefault(unit, {})[parameter] = found
@@ -105,19 +111,18 @@ class Exposures:
 
     def settle(self, unit: int) -> bool:
         """Write back what was edited, let go of what nobody holds; whether anything was edited."""
-        edited = False
         copies = self.copies.get(unit)
         if not copies or not self._before_write(unit):
             return False
         self._executor.quiesce("weight", unit)
-        for parameter, one in list(copies.items()):
-            if self._write_back(unit, parameter, one.tensor):
-                edited = True
-            if not one.held:
-                del copies[parameter]
+        edited = [one for one in sorted(copies) if self._edited(unit, one, copies[one].tensor)]
+        self._homes.forget()
+        self._write_back(unit, {one: copies[one].tensor for one in edited})
+        for parameter in [p for p, one in copies.items() if not one.held]:
+            del copies[parameter]
         if not copies:
             del self.copies[unit]
-        return edited
+        return bool(edited)
 
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
@@ -131,9 +136,13 @@ class Exposures:
         """The values of a parameter after any update, in memory of their own, not counted."""
         self._executor.quiesce("weight", unit, to_write=False)
         with torch.no_grad():
-            values = self._read(unit, parameter)
+            values = self._read(unit, parameter, sys.maxsize)
         self._executor.lanes.drain()  # Before an update may write where it reads.
         return values
+
+    def forget(self) -> None:
+        """Let go of what the last `read` left for the next one."""
+        self._homes.forget()
 
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""
@@ -143,8 +152,9 @@ class Exposures:
         """Show the present values in the copies of `unit` (after an update)."""
         if unit in self.copies:
             self._executor.quiesce("weight", unit, to_write=False)
-            for parameter, one in self.copies[unit].items():
-                one.tensor.copy_(self._read(unit, parameter))
+            for parameter, one in sorted(self.copies[unit].items()):
+                one.tensor.copy_(self._read(unit, parameter, sys.maxsize))
+            self._homes.forget()
             self._executor.lanes.drain()
 
     # -- one parameter at home ------------------------------------------------------------------
@@ -162,29 +172,41 @@ class Exposures:
                 parts.append((index, start - offset, start - low, stop - start))
         return parts
 
-    def _read(self, unit: int, parameter: int) -> torch.Tensor:
-        """The values of a parameter at home, in memory of its own on the compute device."""
-        one = self._plan.profile.units[unit].parameters[parameter]
+    def _read(self, unit: int, parameter: int, kept_bytes_max: int) -> torch.Tensor:
+        """The values of a parameter at home, in memory of its own on the compute device.
+
+        A piece that others lie in too is kept for them, where it is no larger than given.
+        """
+        spec = self._plan.profile.units[unit]
+        one, behind = spec.parameters[parameter], parameter + 1
+        stop = spec.weight_offset(behind) if behind < len(spec.parameters) else spec.weight_bytes
         dtype: torch.dtype = getattr(torch, one.dtype)
         with torch.inference_mode(False):
             out = self._executor.device.empty(one.shape, dtype)
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
-            home = self._executor.peek(Value("weight", unit, piece))
+            offset, whole = spec.pieces[piece]
+            last = offset + whole <= stop or whole > kept_bytes_max
+            home = self._homes.look(Value("weight", unit, piece), last=last)
             self._executor.copy_now(flat[there : there + size], home[here : here + size])
         return out
 
-    def _write_back(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
-        """Put an edited copy home. States stay as they are, see `cpu_adam` [Note: Edits]."""
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        values = self._read(unit, parameter).view(-1).view(torch.uint8)
+    def _edited(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
+        """Whether a copy is not what is at home."""
+        values = self._read(unit, parameter, sys.maxsize).view(-1).view(torch.uint8)
         with self._executor.lanes.waited(Lane.COMPUTE):
-            same = torch.equal(flat, values)
-        if same:
-            return False
-        for piece, here, there, size in self._parts(unit, parameter):
+            return not torch.equal(tensor.detach().view(-1).view(torch.uint8), values)
+
+    def _write_back(self, unit: int, edited: dict[int, torch.Tensor]) -> None:
+        """Put edited copies home. States stay as they are, see `cpu_adam` [Note: Edits]."""
+        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for parameter, tensor in edited.items():
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            for piece, here, there, size in self._parts(unit, parameter):
+                parts.setdefault(piece, []).append((here, flat[there : there + size]))
+        for piece, changed in parts.items():
             value = Value("weight", unit, piece)
             home = self._executor.peek(value)
-            self._executor.copy_now(home[here : here + size], flat[there : there + size])
+            for here, part in changed:
+                self._executor.copy_now(home[here : here + part.numel()], part)
             self._executor.poke(value, home)
-        return True

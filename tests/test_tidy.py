@@ -58,7 +58,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),
-    ("usable",),
+    (
+        "homes",
+        "usable",
+    ),
     ("known",),
     ("states", "exposure", "passes", "updates", "resting", "marks"),
     ("served", "guard"),
