@@ -19,6 +19,7 @@ import torch
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.homes import Homes
+from offload.passes import Passes
 from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
 
@@ -46,36 +47,43 @@ def use_count(tensor: torch.Tensor) -> int:
 class Exposures:
     """The private copies of an engine, by unit and parameter."""
 
-    def __init__(self, executor: Executor, limit_bytes: int, before_write: Callable[[int], bool]):
-        """At most `limit_bytes` of copies at once.
-
-        `before_write(unit)` stops what is about to read the unit's weights; False means that the
-        unit is in use and cannot be written now.
-        """
+    def __init__(
+        self,
+        executor: Executor,
+        passes: Passes,
+        limit_bytes: int,
+        in_use: Callable[[int], bool],
+    ):
+        """At most `limit_bytes` of copies at once; a unit that is `in_use` cannot be written."""
         self._executor = executor
+        self._passes = passes
         self._homes = Homes(executor)
-        self._before_write = before_write
+        self._in_use = in_use
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
         self.copies: dict[int, dict[int, _Copy]] = {}
         """By unit and parameter."""
-        self.reserved: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
         """Bytes by unit that is served from memory of its own."""
 
     @property
     def bytes(self) -> int:
         """Bytes of all copies, and of units whose slot another one has."""
         copies = sum(c.tensor.nbytes for unit in self.copies.values() for c in unit.values())
-        return copies + sum(self.reserved.values())
+        return copies + sum(self._reserved.values())
 
     def reserve(self, unit: int, size: int, name: str) -> None:
-        """Take `size` bytes for a unit whose slot is in use, until it is out of `reserved`.
+        """Take `size` bytes for a unit whose slot is in use, until `unreserve`.
 
         Raises:
             MemoryError: the copies that are still held leave no room for it.
         """
         self._make_room(size, f"{name}, whose slot is in use by a unit that is used with it,")
-        self.reserved[unit] = size
+        self._reserved[unit] = size
+
+    def unreserve(self, unit: int) -> None:
+        """Give back what was taken for a unit, if anything was."""
+        self._reserved.pop(unit, None)
 
     def tensor(self, unit: int, parameter: int) -> torch.Tensor:
         """The private copy of a parameter, made if there is none.
@@ -98,8 +106,7 @@ class Exposures:
     def _make_room(self, size: int, what: str) -> None:
         if self.bytes + size <= self.limit_bytes:
             return
-        for unit in list(self.copies):
-            self.settle(unit)
+        self.settle_all()
         if self.bytes + size > self.limit_bytes:
             raise MemoryError(
                 f"{what} needs a private copy of {format_bytes(size)}, "
@@ -109,20 +116,31 @@ class Exposures:
                 "parameter at a time, or raise Config.exposed_memory"
             )
 
-    def settle(self, unit: int) -> bool:
-        """Write back what was edited, let go of what nobody holds; whether anything was edited."""
+    def settle_all(self) -> None:
+        """`settle` every unit of which there are copies."""
+        for unit in list(self.copies):
+            self.settle(unit)
+
+    def settle(self, unit: int) -> None:
+        """Put home what was edited, which no slot holds then; let go of what nobody holds.
+
+        A unit in use is left as it is.
+        """
         copies = self.copies.get(unit)
-        if not copies or not self._before_write(unit):
-            return False
-        self._executor.quiesce("weight", unit)
+        if not copies or self._in_use(unit):
+            return
+        self._executor.quiesce("weight", unit, to_write=False)
         edited = [one for one in sorted(copies) if self._edited(unit, one, copies[one].tensor)]
         self._homes.forget()
-        self._write_back(unit, {one: copies[one].tensor for one in edited})
+        if edited:
+            self._passes.pause()
+            self._passes.invalidate(unit)
+            self._executor.quiesce("weight", unit)
+            self._write_back(unit, {one: copies[one].tensor for one in edited})
         for parameter in [p for p, one in copies.items() if not one.held]:
             del copies[parameter]
         if not copies:
             del self.copies[unit]
-        return bool(edited)
 
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""

@@ -203,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         if not steps:
             return {}
         self.engine.settle()
-        self.engine.settle_edits(self._places[parameter][0])
+        self.engine.exposures.settle(self._places[parameter][0])
         return {
             "step": torch.tensor(float(steps)),
             **self._states.read(*self._places[parameter]),
