@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from offload.store import Store
 from tests.faults import nothing_leaks
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 SLACK_BYTES = 128 << 20
 
 # -- memory that is really taken --------------------------------------------------------------

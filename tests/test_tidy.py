@@ -58,10 +58,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),
-    (
-        "homes",
-        "usable",
-    ),
+    ("homes", "usable"),
     ("known",),
     ("states", "exposure", "passes", "updates", "resting", "marks"),
     ("served", "guard"),
