@@ -129,7 +129,7 @@ class Exposures:
         copies = self.copies.get(unit)
         if not copies or self._in_use(unit):
             return
-        self._executor.quiesce("weight", unit, to_write=False)
+        # No update is under way: of what is exposed none begins before step(), which waits for it.
         edited = [one for one in sorted(copies) if self._edited(unit, one, copies[one].tensor)]
         self._homes.forget()
         if edited:

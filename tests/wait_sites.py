@@ -168,12 +168,6 @@ WAITS = (
         "            copied",
     ),
     Wait(
-        "weights: before edits are looked for",
-        "exposure",
-        '        self._executor.quiesce("weight", unit, to_write=False)\n        edited',
-        "        edited",
-    ),
-    Wait(
         "weights: before edits are put home",
         "exposure",
         '            self._executor.quiesce("weight", unit)\n            self._write_back',
