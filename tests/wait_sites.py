@@ -170,8 +170,8 @@ WAITS = (
     Wait(
         "weights: before edits are looked for",
         "exposure",
-        '        self._executor.quiesce("weight", unit)\n        for',
-        "        for",
+        '        self._executor.quiesce("weight", unit)\n        edited',
+        "        edited",
     ),
     Wait(
         "weights: before they are read",
