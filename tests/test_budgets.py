@@ -292,7 +292,7 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
     model, optimizer = started()
     attach(whole, model, optimizer)[1].engine.close()
     calls = len(whole.calls)
-    assert calls > 20
+    assert calls >= 20
     for number in [1, 2, 3, 4, 5, *range(6, calls + 1, 5)]:
         io = aio.SimulatedIO(0, errors={number: code})
         if whole.calls[number - 1] in ("preadv", "pwritev", "open", "fallocate"):
