@@ -136,8 +136,9 @@ class Config:
     before the last backward start the count again."""
 
     exposed_memory: int | str | None = None
-    """Most bytes of private copies that touching parameters outside their use may hold at once.
-    Not given: a tenth of what is free, at least 256 MiB."""
+    """Most bytes of private copies that touching parameters outside their use may hold at once, and
+    likewise of gradients that `p.grad` shows from nvme or an accelerator, each by itself. Not
+    given: a tenth of what is free, at least 256 MiB."""
 
     trace: bool = True
     """Keep in memory what the lanes did last, for `offload report`: some megabytes, and far below a
