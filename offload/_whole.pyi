@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+VERSION: int
+"""Of what the module offers; see `built`."""
+
 BEGUN: int
 NESTED: int
 UNUSUAL: int

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.accepted import rule_of
 from offload.arena import Memory, typed, zeros_on
 from offload.before import Before
 from offload.binding import BoundUnit, Group, partition
@@ -24,7 +25,7 @@ from offload.interrupt import recorded, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_fresh, reset
-from offload.optimizer import Optimizer, rule_of
+from offload.optimizer import Optimizer
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value

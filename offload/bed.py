@@ -10,12 +10,13 @@ from offload.arena import host_tensor
 from offload.bounce import Copy
 from offload.config import BUDGETS, TIERS, Tier, format_bytes
 from offload.device import Device
-from offload.layout import Placement, Plan, file_layout
+from offload.layout import Plan
 from offload.machine import measured_speeds
 from offload.plan import BudgetError
 from offload.program import Value
 from offload.records import KINDS
 from offload.shared import Share
+from offload.sizes import Placement, file_layout
 from offload.store import Store
 
 

@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from cpu_adam import kernel
+from offload.accepted import check_optimizer
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
 from offload.extents import dense, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
-from offload.optimizer import Optimizer, check_optimizer
+from offload.optimizer import Optimizer
 from offload.resting import NO_OTHER_GRADIENT, NO_WHOLE_GRADIENT
 from offload.structure import check_wrapped, structure_of
 
@@ -41,9 +42,8 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             f"attach: config is {_found(config)} and no offload.Config: write attach(model, "
             f"optimizer, offload.Config{hint})"
         )
-    for parameter in model.parameters():
-        if (structure := structure_of(parameter)) is not None:
-            _refuse_attached(structure.engine())
+    if (structure := structure_of(model.parameters())) is not None:
+        _refuse_attached(structure.engine())
     _check_parameters(model)
     if isinstance(optimizer, Optimizer):
         raise ValueError(

@@ -17,17 +17,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, TIERS, Choice, Config, Tier, format_bytes
-from offload.layout import (
-    WEIGHT_SLOTS_MAX,
-    Placement,
-    Plan,
-    Sizes,
-    lay_out,
-    lay_out_memory,
-)
+from offload.layout import WEIGHT_SLOTS_MAX, Plan, lay_out, lay_out_memory
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice
 from offload.records import KINDS, Kind
+from offload.sizes import Placement, Sizes
 
 
 class BudgetError(ValueError):

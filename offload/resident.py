@@ -25,7 +25,7 @@ back by that. It stays as it is, so that the view shows the parameter afterwards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -101,10 +101,12 @@ class Residents:
         """Let a parameter have no gradient."""
         self._units[unit].parameters[parameter].grad = None
 
-    def zero(self, unit: int, parameter: int) -> None:
-        """Make a gradient zeros."""
-        gradient = self._units[unit].parameters[parameter].grad
-        if gradient is not None:
+    def zero(self, unit: int, parameters: Iterable[int]) -> None:
+        """Make gradients zeros."""
+        mine = self._units[unit].parameters
+        for gradient in (mine[parameter].grad for parameter in parameters):
+            if gradient is None:
+                continue
             if gradient.grad_fn is not None:  # As torch.optim has it: a view cannot be detached.
                 gradient.detach_()
             else:

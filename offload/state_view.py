@@ -40,7 +40,7 @@ class StateCopy(torch.Tensor):
             raise RuntimeError(f"{name}: {_INSTEAD}")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            if name == "numpy":
+            if name in ("numpy", "__array__"):
                 found.flags.writeable = False
             whole = args[0] if args and isinstance(args[0], StateCopy) else None
             if whole is None or not isinstance(found, torch.Tensor):

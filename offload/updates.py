@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -43,8 +43,26 @@ Frozen = Mapping[int, Mapping[int, Turn]]
 
 Leaving = TypeVar("Leaving", bound="Departed")
 
-_Due = tuple[int, int, int, int]
-"""A chunk that is due: (ordinal, unit, chunk, deadline)."""
+
+class _Chunk(NamedTuple):
+    """A chunk, and when it is needed."""
+
+    ordinal: int
+    unit: int
+    chunk: int
+    deadline: int
+
+
+@dataclass(slots=True)
+class _Due:
+    """The chunks of a step by who updates them, in the order in which they are needed."""
+
+    at_once: list[_Chunk] = field(default_factory=list)
+    """Of residents that the user's stream updates."""
+    awaited: list[_Chunk] = field(default_factory=list)
+    """Of residents that lanes update."""
+    streamed: list[_Chunk] = field(default_factory=list)
+    """Of units that are no residents."""
 
 
 class Departed(Protocol):
@@ -121,9 +139,9 @@ class Updates:
         self._residents = residents
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
-        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        self._chunks: dict[int, list[_Chunk]] = {}
         for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
-            self._chunks.setdefault(unit, []).append((ordinal, chunk, deadline))
+            self._chunks.setdefault(unit, []).append(_Chunk(ordinal, unit, chunk, deadline))
         self._lane_shares = _lane_shares(self._plan)
         self._pending: list[Task] = []
         self._queued: Fence | None = None
@@ -149,53 +167,74 @@ class Updates:
         return self._clip.norm
 
     def issue(self, frozen: Frozen, pass_number: int) -> None:
-        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`."""
-        due = []
-        for unit in (unit for unit in self._chunks if unit in frozen):
-            for ordinal, chunk, deadline in self._chunks[unit]:
-                spans = self._plan.profile.units[unit].chunks[chunk].spans
-                if any(span.parameter in frozen[unit] for span in spans):
-                    due.append((ordinal, unit, chunk, deadline))
-        squared = [one for one in due if one[1] in self._residents]
-        here = [one for one in squared if one[1] not in self._residents.awaited]
-        others = [one for one in due if one[1] not in self._residents]
-        if squared and self._lane_shares:
-            self.settle()  # The user's stream is about to use the workspace.
-        clip = None
-        if self._max_grad_norm is not None:
-            self._clip = clip = _Clip(self._max_grad_norm)
-            partials = []
-            if squared:
-                clip.partials |= self._squares_at_once(squared, frozen)
-            for ordinal, unit, chunk, _ in others:
-                ops = square(self._plan, unit, chunk, ordinal)
-                run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
-                self._executor.issue_chunk(ops, pass_number, run)
-                partials.append(ops[-1].writes[0])
-            self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
-        self._update_at_once(here, frozen, clip)
-        self._update_in_lanes([one for one in due if one not in here], frozen, clip, pass_number)
+        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
 
-    def _squares_at_once(self, here: Sequence[_Due], frozen: Frozen) -> dict[int, float]:
+        What is raised before the first of it is queued leaves the step to be taken again; what is
+        raised later ends everything.
+        """
+        due, awaited = self._due(frozen), self._residents.awaited
+        if self._lane_shares and (due.at_once or due.awaited):
+            self.settle()  # The user's stream is about to use the workspace.
+        departed = awaited.depart(list(dict.fromkeys(one.unit for one in due.awaited)), frozen)
+        clip = None if self._max_grad_norm is None else _Clip(self._max_grad_norm)
+        if clip is not None:
+            clip.partials |= self._squares_at_once([*due.at_once, *due.awaited], frozen)
+        try:
+            if clip is not None:
+                self._find_norm(due.streamed, frozen, clip, pass_number)
+            self._update_at_once(due.at_once, frozen, clip)
+            in_lanes = sorted([*due.awaited, *due.streamed])  # As the next forward needs them.
+            self._update_in_lanes(in_lanes, frozen, clip, pass_number, departed)
+        except BaseException as error:
+            self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
+            raise
+
+    def _due(self, frozen: Frozen) -> _Due:
+        """The chunks that take part, split by who updates their units."""
+        due, awaited = _Due(), self._residents.awaited
+        for unit in sorted(frozen.keys() & self._chunks.keys(), key=self._rank):
+            kind = due.streamed
+            if unit in self._residents:
+                kind = due.awaited if unit in awaited else due.at_once
+            for one in self._chunks[unit]:
+                spans = self._plan.profile.units[unit].chunks[one.chunk].spans
+                if any(span.parameter in frozen[unit] for span in spans):
+                    kind.append(one)
+        return due
+
+    def _rank(self, unit: int) -> int:
+        return self._chunks[unit][0].ordinal
+
+    def _find_norm(
+        self, streamed: Sequence[_Chunk], frozen: Frozen, clip: _Clip, pass_number: int
+    ) -> None:
+        """Queue the norm, and what of it lanes sum."""
+        partials = []
+        for ordinal, unit, chunk, _ in streamed:
+            ops = square(self._plan, unit, chunk, ordinal)
+            run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
+            self._executor.issue_chunk(ops, pass_number, run)
+            partials.append(ops[-1].writes[0])
+        self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        self._clip = clip
+
+    def _squares_at_once(self, here: Sequence[_Chunk], frozen: Frozen) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""
+        if not here:
+            return {}
         since, found = time.perf_counter(), {}
         ops = [square(self._plan, unit, chunk, at)[-1] for at, unit, chunk, _ in here]
         for op, (ordinal, *_), total in zip(ops, here, self._residents.squares(ops, frozen)):
             found[ordinal], since = total, self._executor.lanes.count(op, since)
         return found
 
-    def _update_at_once(self, here: Sequence[_Due], frozen: Frozen, clip: _Clip | None) -> None:
+    def _update_at_once(self, here: Sequence[_Chunk], frozen: Frozen, clip: _Clip | None) -> None:
         if here and clip is not None and self._normed is not None:
             self._executor.lanes.wait([self._normed])
-        try:
-            for _, unit, chunk, deadline in here:
-                op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
-                scale = 1.0 if clip is None else clip.factor
-                self._residents.update(op, frozen, scale)
-                self._executor.lanes.count(op, since)
-        except BaseException as error:
-            self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
-            raise
+        for _, unit, chunk, deadline in here:
+            op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
+            self._residents.update(op, frozen, 1.0 if clip is None else clip.factor)
+            self._executor.lanes.count(op, since)
         device = self._executor.device
         if here and self._lane_shares:
             self._executor.lanes.drain()  # Before a lane uses the workspace.
@@ -203,11 +242,13 @@ class Updates:
             self._queued = device.fence(device.stream())
 
     def _update_in_lanes(
-        self, due: Sequence[_Due], frozen: Frozen, clip: _Clip | None, pass_number: int
+        self,
+        due: Sequence[_Chunk],
+        frozen: Frozen,
+        clip: _Clip | None,
+        pass_number: int,
+        departed: Mapping[int, Departed],
     ) -> None:
-        awaited = self._residents.awaited
-        leaving = [unit for unit in dict.fromkeys(one[1] for one in due) if unit in awaited]
-        departed = awaited.depart(leaving, frozen)
         for _, unit, chunk, deadline in due:
             ops = update_ops(self._plan, unit, chunk, deadline)
             op = next(op for op in ops if op.verb is Verb.UPDATE)
@@ -217,7 +258,7 @@ class Updates:
             self._pending += tasks
             if away is not None:
                 away.queued(tasks)
-        awaited.await_(departed)
+        self._residents.awaited.await_(departed)
 
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip

@@ -9,10 +9,11 @@ from itertools import product
 from hypothesis import strategies as st
 
 from offload.config import TIERS, Tier
-from offload.layout import Placement, Plan, lay_out
+from offload.layout import Plan, lay_out
 from offload.machine import DriveSpeed
 from offload.profile import Profile, StateChoice, Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Phase, Program, compile_program
+from offload.sizes import Placement
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
 """Budgets that never bind."""

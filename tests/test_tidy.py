@@ -30,7 +30,7 @@ PURE += (
     "runs",
     "breakdown",
 )
-PURE += ("disks", "kept", "rows", "blocks", "shapes")
+PURE += ("disks", "kept", "rows", "blocks", "shapes", "sizes")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
@@ -44,7 +44,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("breakdown",),
     ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
-    ("rows", "blocks"),
+    ("rows", "blocks", "accepted"),
+    ("sizes",),
     ("layout",),
     ("plan",),
     ("shared",),
@@ -63,11 +64,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("states", "exposure", "passes", "updates", "resting", "marks"),
     ("served", "guard"),
     ("collected", "extents"),
+    ("shown",),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("awaited",),
     ("inuse", "casts", "resident"),
     ("engine",),
-    ("touch", "hooks", "optimizer"),
+    ("touch", "hooks"),
+    ("optimizer",),
     ("checks", "recorded", "meta", "before"),
     ("attach",),
     ("sleep",),

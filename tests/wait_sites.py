@@ -141,7 +141,12 @@ WAITS = (
         "return self.over and not (self.fences and self.fenced)",
         "return self.over",
     ),
-    Wait("home: after a write", "executor", "            self.lanes.drain()\n", ""),
+    Wait(
+        "home: after a write",
+        "executor",
+        "                self.lanes.drain()\n",
+        "                pass\n",
+    ),
     Wait(
         "home: until nobody writes or reads it",
         "executor",

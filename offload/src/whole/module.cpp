@@ -173,6 +173,7 @@ struct UnderWay {};
 }  // namespace
 
 NB_MODULE(_whole, module) {
+    module.attr("VERSION") = 1;  // as offload/aside.py has it
     module.def("handler_of", [](int number) {
         struct sigaction now;
         return sigaction(number, nullptr, &now) == 0 ? uintptr_t(now.sa_handler) : 0;
