@@ -17,7 +17,7 @@ differs, or they are missing, those are asked.
 
 [Note: Huge pages]
 An update goes through many arrays once, and a processor finds out where each page of each of them
-lies: with pages of 4 KiB memory gives a fifth less, on a virtual machine. Most systems give huge
+lies: with pages of 4 KiB memory gives up to a fifth less, on a virtual machine. Most give huge
 pages only to memory for which they were asked (`madvise`), before it is touched.
 """
 
