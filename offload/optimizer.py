@@ -15,12 +15,12 @@ from cpu_adam.optimizer_base import CPUOptimizer
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
+from offload.frozen import Turn
 from offload.interrupt import whole
 from offload.passes import refuse_inside
 from offload.state_view import StateView
 from offload.states import States
 from offload.structure import Structure
-from offload.updates import Turn
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
