@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from offload.accepted import rule_of
-from offload.arena import Memory, typed, zeros_on
+from offload.arena import Memory, zeros_on
 from offload.before import Before
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
@@ -237,7 +237,7 @@ class _Attaching:
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             if self.budget is not None:
-                taken = {tier: self.plan.arena_bytes(tier) for tier in TIERS}
+                taken = {tier: self.plan.taken_bytes(tier) for tier in TIERS}
                 executor.share = Share(self.budget, taken)
             self._fill(executor, initialize or reset)
             attached = self._hook(executor, memory)
@@ -360,11 +360,9 @@ class _Attaching:
         on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
         buffer = zeros_on(on, unit.spec.weight_bytes)
         with torch.no_grad():
-            for index, parameter in enumerate(unit.parameters):
-                one = unit.spec.parameters[index]
-                offset = unit.spec.weight_offset(index)
+            for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
                 parameter.grad = None
-                parameter.data = typed(buffer, one.dtype, offset, one.shape)
+                parameter.data = view
             initialize_fresh(self.model, new, initialize, unit.parameters)
             for parameter, value in zip(unit.parameters, values):
                 if parameter not in fresh:

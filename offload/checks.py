@@ -13,7 +13,7 @@ from offload.accepted import check_optimizer
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
-from offload.extents import dense, sharing
+from offload.extents import dense, refuse_sparse, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer
@@ -180,10 +180,7 @@ def check_model(
                 "target_modules instead, those of attention for example"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{name or 'the model'} has sparse gradients, and only dense ones can be "
-                f"offloaded: build the {type(module).__name__} with sparse=False"
-            )
+            refuse_sparse(f"{name or 'the model'} has sparse gradients")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or 'the model'} changes its weight inside its own forward (max_norm="

@@ -24,6 +24,7 @@ from offload.collected import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
+from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
 from offload.interrupt import torn_times, whole
@@ -34,7 +35,7 @@ from offload.profile import profile_of
 from offload.program import Program, Verb, compile_program
 from offload.resident import Residents
 from offload.totals import Report
-from offload.updates import Frozen, Updates
+from offload.updates import Updates
 from offload.usable import refuse_unusable
 
 

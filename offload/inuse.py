@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from offload.arena import Memory, zeros_on
@@ -36,9 +34,6 @@ class InUse:
         self.units: list[BoundUnit] = []
         """Those in use."""
         self._device_type = executor.device.torch_device.type
-
-    def __iter__(self) -> Iterator[BoundUnit]:
-        return iter(list(self.units))
 
     def serve(self, bound: BoundUnit) -> None:
         """Wait for a unit's weights and let its parameters be views of them."""
@@ -123,7 +118,7 @@ class InUse:
 
     def release_all(self, *, look: bool) -> None:
         """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""
-        for bound in self:
+        for bound in list(self.units):
             bound.depth, bound.held = 0, False
             self.release(bound, look=look)
 

@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
     tier: Tier
     use: str
-    index: int = 0  # type: ignore[assignment]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +106,18 @@ class Plan:
                 rows.append(Row(kind, tier, len(units), total))
         return tuple(rows)
 
-    def arena_bytes(self, tier: Tier, *, cut: bool = False) -> int:
-        """What is taken of a memory tier, or `cut` from its arena alone; or the file's size."""
+    def taken_bytes(self, tier: Tier) -> int:
+        """What is taken of a tier: by its arena and what torch has of it, or by the file."""
         if tier == "nvme":
             return self.file.bytes if self.file.extents else 0
-        homes = (home for key, home in self.homes.items() if not cut or self.in_arena(*key))
-        buffers = [*homes, *self.slots.values()]
+        return self._end(tier, self.homes.values())
+
+    def arena_bytes(self, tier: Tier) -> int:
+        """The size of the arena of a memory tier."""
+        return self._end(tier, (home for key, home in self.homes.items() if self.in_arena(*key)))
+
+    def _end(self, tier: Tier, homes: Iterable[Buffer]) -> int:
+        buffers = itertools.chain(homes, self.slots.values())
         return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def in_arena(self, kind: Kind, unit: int) -> bool:
@@ -122,7 +128,7 @@ class Plan:
         """What is taken of each tier, against its budget."""
         held = {tier: sum(row.bytes for row in self.rows() if row.tier == tier) for tier in TIERS}
         return tuple(
-            TierUse(t, held[t], self.arena_bytes(t) - held[t], self.budgets[t]) for t in TIERS
+            TierUse(t, held[t], self.taken_bytes(t) - held[t], self.budgets[t]) for t in TIERS
         )
 
 
@@ -215,7 +221,7 @@ def lay_out_memory(
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
     pairs = enumerate(zip(units, placements))
-    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state, early=early)]
+    own = [u for u, (one, p) in pairs if is_resident(one, p, early=early)]
     memory.residents = frozenset(own)
 
     def settle(kind: Kind, u: int, size: int) -> None:
@@ -245,6 +251,20 @@ def lay_out_memory(
         if kind != "state":
             settle(kind, u, max(sizes.apart[kind][u], sizes.value[kind][u]))
     return memory
+
+
+def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
+    """Whether torch may keep a unit's weights and gradients: see [Note: Residents] of `resident`.
+
+    Gradients in another dtype than their weights' are summed by the engine. Where updates begin
+    `early`, inside backward, it has to know when those come that it takes elsewhere.
+    """
+    if not unit.trainable:
+        return placement.weight == "device"
+    trained = [one for one in unit.segments if one.trainable]
+    alike = all(one.gradient_dtype == one.dtype for one in trained)
+    taken = early and placement.state != "device"
+    return alike and placement.weight == placement.gradient == "device" and not taken
 
 
 def site(placement: Placement) -> Tier:

@@ -12,12 +12,12 @@ from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
 from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
+from offload.frozen import Turn
 from offload.interrupt import whole
 from offload.passes import refuse_inside
 from offload.state_view import StateView
 from offload.states import States, check_state
 from offload.structure import Structure
-from offload.updates import Turn
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",

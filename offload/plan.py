@@ -53,7 +53,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     budgets, search = budgets_of(config, machine), _Search(profile, config, states)
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
-        taken = {tier: found.arena_bytes(tier) for tier in TIERS}
+        taken = {tier: found.taken_bytes(tier) for tier in TIERS}
         if lacking := _lacking(taken, machine) or _roomless(taken["nvme"], config, machine):
             raise BudgetError(lacking)
         return found

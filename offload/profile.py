@@ -131,19 +131,6 @@ class Unit:
         """Whether any parameter receives a gradient."""
         return bool(self.chunks)
 
-    def stays(self, weight: str, gradient: str, state: str, *, early: bool) -> bool:
-        """Whether, with its values in these tiers, a pass needs nothing from outside the device.
-
-        Gradients in another dtype than their weights' are summed by the engine. Where updates begin
-        `early`, inside backward, it has to know when those come that it takes elsewhere.
-        """
-        if not self.trainable:
-            return weight == "device"
-        trained = [one for one in self.segments if one.trainable]
-        alike = all(one.gradient_dtype == one.dtype for one in trained)
-        taken = early and state != "device"
-        return alike and weight == gradient == "device" and not taken
-
     def weight_offset(self, parameter: int) -> int:
         """Bytes from the start of the weight buffer to a parameter."""
         one = self.parameters[parameter]

@@ -29,7 +29,7 @@ Found = TypeVar("Found")
 
 
 class Home(Protocol):
-    """What a parameter at rest asks of its engine; the parameter's own index is inside."""
+    """What an offloaded parameter asks of its engine; the parameter's own index is inside."""
 
     def lend(
         self,
@@ -39,6 +39,9 @@ class Home(Protocol):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Call `function` while all of `resting` show their true values."""
+
+    def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
+        """What `read` gives of the parameter: of the slot, or of its values where at rest."""
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient kept for the parameter."""

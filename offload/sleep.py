@@ -24,7 +24,7 @@ from offload.bounce import bounce
 from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
-from offload.program import Use, Value
+from offload.program import Value
 from offload.touch import ParameterHome
 
 
@@ -137,4 +137,4 @@ def _home(engine: Engine, value: Value) -> torch.Tensor:
     """The bytes of a value at home in a memory tier; a copy where it lies with torch."""
     if not engine.plan.in_arena(value.kind, value.unit):
         return engine.residents.flat(value)
-    return engine.executor.memory.at(Use(engine.plan.home(value.kind, value.unit), value))
+    return engine.executor.peek(value)

@@ -1,11 +1,4 @@
-"""The optimizer's step: what it freezes, and the ops that run after it has returned.
-
-[Note: Frozen step]
-`step()` takes down, for every parameter that has a gradient, the hyper-parameters of its group and
-the number of its step, and hands them to the update ops. Schedulers, `zero_grad` and the next
-backward may go on at once: they change the live objects, never what was frozen, and the gradient's
-home is written again only after the update that reads it.
-"""
+"""The optimizer's step: the ops that run after it has returned, see [Note: Frozen step]."""
 
 from __future__ import annotations
 
@@ -13,35 +6,22 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from cpu_adam import Part, sum_of_squares, update_parts, views
-from cpu_adam.hyper import Hyper
+from offload.awaited import Away
 from offload.executor import BytesOf, Executor
+from offload.frozen import Frozen, Turn
 from offload.layout import Plan
 from offload.program import Lane, Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
-from offload.task import Fence, Run, Task
+from offload.resident import Residents, in_order
+from offload.task import Fence, Task
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one parameter's update in one step was frozen to."""
-
-    hyper: Hyper
-    step: int
-    """Number of the parameter's step, from 1."""
-
-
-Frozen = Mapping[int, Mapping[int, Turn]]
-"""By unit and parameter, those that take part in a step."""
-
-Leaving = TypeVar("Leaving", bound="Departed")
 
 
 class _Chunk(NamedTuple):
@@ -65,52 +45,6 @@ class _Due:
     """Of units that are no residents."""
 
 
-class Departed(Protocol):
-    """A unit that torch has the weights and gradients of, whose update is issued."""
-
-    @property
-    def carrying(self) -> Callable[[Op, BytesOf], Run | None]:
-        """What an op of a chunk does that moves a value from or to torch's memory."""
-
-    def queued(self, tasks: Sequence[Task]) -> None:
-        """The ops of a chunk were issued."""
-
-
-class InLanes(Protocol[Leaving]):
-    """Units that torch has the weights and gradients of, and lanes update."""
-
-    def __contains__(self, unit: object) -> bool: ...
-
-    def depart(self, units: Sequence[int], frozen: Frozen) -> dict[int, Leaving]:
-        """Before the updates of `units` are issued."""
-
-    def await_(self, departed: Mapping[int, Leaving]) -> None:
-        """They are; let nobody use the units as if they were done."""
-
-    def meet(self) -> None:
-        """Let all be usable, now that they are done."""
-
-
-class AtOnce(Protocol):
-    """Units that torch has the weights and gradients of.
-
-    Of those that no lane updates, the user's thread queues the updates on its own stream, before
-    `step()` returns.
-    """
-
-    @property
-    def awaited(self) -> InLanes[Any]:
-        """Those that lanes update."""
-
-    def __contains__(self, unit: object) -> bool: ...
-
-    def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
-        """The sum of the squares of the chunk of the gradient that each op is for."""
-
-    def update(self, op: Op, frozen: Frozen, scale: float) -> None:
-        """Take the step of the chunk of an op, in the order of the user's stream."""
-
-
 @dataclass(slots=True)
 class _Clip:
     """The norm of one step's gradient, while it is found."""
@@ -122,9 +56,7 @@ class _Clip:
 
     def combine(self) -> None:
         """The norm from the sums of squares in their order, and the factor that clips it."""
-        total = 0.0
-        for ordinal in sorted(self.partials):
-            total += self.partials[ordinal]
+        total = in_order(self.partials[ordinal] for ordinal in sorted(self.partials))
         self.norm = math.sqrt(total) if total == total else math.nan
         ratio = self.max_norm / (self.norm + CLIP_EPS)
         self.factor = ratio if not ratio >= 1.0 else 1.0
@@ -133,7 +65,7 @@ class _Clip:
 class Updates:
     """Issues the ops of each step."""
 
-    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: AtOnce):
+    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: Residents):
         """Clip to `max_grad_norm` where given. Those of `residents` know their own values."""
         self._executor = executor
         self._residents = residents
@@ -247,7 +179,7 @@ class Updates:
         frozen: Frozen,
         clip: _Clip | None,
         pass_number: int,
-        departed: Mapping[int, Departed],
+        departed: Mapping[int, Away],
     ) -> None:
         for _, unit, chunk, deadline in due:
             ops = update_ops(self._plan, unit, chunk, deadline)
