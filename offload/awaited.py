@@ -136,7 +136,8 @@ class Away:
         self._lock = threading.RLock()
         self._parameters = {index: bound.parameters[index] for index in indices}
         self.held = any(
-            type(p) is not nn.Parameter or holders(p) != idle for p in self._parameters.values()
+            type(p) is not nn.Parameter or holders(p) != idle or not _is_torchs(p)
+            for p in self._parameters.values()
         )
         """Whether somebody else has memory of a weight or gradient, or could not be told apart."""
         self._weights = {index: p.data for index, p in self._parameters.items()}
@@ -167,8 +168,9 @@ class Away:
             self._owed[index] = gradient
             parameter.grad = None
             parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
-            parameter.data = self._bound.dummies[index]
-            parameter.__class__ = AwaitedParameter
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.__class__ = AwaitedParameter  # First: another thread may look.
+                parameter.data = self._bound.dummies[index]
             if parameter.requires_grad:
                 self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
         for known in self._bound.modules:
@@ -365,6 +367,12 @@ def holders(parameter: nn.Parameter) -> tuple[int, int, int, int]:
         return use_count(parameter), 0, 0, 0
     held = sys.getrefcount(gradient), gradient._use_count()
     return use_count(parameter), use_count(gradient), *held
+
+
+def _is_torchs(parameter: nn.Parameter) -> bool:
+    """Whether torch made the memory of a parameter and its gradient, and no array of NumPy's."""
+    both = [one for one in (parameter, parameter.grad) if one is not None]
+    return all(one.untyped_storage().resizable() for one in both)
 
 
 def idle_parameter() -> nn.Parameter:

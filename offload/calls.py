@@ -18,6 +18,20 @@ _BETWEEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dyna
 """Where the frames between a hook and the module's call come from."""
 
 
+def refuse_elsewhere(verb: str) -> None:
+    """Refuse a thread what would end the forward or backward of another one.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"thread {threading.current_thread().name!r} asked for weights, gradients or states of an "
+        f"offloaded model while another one was inside its {verb}: they are on their way then, and "
+        "one thread at a time uses a model. Let the other thread take what is needed between two "
+        "steps (p.detach().clone(), model.state_dict()), or hold one lock of yours around both"
+    )
+
+
 class Calls:
     """The outermost call under way of a module that is hooked."""
 
@@ -48,6 +62,16 @@ class Calls:
             return sys._getframe(self._depth) is self._frame
         except ValueError:  # So deep nothing is.
             return False
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether a call runs on another thread."""
+        if self._frame is None or self._thread == threading.get_ident():
+            return False
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None
 
     @property
     def broken_off(self) -> bool:

@@ -18,7 +18,7 @@ from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
 from offload.binding import BoundUnit
-from offload.calls import Calls
+from offload.calls import Calls, refuse_elsewhere
 from offload.casts import Casts
 from offload.collected import Collector, take_gradient
 from offload.executor import Executor
@@ -28,7 +28,7 @@ from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
 from offload.interrupt import torn_times, whole
-from offload.inuse import InUse, refuse_moved
+from offload.inuse import InUse
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.profile import profile_of
@@ -69,7 +69,7 @@ class Engine:
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._graphs: dict[int, Callable[[], object]] = {}
+        self._backward_thread, self._graphs = 0, dict[int, Callable[[], object]]()
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -108,6 +108,14 @@ class Engine:
     def _in_use(self, unit: int) -> bool:
         return self.units[unit].buffer is not None
 
+    def refuse_elsewhere(self) -> None:
+        """Refuse this thread to go on while another one is inside a forward or backward."""
+        if self.calls.elsewhere:
+            refuse_elsewhere("forward")
+        others = self._graphs and self._backward_thread != threading.get_ident()
+        if others and any(ended() is not None for ended in self._graphs.values()):
+            refuse_elsewhere("backward")
+
     def open_forward(self) -> None:
         """The model's forward begins."""
         self.end_pass(finished=False)
@@ -129,6 +137,7 @@ class Engine:
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
+        self._backward_thread = threading.get_ident()
         end = whole(partial(self._graph_ended, graph))
         self._graphs[graph] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
@@ -195,6 +204,7 @@ class Engine:
         self.check()
         if in_backward():
             return
+        self.refuse_elsewhere()
         if self.passes.verb is Verb.BACKWARD or self.calls.broken_off:
             self.end_pass(finished=False)
 
@@ -217,19 +227,11 @@ class Engine:
         bound.depth += 1
 
     def leave(self, bound: BoundUnit) -> None:
-        """A module that uses a unit has run.
-
-        Raises:
-            RuntimeError: a parameter was given other storage meanwhile.
-        """
+        """A module that uses a unit has run; see `InUse.leave` for what it refuses."""
         bound.depth = max(0, bound.depth - 1)
-        if bound.buffer is None:
-            return
-        bound.held = bound.held or bound.spec.lasting
-        moved = bound.moved()
-        self.in_use.release(bound)
-        if moved is not None:
-            refuse_moved(moved)
+        if bound.buffer is not None:
+            bound.held = bound.held or bound.spec.lasting
+            self.in_use.leave(bound)
 
     def hold(self, bound: BoundUnit) -> None:
         """The backward of a unit is next; that of the units held need not, but may, be over."""
@@ -303,11 +305,12 @@ class Engine:
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        self.end_abandoned()
-        if unit not in self.residents:
-            self.exposures.settle(unit)
-            return self.exposures.read(unit, index)
-        return self.residents.value(unit, index)
+        with self.lock:
+            self.end_abandoned()
+            if unit not in self.residents:
+                self.exposures.settle(unit)
+                return self.exposures.read(unit, index)
+            return self.residents.value(unit, index)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
         """Who has the gradients of a unit."""

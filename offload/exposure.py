@@ -142,6 +142,24 @@ class Exposures:
         if not copies:
             del self.copies[unit]
 
+    def edited(self, unit: int) -> str | None:
+        """Name of a parameter whose copy is not what is at home; None where all are."""
+        for parameter, one in sorted(self.copies.get(unit, {}).items()):
+            if self._edited(unit, parameter, one.tensor):
+                self._homes.forget()
+                return self._plan.profile.units[unit].parameters[parameter].name
+        return None
+
+    def of_another(self, unit: int, parameter: int, values: torch.Tensor) -> str | None:
+        """Name of another parameter in whose copy `values` lie; None where they do not."""
+        there = values.untyped_storage().data_ptr()
+        for other, copies in self.copies.items():
+            for index, one in copies.items():
+                same = one.tensor.untyped_storage().data_ptr() == there
+                if same and values.numel() and (other, index) != (unit, parameter):
+                    return self._plan.profile.units[other].parameters[index].name
+        return None
+
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
         found = self.copies.get(unit, {}).get(parameter)

@@ -101,6 +101,7 @@ class Hooks:
                 self._begin_forward()
 
     def _begin_forward(self) -> None:
+        self._engine.refuse_elsewhere()
         self._leave_guards()
         self._in_forward = True
         self._engine.open_forward()
@@ -116,7 +117,7 @@ class Hooks:
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
-            if self._in_forward and not in_backward():
+            if self._in_forward and not in_backward() and not self._engine.calls.elsewhere:
                 self._in_forward = False
                 # Torch calls this for an exception, too, while it handles it.
                 self._engine.end_pass(finished=output is not None or sys.exc_info()[0] is None)
@@ -130,6 +131,7 @@ class Hooks:
         with engine.lock:
             engine.check()
             if not (inside or engine.calls.under_way):
+                engine.refuse_elsewhere()
                 if engine.calls.broken_off:
                     self._in_forward = False
                     self._leave_guards()
@@ -156,6 +158,8 @@ class Hooks:
         with engine.lock:
             if not guards or guards[-1][0] is not module:
                 return None  # Its pre-hook was not reached: another hook raised before.
+            if output is None and engine.calls.elsewhere:
+                return None  # Refused to this thread, and under way in another one.
             _, guard, began, given = guards.pop()
             guard.close()  # First, as what comes then may raise, and nobody else would.
             # An output that is a view of a weight must outlive the slot.

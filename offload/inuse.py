@@ -73,6 +73,28 @@ class InUse:
             raise
         self.units.append(bound)
 
+    def leave(self, bound: BoundUnit) -> None:
+        """A module that uses a unit has run: put the unit at rest when nothing else uses it.
+
+        Raises:
+            RuntimeError: a parameter was given other storage meanwhile, or was changed where the
+                module could not see it.
+        """
+        moved = bound.moved()
+        missed = self._exposures.edited(bound.index) if self._exposures.copies else None
+        self.release(bound)
+        if moved is not None:
+            raise RuntimeError(
+                f"{moved} was given other storage while its own module ran, but it is offloaded "
+                "and only its values can change: copy_() into it, or assign its data"
+            )
+        if missed is not None:
+            raise RuntimeError(
+                f"{missed} was changed, while its own module ran, through a view taken before "
+                "(p.data, p.detach()): the module has used the values before that. Take p.data "
+                "anew where it is changed, or change it outside the module's forward"
+            )
+
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
         """Put a unit at rest when nothing uses it any more; changes of its weights count.
 
@@ -132,15 +154,3 @@ class InUse:
                 own = tensor.device.type == self._device_type
                 return bound.handle_at(self._resolver, address, tensor) if own else None
         return None
-
-
-def refuse_moved(name: str) -> None:
-    """Refuse that a parameter was given other storage while it was in use.
-
-    Raises:
-        RuntimeError: always.
-    """
-    raise RuntimeError(
-        f"{name} was given other storage while its own module ran, but it is offloaded and "
-        "only its values can change: copy_() into it, or assign its data"
-    )

@@ -145,12 +145,13 @@ class Optimizer(torch.optim.Optimizer):
         steps = self.steps_of(parameter)
         if not steps:
             return {}
-        self.engine.settle()
-        self.engine.exposures.settle(self._places[parameter][0])
-        return {
-            "step": torch.tensor(float(steps)),
-            **self._states.read(*self._places[parameter]),
-        }
+        with self.engine.lock:
+            self.engine.settle()
+            self.engine.exposures.settle(self._places[parameter][0])
+            return {
+                "step": torch.tensor(float(steps)),
+                **self._states.read(*self._places[parameter]),
+            }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters that the model had when it was attached.
@@ -175,6 +176,10 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: inside a backward.
         """
         refuse_inside("zero_grad()")
+        with self.engine.lock:
+            self._zero_grad(set_to_none)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
         self.engine.end_abandoned()
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()
@@ -205,13 +210,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def _take_step(self) -> None:
-        self.engine.end_abandoned()
-        self._structure.check()
-        frozen = self._freeze()
-        self.engine.step(frozen)
-        for unit, turns in frozen.items():
-            for index, turn in turns.items():
-                self._states.stepped((unit, index), turn.hyper)
+        with self.engine.lock:
+            self.engine.end_abandoned()
+            self._structure.check()
+            frozen = self._freeze()
+            self.engine.step(frozen)
+            for unit, turns in frozen.items():
+                for index, turn in turns.items():
+                    self._states.stepped((unit, index), turn.hyper)
         self._original._opt_called = True  # type: ignore[attr-defined]
 
     def _freeze(self) -> dict[int, dict[int, Turn]]:

@@ -37,7 +37,10 @@ class ParameterHome:
     ) -> Any:
         """Call `function` while all of `resting` show their true values."""
         homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
+        engines = {id(home.engine): home.engine for home in homes}
         with ExitStack() as stack:
+            for _, engine in sorted(engines.items()):
+                stack.enter_context(engine.lock)
             for home in homes:
                 stack.enter_context(home.shown())
             if torch.is_grad_enabled():
@@ -80,25 +83,27 @@ class ParameterHome:
 
     def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
         """What `read` gives of the parameter, which is put at rest if its use was broken off."""
-        self.engine.end_abandoned()
-        bound = self.engine.units[self.unit]
-        parameter: Any = bound.parameters[self.index]
-        if bound.buffer is None:
-            return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
-        bound.looked = bound.looked or to_write
-        with torch._C.DisableTorchFunctionSubclass(), users_modes():
-            view = read(parameter)
-        bound.give(self.index, view)
-        return view
+        with self.engine.lock:
+            self.engine.end_abandoned()
+            bound = self.engine.units[self.unit]
+            parameter: Any = bound.parameters[self.index]
+            if bound.buffer is None:
+                return self.lend(read, [parameter], (parameter,), {})  # type: ignore[no-any-return]
+            bound.looked = bound.looked or to_write
+            with torch._C.DisableTorchFunctionSubclass(), users_modes():
+                view = read(parameter)
+            bound.give(self.index, view)
+            return view
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient kept for the parameter; None inside backward."""
         if in_backward():
             return None
-        self.engine.end_abandoned()
-        self.engine.finality.require_step("p.grad")
-        self.engine.finality.discarded()
-        return self.engine.gradients.show(self.unit, self.index)
+        with self.engine.lock:
+            self.engine.end_abandoned()
+            self.engine.finality.require_step("p.grad")
+            self.engine.finality.discarded()
+            return self.engine.gradients.show(self.unit, self.index)
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:
         """Replace the gradient kept for the parameter.
@@ -107,11 +112,12 @@ class ParameterHome:
             RuntimeError: inside a backward.
         """
         refuse_inside("p.grad = ...")
-        self.engine.end_abandoned()
-        self.engine.finality.require_step("p.grad = ...")
-        self.engine.finality.discarded()
-        with torch.no_grad():
-            self.engine.gradients.replace(self.unit, self.index, gradient)
+        with self.engine.lock:
+            self.engine.end_abandoned()
+            self.engine.finality.require_step("p.grad = ...")
+            self.engine.finality.discarded()
+            with torch.no_grad():
+                self.engine.gradients.replace(self.unit, self.index, gradient)
 
     def set_data(self, data: torch.Tensor) -> None:
         """Replace the parameter's values.
@@ -144,14 +150,21 @@ class ParameterHome:
                 "parameters are contiguous, with which torch computes other bits: detach() first, "
                 "or leave the model in torch.contiguous_format"
             )
-        if bound.buffer is None:
-            self.engine.end_abandoned()
-            self.engine.exposures.settle(self.unit)
-            self.engine.exposures.leave(self.unit, self.index, data)
-        elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
-            self._leave(bound)
-        with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-            torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
+        with self.engine.lock:
+            other = self.engine.exposures.of_another(self.unit, self.index, data)
+            if other is not None:
+                raise ValueError(
+                    f"{one.name}.data was set to memory of {other}, which would make them one, but "
+                    "offloaded they would part: copy_() the values, or give it a clone()"
+                )
+            if bound.buffer is None:
+                self.engine.end_abandoned()
+                self.engine.exposures.settle(self.unit)
+                self.engine.exposures.leave(self.unit, self.index, data)
+            elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
+                self._leave(bound)
+            with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+                torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
     def _leave(self, bound: BoundUnit) -> None:
         """Other values come to a parameter in use: who was given those there keeps them.

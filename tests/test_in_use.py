@@ -277,6 +277,24 @@ def test_other_storage_in_its_own_forward_is_refused(tmp_path: Path) -> None:
         training.plain(run, 1)
 
 
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")])
+def test_a_change_by_a_view_from_before_is_refused_in_its_own_forward(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """The module would not see it. Around the forward it counts."""
+    with training.attached(placement, tmp_path) as run:
+        block: Any = run.model.blocks[2]  # type: ignore[index,union-attr]
+        held = block.up.weight.data
+        training.plain(run, 0)
+        held.mul_(0.5)
+        training.plain(run, 1)
+        hook = block.register_forward_pre_hook(lambda *_: held.mul_(0.5))
+        with pytest.raises(RuntimeError, match=r"blocks\.2\.up\.weight was changed, while its own"):
+            run.loss()
+        hook.remove()
+        training.plain(run, 2)
+
+
 class Halving(nn.Linear):
     """Halves its weight in its own forward, once `wait` returns."""
 

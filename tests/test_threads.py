@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import offload
 from offload.binding import BoundUnit
-from tests.training import Net, attached, batch, loss_of
+from tests.training import Net, attached, batch, loss_of, plain
 
 WIDTH, BLOCKS = 16, 6
 
@@ -128,3 +128,98 @@ def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
         elsewhere(loss.backward)
     assert set(alone) == set(methods)
     assert {name for name, found in alone.items() if not all(found)} == set()
+
+
+@pytest.mark.parametrize(
+    "placement", [("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), ("device", "device", "cpu")]
+)
+def test_who_reads_beside_training_changes_nothing_of_it(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """What is read is true, or is refused by name; at least once each, as it is tried for long."""
+
+    def trained_beside(placement: tuple[str, str, str], read: bool) -> list[torch.Tensor]:
+        told, over = list[str](), threading.Event()
+        with attached(placement, tmp_path, dtype=torch.float32) as run:
+
+            def reading() -> None:
+                while not over.is_set():
+                    for work in (run.model.state_dict, run.optimizer.state_dict):
+                        try:
+                            found = work()
+                        except RuntimeError as error:
+                            told.append(str(error))
+                            continue
+                        told.append("read")
+                        values = found.values() if work == run.model.state_dict else ()
+                        if not all(value.isfinite().all() for value in values):
+                            told.append("not finite")
+
+            thread = threading.Thread(target=reading, name="reader")
+            if read:
+                thread.start()
+            try:
+                for number in range(12):
+                    plain(run, number)
+            finally:
+                over.set()
+                if read:
+                    thread.join()
+            refused = {one for one in told if one != "read"}
+            assert all("thread 'reader' asked for weights" in one for one in refused), refused
+            return [torch.tensor(run.losses), *run.model.state_dict().values()]
+
+    beside, alone = trained_beside(placement, True), trained_beside(placement, False)
+    assert all(torch.equal(one, other) for one, other in zip(beside, alone, strict=True))
+
+
+@pytest.mark.parametrize("verb", ["forward", "backward"])
+def test_another_thread_is_refused_inside_a_pass(verb: str, tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, dtype=torch.float32) as run:
+        model: Any = run.model
+        told: list[str] = []
+
+        def intrude() -> None:
+            for work in (
+                lambda: model.head.weight.detach(),
+                lambda: model.head.weight.grad,
+                lambda: model(batch(torch.Generator().manual_seed(1))),
+                lambda: model.blocks[0](torch.ones(1, 32)),
+                run.optimizer.step,
+                run.optimizer.zero_grad,
+                lambda: run.engine.values_of(0, 0),
+            ):
+                with pytest.raises(RuntimeError, match=f"another one was inside its {verb}") as one:
+                    work()
+                told.append(str(one.value))
+
+        def hook(*_: object) -> None:
+            elsewhere(intrude)
+
+        if verb == "forward":
+            handle = model.blocks[1].register_forward_hook(hook)
+            loss = run.loss()
+        else:
+            loss = run.loss()
+            handle = model.blocks[1].up.weight.register_hook(hook)
+        loss.backward()
+        handle.remove()
+        assert len(told) == 7
+        run.step()
+        elsewhere(partial(plain, run, 1))  # Nobody is inside: any thread may.
+        plain(run, 2)
+
+
+def test_a_forward_that_broke_off_on_another_thread_holds_up_nobody(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, dtype=torch.float32) as run:
+        model: Any = run.model
+
+        def broken() -> None:
+            handle = model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                run.loss()
+            handle.remove()
+
+        elsewhere(broken)
+        assert model.head.weight.detach().isfinite().all()
+        plain(run, 0)

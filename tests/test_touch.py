@@ -448,6 +448,15 @@ def test_what_data_was_stays_with_who_holds_it(
         assert torch.equal(weight.detach(), before)
 
 
+def test_two_parameters_do_not_become_one(run: Run) -> None:
+    one, other = block(run).up.weight, run.model.blocks[1].up.weight  # type: ignore[index,union-attr]
+    with pytest.raises(ValueError, match=r"set to memory of blocks\.2\.up\.weight, .* clone\(\)"):
+        other.data = one.data
+    other.data = one.data.clone()
+    one.data = one.data
+    assert same_bits(one.detach(), other.detach())
+
+
 def test_gradients_are_not_replaced_while_some_are_on_their_way(tmp_path: Path) -> None:
     with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
         weight: Any = run.model.head.weight  # type: ignore[union-attr]

@@ -212,8 +212,8 @@ WAITS = (
     Wait(
         "states: for updates before they are read",
         "optimizer",
-        "        self.engine.settle()\n        self.engine.exposures",
-        "        self.engine.exposures",
+        "            self.engine.settle()\n            self.engine.exposures",
+        "            self.engine.exposures",
     ),
     Wait(
         "states: for updates before they are written",
