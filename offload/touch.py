@@ -39,7 +39,7 @@ class ParameterHome:
         homes: list[ParameterHome] = [p._offload_home for p in resting]  # type: ignore[misc]
         with ExitStack() as stack:
             for home in homes:
-                stack.enter_context(home.shown())
+                stack.enter_context(home.lent())
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
@@ -48,7 +48,7 @@ class ParameterHome:
                 return function(*args, **kwargs)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def lent(self) -> Iterator[None]:
         """The parameter shows its private copy, or its weights where it is in use already.
 
         Raises:
@@ -150,7 +150,7 @@ class ParameterHome:
             self.engine.exposures.leave(self.unit, self.index, data)
         elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
             self._leave(bound)
-        with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        with self.lent(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
     def _leave(self, bound: BoundUnit) -> None:
@@ -184,7 +184,7 @@ class ParameterHome:
 
 
 class _Lent:
-    """Handles for what autograd saves of parameters that are lent (`binding.Locator`)."""
+    """Handles for what autograd saves of parameters that are lent (`guard.Locator`)."""
 
     def __init__(self, homes: Sequence[ParameterHome]):
         self._homes = homes
