@@ -300,9 +300,8 @@ class _Attaching:
             optimizer = Optimizer(self.optimizer, engine, states, places, hooks.structure)
         _attached[self.model] = Attached(hooks, engine, optimizer, self.config)
         if self.optimizer is not None and optimizer is not None:
-            for stateful in places:
-                if stateful in self.optimizer.state:
-                    optimizer.import_state(stateful, self.optimizer.state[stateful])
+            before = self.optimizer.state
+            optimizer.import_states([(p, before[p]) for p in places if p in before])
         for owner, gradient in self._before.gradients.items():
             if gradient is not None and owner in places:
                 stays = places[owner][0] in engine.residents  # Others show it in CPU memory.

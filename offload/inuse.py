@@ -60,13 +60,17 @@ class InUse:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
         self._passes.give_up(entry)
         self._exposures.reserve(bound.index, bound.spec.weight_bytes, bound.spec.name)
-        self._executor.quiesce("weight", bound.index, to_write=False)
-        with torch.inference_mode(False):
-            buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
-        for piece, (offset, size) in enumerate(bound.spec.pieces):
-            home = self._executor.peek(Value("weight", bound.index, piece))
-            buffer[offset : offset + size].copy_(home)
-        bound.serve(bound.views_of(buffer))
+        try:
+            self._executor.quiesce("weight", bound.index, to_write=False)
+            with torch.inference_mode(False):
+                buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
+            for piece, (offset, size) in enumerate(bound.spec.pieces):
+                home = self._executor.peek(Value("weight", bound.index, piece))
+                buffer[offset : offset + size].copy_(home)
+            bound.serve(bound.views_of(buffer))
+        except BaseException:
+            self._exposures.unreserve(bound.index)
+            raise
         self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
@@ -76,8 +80,7 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        if self._exposures.reserved:
-            self._exposures.reserved.pop(bound.index, None)
+        self._exposures.unreserve(bound.index)
         weights, changed = bound.buffer, look or bound.changed
         bound.rest()
         self.units.remove(bound)

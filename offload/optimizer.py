@@ -8,18 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpu_adam.checks import check_residue
-from cpu_adam.formats import format_for
 from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
-from cpu_adam.parameter_state import OPTIONAL, check_rule
 from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
 from offload.frozen import Turn
 from offload.interrupt import whole
 from offload.passes import refuse_inside
 from offload.state_view import StateView
-from offload.states import States
+from offload.states import States, check_state
 from offload.structure import Structure
 
 _HOOKS = (
@@ -134,6 +131,10 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from (parameter for parameter in group["params"] if parameter in self._places)
 
+    def in_places(self) -> list[nn.Parameter]:
+        """`parameters()`, in the order in which their states lie."""
+        return sorted(self.parameters(), key=lambda one: self._states.order(self._places[one]))
+
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""
         return self._states.steps.get(self._places[parameter], 0)
@@ -145,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         if not steps:
             return {}
         self.engine.settle()
-        self.engine.settle_edits(self._places[parameter][0])
+        self.engine.exposures.settle(self._places[parameter][0])
         return {
             "step": torch.tensor(float(steps)),
             **self._states.read(*self._places[parameter]),
@@ -319,40 +320,22 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.engine.settle()
         for parameter, state in found:
-            self._check_state(parameter, state)
+            check_state(rule_of(self._original), parameter, state)
+        begun = self._states.steps
+        self.import_states(
+            [
+                (parameter, state)
+                for parameter, state in found  # Others have none, or zeros.
+                if parameter.numel() and (state or self._places.get(parameter) in begun)
+            ]
+        )
+
+    def import_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Take over the states of parameters, and make those fresh that are empty."""
+        given = []
         for parameter, state in found:
-            fresh = self._places.get(parameter) not in self._states.steps
-            if parameter.numel() and (state or not fresh):  # Else there is none, or zeros.
-                self.import_state(parameter, state)
-
-    def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        given = [name for name, value in state.items() if value is not None]
-        rule = rule_of(self._original)
-        check_rule(rule, state)
-        needed = [slot.name for slot in format_for("float32", rule=rule).slots]
-        needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
-        missing = [name for name in needed if name not in given]
-        if given and missing:
-            raise ValueError(
-                f"asked to load the state of a parameter, with {', '.join(needed)}; found "
-                f"{', '.join(given)}, without {', '.join(missing)}; likely cause: a state put "
-                f"together by hand, or of another optimizer; try: all of it, step as "
-                f"torch.tensor(float(steps)), or no state, which begins anew; nothing was loaded"
-            )
-        for name, value in state.items():
-            if name == "step" or value is None:
-                continue
-            if tuple(value.shape) != tuple(parameter.shape):
-                raise ValueError(
-                    f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
-                )
-            if name == "residue" and not value.is_floating_point():
-                check_residue(value)
-
-    def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over one parameter's state, or make it fresh where `state` is empty."""
-        place = self._places[parameter]
-        slots = {k: v for k, v in state.items() if k != "step" and v is not None}
-        # torch's SGD counts no steps; what a buffer holds came of one at least.
-        self._states.write(*place, slots, int(state.get("step", 1 if slots else 0)))
+            slots = {k: v for k, v in state.items() if k != "step" and v is not None}
+            # torch's SGD counts no steps; what a buffer holds came of one at least.
+            steps = int(state.get("step", 1 if slots else 0))
+            given.append((self._places[parameter], slots, steps))
+        self._states.write(given)

@@ -97,8 +97,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
 def _let_go_of_all(engine: Engine) -> None:
     """Let nothing be in use, under way, edited, shown in place, or remembered of the slots."""
     engine.end_pass(finished=False)
-    for unit in engine.exposures.exposed_units():
-        engine.settle_edits(unit)
+    engine.exposures.settle_all()
     engine.gradients.settle_shown()
     engine.gradients.let_go()
     engine.collector.forget_places()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload.store import Store
 from tests.faults import nothing_leaks
 from tests.training import Net, Run, batch, loss_of, some_fast
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 """The module; the package's attribute of that name is the function."""
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.faults import aligned_tensor, failure_of, nothing_leaks
 from tests.small import adamw, config, small
 from tests.training import assert_same, attached, plain, result_of, train
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 EVERYTHING = ("nvme", "nvme", "nvme")
 
 LAYOUT = lay_out_file(

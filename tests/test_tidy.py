@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),
-    ("usable",),
+    ("homes", "usable"),
     ("known",),
     ("states", "exposure", "passes", "resting", "marks"),
     ("served", "guard"),
