@@ -7,9 +7,10 @@ from matplotlib.patches import Patch
 
 from offload.config import TIERS, Config
 from offload.machine import Machine
+from offload.phases import compile_program
 from offload.plan import plan
 from offload.profile import Wanted, lay_out_unit, profile_of
-from offload.program import Verb, compile_program
+from offload.program import Verb
 from offload.simulate import simulate
 
 HERE = Path(__file__).resolve().parent

@@ -17,7 +17,8 @@ from offload.device import CPU, Device
 from offload.driver import Driver, PinError
 from offload.layout import Buffer, Place, Plan
 from offload.numa import touch
-from offload.program import WHOLE, Lane, Op, Use, Value, weight_in_use
+from offload.ops import weight_in_use
+from offload.program import WHOLE, Lane, Op, Use, Value
 from offload.records import Kind
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu")

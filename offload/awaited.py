@@ -3,7 +3,7 @@
 [Note: Awaited]
 Of a resident whose states are on the device the user's stream takes the step. With its states in
 cpu memory or on nvme, lanes do: chunk by chunk the gradient and the weight go to where the record
-is updated, and the weight comes back into the memory that is the parameter's. Till then it is
+is updated, and the weight comes back into the memory that is the parameter's. Its states are:
 
     PLAIN --step() has queued its update--> AWAITED --met--> PLAIN
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from offload.program import Lane, Op, Verb
+from offload.program import OF_USER, Lane, Op
 from offload.schedule import Schedule
 from offload.scoreboard import Scoreboard
 from offload.task import Fence, Key, Passage, Run, State, Task
@@ -51,15 +51,16 @@ class Known:
     """What the books that know it have written down of it: of these here, the cells that it reads
     and those that it writes, see `program.cells`."""
     ready: bool
-    """Whether no more has to be said of what it does: it has `run`, is copied or is the user's."""
+    """Whether no more has to be said of what it does: it has `run`, is copied or is the user's own
+    compute."""
 
 
 class Books:
     """The books of some lanes, by `Schedule` and `Scoreboard`."""
 
     copies = False
-    """Whether lanes copy on their own, given the spans, and all that Python does not do is in
-    `ran`."""
+    """Whether lanes copy within CPU memory by themselves; what they and the user's computes did is
+    then told by `copied` and `ran`."""
 
     def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
         """Of these lanes; `fail` ends everything with an error."""
@@ -96,7 +97,7 @@ class Books:
         spans: Spans | None = None,
     ) -> Known:
         """Write an op down, to be issued any number of times; see `program.cells`."""
-        ready = run is not None or op.verb is not Verb.MOVE
+        ready = run is not None or op.verb in OF_USER
         return Known(op, run, False, (reads, writes), ready)
 
     def issue(

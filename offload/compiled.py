@@ -11,7 +11,7 @@ from cpu_adam.built import require_version
 from offload.books import Books, Known, Spans
 from offload.device import Device
 from offload.layout import CHUNK_STAGES
-from offload.program import Lane, Op, Verb
+from offload.program import OF_USER, Lane, Op
 from offload.task import Key, Passage, Run, Task
 from offload.trace import SPANS_MAX, Ran
 
@@ -60,7 +60,7 @@ class CompiledBooks:
     ) -> Known:
         """Write an op down; what has `spans` its lane copies on its own."""
         cells = self._numbers(reads), self._numbers(writes)
-        ready = bool(spans or run) or op.verb is not Verb.MOVE
+        ready = bool(spans or run) or op.verb in OF_USER
         booked = _native.make_known(_NUMBER[op.lane], op.deadline, op, spans, *cells)
         return Known(op, None if spans else run, spans is not None, booked, ready)
 

@@ -31,8 +31,9 @@ from offload.interrupt import torn_times, whole
 from offload.inuse import InUse
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
+from offload.phases import compile_program
 from offload.profile import profile_of
-from offload.program import Program, Verb, compile_program
+from offload.program import Program, Verb
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
@@ -331,7 +332,7 @@ class Engine:
             self.updates.settle()
         self._begin_updates(self.finality.stepped(frozen))
         self.steps += 1
-        self.executor.lanes.stepped(self.steps, self.passes.misses)
+        self.executor.lanes.ledger.stepped(self.steps, self.passes.misses)
         for unit in self.exposures.exposed_units():
             self.exposures.renew(unit)
 
@@ -372,7 +373,7 @@ class Engine:
 
     def report(self) -> Report:
         """What was done and waited for since attach."""
-        use = {lane.value: use for lane, use in self.executor.lanes.use.items()}
+        use = {lane.value: use for lane, use in self.executor.lanes.ledger.use.items()}
         wall = time.perf_counter() - self._since
         exposed = sum(one.exposed_s for one in use.values())
         return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)

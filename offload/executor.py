@@ -169,6 +169,7 @@ class Executor:
         self.device.copy(self.memory.at(target), self.memory.at(source))
 
     def _mover(self, op: Op, passage: Passage | None) -> Run:
+        assert op.verb is Verb.MOVE, "what any other op does says who issues it"
         source, target, value = op.reads[0], op.writes[0], op.value
         unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
         part, step = None if chunk == WHOLE else chunk, self.step

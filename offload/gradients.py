@@ -10,18 +10,21 @@ is known here, by parameter:
     APART      memory of its own: the user's, see below, or what was held when a step took the home
 
     what happens         HIDDEN        IN PLACE               IN A COPY           APART
-    p.grad               one of both   -                      -                   -
+    p.grad               IN PLACE or   -                      -                   -
+                         IN A COPY
     p.grad = other       APART         left, APART            left, APART         APART
-    a backward begins    -             HIDDEN if let go of    put home, likewise  put home, likewise
+    a backward begins    -             HIDDEN if let go of    put home; HIDDEN    put home; HIDDEN
+                                                              if let go of        if let go of
     it ends              -             -                      renewed             renewed
     step(), sleep()      -             left                   put home            put home
     zero_grad()          -             left                   left                HIDDEN
 
-*Left*: what somebody holds gets memory of its own (APART, or after zero_grad() nobody's business);
-of what a view is held it cannot, and that stays where it is. *Let go of*: neither the tensor, in
-Python or as another tensor's gradient, nor its memory is held by anybody else. *Put home*: a copy
-goes whole, edited or not. Memory can be written without a trace (`.data`, numpy), and what would
-tell lies beyond the bus; a second copy to compare with would take the memory twice.
+*Left*: a tensor that somebody holds gets memory of its own (it is APART then; after zero_grad() it
+is no longer followed). One of which somebody has a view cannot move, and stays where it is. *Let go
+of*: neither the tensor, in Python or as another tensor's gradient, nor its memory is held by
+anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
+(`.data`, numpy), and what would tell lies beyond the bus; a second copy to compare with would take
+the memory twice.
 
 [Note: Assigned gradients]
 What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part

@@ -50,7 +50,7 @@ class Hooks:
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self.structure = Structure(model, engine)
         lanes = engine.executor.lanes
-        self._marks = Marks(lanes.note) if lanes.traces and engine.plan.residents else None
+        self._marks = Marks(lanes.note) if lanes.ledger.trace and engine.plan.residents else None
         keep = self._handles.append
         enter = _hook(self._enter_root, refuses=bool(announcers))
         keep(model.register_forward_pre_hook(enter, prepend=True))

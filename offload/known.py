@@ -12,7 +12,8 @@ from typing import TypeVar
 
 from offload.books import Known
 from offload.executor import Executor
-from offload.program import Op, Use, Value, Verb, carry_out, compute, fetch, weight_in_use
+from offload.ops import carry_out, compute, fetch, weight_in_use
+from offload.program import Op, Use, Value, Verb
 
 KNOWN_PER_UNIT_MAX = 16
 """What is kept for each unit: orders that change with the data have no end."""

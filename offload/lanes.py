@@ -7,14 +7,10 @@ call raises.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,9 +19,10 @@ from offload import interrupt
 from offload.books import HISTORY_MAX, Spans
 from offload.compiled import books_of
 from offload.device import Device
+from offload.ledger import Ledger
 from offload.program import Lane, Op
 from offload.task import Fence, Key, Passage, Run, Task
-from offload.trace import Ran, Stepped, Trace, Waited
+from offload.trace import Trace
 
 LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
@@ -37,17 +34,6 @@ def _nothing(*_: Any) -> None:
 
 class EngineError(RuntimeError):
     """A lane failed; `__cause__` is what it met. Training cannot go on with this engine."""
-
-
-@dataclass(slots=True)
-class LaneUse:
-    """What a lane has done so far."""
-
-    busy_s: float = 0.0
-    exposed_s: float = 0.0
-    """Time that this lane blocked the user's thread; compute did by what a device had to do."""
-    bytes: int = 0
-    operations: int = 0
 
 
 class Lanes:
@@ -73,8 +59,10 @@ class Lanes:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
         self._books = books_of(lanes, self.fail, device, trace.ran.maxlen or 0 if trace else 0)
+        self.ledger = ledger = Ledger(self._books, device, trace)
+        self.count, self.waited, self.note = ledger.count, ledger.waited, ledger.note
         self._lock = threading.Lock()
-        """Of what is counted and recorded, and of the failure."""
+        """Of the failure."""
         self.copies = self._books.copies and pace is None
         """Whether copies within CPU memory need no more than `spans`."""
         # What these do is said there; no call is so frequent as these.
@@ -88,15 +76,12 @@ class Lanes:
         )
         """The user's compute is over (on the host; the device may have work left)."""
         self._pace = pace
-        self._trace = trace
         self.owner = trace and trace.key
         """Whose its calls are, for those that record them."""
         self._device = device
         self.closed = self.ended = False
         """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
-        self._pid = os.getpid()
-        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
         intra_op_threads = torch.get_num_threads()
         self._threads = [
             threading.Thread(
@@ -186,8 +171,7 @@ class Lanes:
             self.join(task)
             fences = [self._device.fence(stream) for stream in task.streams]
             self._books.finish(task, [fence for fence in fences if fence is not None])
-        if self._trace is not None:
-            self.note(task.op, task.began_at, time.perf_counter())
+        self.note(task.op, task.began_at, time.perf_counter())
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -204,16 +188,6 @@ class Lanes:
                         fence.synchronize()
         self.check()
 
-    @contextmanager
-    def waited(self, lane: Lane) -> Iterator[None]:
-        """A context: the user's thread waits inside for the device, and `lane` is the reason."""
-        since = time.perf_counter()
-        try:
-            yield
-        finally:
-            if not self._device.is_host:
-                self._expose(lane, since, time.perf_counter())
-
     def drain(self) -> None:
         """Let the user's thread wait for all that its stream has queued: for compute."""
         with self.waited(Lane.COMPUTE):
@@ -225,61 +199,10 @@ class Lanes:
         since = time.perf_counter()
         while not (found := come()) and self._failure is None and not self.closed:
             pass
-        self._blame(task, since)
+        self.ledger.blame(task, since)
         self.check()
         if not found:
             raise EngineError("the offload engine was closed while it was in use")
-
-    def _blame(self, task: Task, since: float) -> None:
-        """Book the time since `since` on the lanes that led to `task`, latest first."""
-        until = time.perf_counter()
-        path = self._books.path(task)
-        for lane, ready_at in path:
-            begin = max(ready_at, since)
-            if until > begin:
-                self._expose(lane, begin, until)
-                until = begin
-        if until > since and len(path) > (not task.of_user):
-            self._expose(path[-1][0], since, until)
-
-    def _require_own(self) -> None:
-        """Refuse a forked child what is counted: a lane may have had the lock in that moment.
-
-        Raises:
-            RuntimeError: this is one.
-        """
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                "a forked process touched an offloaded model: its lanes, and what they have done, "
-                "stay with the parent; ask there, or start workers with multiprocessing 'spawn'"
-            )
-
-    @property
-    def use(self) -> dict[Lane, LaneUse]:
-        """What each lane has done so far; it stays what it was when it was asked for."""
-        self._require_own()
-        with self._lock:
-            for lane, use in self._use.items():
-                seconds, moved, operations = self._books.copied(lane)
-                use.busy_s += seconds
-                use.bytes += moved
-                use.operations += operations
-            return {lane: replace(use) for lane, use in self._use.items()}
-
-    def count(self, op: Op, since: float) -> float:
-        """Book what `op` has done since then on its lane, whoever did it. Returns the time."""
-        use, now = self._use[op.lane], time.perf_counter()
-        with self._lock:
-            use.busy_s += now - since
-            use.bytes += op.bytes
-            use.operations += 1
-        return now
-
-    def _expose(self, lane: Lane, since: float, until: float) -> None:
-        with self._lock:
-            self._use[lane].exposed_s += until - since
-            if self._trace is not None:
-                self._trace.waited.append(Waited(lane, since, until))
 
     def close(self, then: Callable[[], None] = _nothing) -> None:
         """Stop all lanes after what they are running, drop what has not begun, then do `then`.
@@ -300,35 +223,6 @@ class Lanes:
                 thread.join()
         self._books.forget()
         then()
-
-    def stepped(self, number: int, misses: int) -> None:
-        """The user's `step()` was called, for the `number`-th time."""
-        if self._trace is not None:
-            with self._lock:
-                self._trace.stepped.append(Stepped(number, time.perf_counter(), misses))
-
-    @property
-    def traces(self) -> bool:
-        """Whether what is done is recorded."""
-        return self._trace is not None
-
-    def note(self, op: Op, start: float, stop: float) -> None:
-        """Something of the user's own has run."""
-        with self._lock:
-            if self._trace is not None:
-                self._trace.ran.append(Ran(op.lane, op, start, stop))
-
-    def traced(self) -> Trace | None:
-        """What was recorded so far; None where nothing is."""
-        self._require_own()
-        with self._lock:
-            if self._trace is None:
-                return None
-            if copied := self._books.ran():
-                ran = sorted([*self._trace.ran, *copied], key=attrgetter("stop"))
-                self._trace.ran.clear()
-                self._trace.ran.extend(ran)
-            return self._trace.copy()
 
     # -- the lane threads ---------------------------------------------------------------------
 
@@ -375,8 +269,7 @@ class Lanes:
         if error is not None:
             self.fail(error)
             return
-        if self._trace is not None:
-            self.note(task.op, start, now)
+        self.note(task.op, start, now)
         self._books.finish(task)
 
     def _come(self, task: Task, fences: Sequence[Fence]) -> float:

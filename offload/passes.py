@@ -58,7 +58,7 @@ def in_backward() -> bool:
 
 
 def refuse_inside(what: str) -> None:
-    """Refuse `what` is asked of gradients while some are on their way home.
+    """Refuse `what`, which asks for gradients, while some are on their way home.
 
     Raises:
         RuntimeError: autograd is running on this thread.

@@ -16,7 +16,7 @@ import torch
 from offload.breakdown import ENGINE, MODEL
 from offload.engine import Engine
 from offload.intervals import Interval, clip, length, overlap, union
-from offload.lanes import LaneUse
+from offload.ledger import LaneUse
 from offload.machine import Machine
 from offload.marks import is_pass
 from offload.program import Lane, Op, Verb
@@ -42,7 +42,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
 
     `command` is what was typed; without it the program's name, as arguments may be secret.
     """
-    trace = engine.executor.lanes.traced()
+    trace = engine.executor.lanes.ledger.traced()
     if trace is None:
         return None
     report = engine.report()

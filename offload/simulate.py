@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from offload.machine import Machine
-from offload.program import Lane, Op, Program, Verb, by_chunk, cells, compute_phase, staged
+from offload.phases import compute_phase
+from offload.program import Lane, Op, Program, Verb, by_chunk, cells, staged
 from offload.schedule import Schedule
 from offload.scoreboard import Scoreboard
 from offload.task import Passage, State, Task

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from offload.config import format_bytes
-from offload.lanes import LaneUse
+from offload.ledger import LaneUse
 from offload.rows import TierUse
 
 

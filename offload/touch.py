@@ -42,7 +42,7 @@ class ParameterHome:
             for _, engine in sorted(engines.items()):
                 stack.enter_context(engine.lock)
             for home in homes:
-                stack.enter_context(home.shown())
+                stack.enter_context(home.lent())
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
@@ -51,7 +51,7 @@ class ParameterHome:
                 return function(*args, **kwargs)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def lent(self) -> Iterator[None]:
         """The parameter shows its private copy, or its weights where it is in use already.
 
         Raises:
@@ -163,7 +163,7 @@ class ParameterHome:
                 self.engine.exposures.leave(self.unit, self.index, data)
             elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
                 self._leave(bound)
-            with self.shown(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            with self.lent(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
     def _leave(self, bound: BoundUnit) -> None:
@@ -197,7 +197,7 @@ class ParameterHome:
 
 
 class _Lent:
-    """Handles for what autograd saves of parameters that are lent (`binding.Locator`)."""
+    """Handles for what autograd saves of parameters that are lent (`guard.Locator`)."""
 
     def __init__(self, homes: Sequence[ParameterHome]):
         self._homes = homes

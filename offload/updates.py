@@ -15,8 +15,10 @@ from offload.awaited import Away
 from offload.executor import BytesOf, Executor
 from offload.frozen import Frozen, Turn
 from offload.layout import Plan
-from offload.program import Lane, Op, Use, Verb, norm, square, update_order
-from offload.program import update as update_ops
+from offload.ops import norm, square
+from offload.ops import update as update_ops
+from offload.phases import update_order
+from offload.program import Lane, Op, Use, Verb
 from offload.resident import Residents, in_order
 from offload.task import Fence, Task
 

@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from offload.layout import Place, Plan
-from offload.program import Op, Phase, Program, compute_phase, ordered, update, update_order
+from offload.ops import update
+from offload.phases import compute_phase, ordered, update_order
+from offload.program import Op, Phase, Program
 
 EARLY = "+update"
 """Ends the name of a backward in which updates begin."""

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from offload.config import TIERS, Tier
 from offload.layout import Plan, lay_out
 from offload.machine import DriveSpeed
+from offload.phases import compile_program
 from offload.profile import Profile, StateChoice, Unit, Wanted, lay_out_unit, profile_of
-from offload.program import Op, Phase, Program, compile_program
+from offload.program import Op, Phase, Program
 from offload.sizes import Placement
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn

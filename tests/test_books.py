@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -230,3 +231,12 @@ def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.Monk
     assert isinstance(books_of(LANES, print, fenced, 0), Books)
     monkeypatch.setenv(BOOKS_VARIABLE, "python")
     assert isinstance(books_of(LANES, print, CPU, 0), Books)
+
+
+@pytest.mark.parametrize("kept", [Books(LANES, print), CompiledBooks()])
+@pytest.mark.parametrize("verb", Verb)
+def test_only_what_the_user_does_needs_no_run(kept: Books | CompiledBooks, verb: Verb) -> None:
+    """What a lane is to do would wait for the user for ever otherwise."""
+    made = replace(op(Lane.CPU), verb=verb)
+    assert kept.know(made, (), ()).ready == (verb in (Verb.FORWARD, Verb.BACKWARD))
+    assert kept.know(made, (), (), print).ready

@@ -143,8 +143,8 @@ def test_all_waits_for_a_device_are_booked(
                 for action in actions:
                     action(loop)
                 run.engine.settle()
-            traced = run.engine.executor.lanes.traced()
-            exposed = run.engine.executor.lanes.use[lane].exposed_s
+            traced = run.engine.executor.lanes.ledger.traced()
+            exposed = run.engine.executor.lanes.ledger.use[lane].exposed_s
         device.timeline.finish()
     assert waited
     booked = union([(one.start, one.stop) for one in traced.waited])
@@ -176,7 +176,7 @@ def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
     with after_slow_compute() as (made, mine, _):
         made.finish(mine)
         made.wait([mine])
-        use = made.use
+        use = made.ledger.use
     assert use[Lane.COMPUTE].exposed_s >= 0.3
     assert use[Lane.CPU].exposed_s == 0.0
 
@@ -196,7 +196,7 @@ def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own:
         copied = made.submit(op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
         last = made.submit(op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
         made.wait([last])
-        use = made.use
+        use = made.ledger.use
         made.finish(mine) if of_its_own else None
     assert 0.05 <= use[Lane.CPU].busy_s < 0.25
     assert 0.04 <= use[Lane.CPU].exposed_s < 0.25
@@ -223,7 +223,7 @@ def test_the_benchmark_sees_every_wait(tmp_path: Any, monkeypatch: pytest.Monkey
                     action(loop)
                 engine.settle()
             found = waits.by_lane()
-            use = engine.executor.lanes.use
+            use = engine.executor.lanes.ledger.use
         device.timeline.finish()
     for lane in (Lane.H2D, Lane.D2H, Lane.COMPUTE):
         assert 0.3 * use[lane].exposed_s <= found[lane.value] <= use[lane].exposed_s

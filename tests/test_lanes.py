@@ -158,8 +158,8 @@ def test_a_task_starts_after_all_it_waits_for_on_other_lanes() -> None:
         made.finish(mine)
         made.wait([last])
         assert ran == ["d", "h"]
-        assert made.use[Lane.DISK].operations == made.use[Lane.H2D].operations == 1
-        assert made.use[Lane.COMPUTE].operations == 0
+        assert made.ledger.use[Lane.DISK].operations == made.ledger.use[Lane.H2D].operations == 1
+        assert made.ledger.use[Lane.COMPUTE].operations == 0
 
 
 def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
@@ -179,7 +179,7 @@ def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
         made.wait([running, ready, waiting, after])
         made.cancel([running, after])  # nothing to take back any more
         assert ran == ["after"]
-        assert made.use[Lane.CPU].operations == 2
+        assert made.ledger.use[Lane.CPU].operations == 2
 
 
 # -- bookkeeping ------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         made.begin(mine)
         waited = time.perf_counter() - since
         made.finish(mine)
-        use = made.use
+        use = made.ledger.use
     assert waited >= 0.14
     # A sleep may last longer where others want the core; what is booked has to add up all the same.
     assert use[Lane.DISK].busy_s >= 0.1
@@ -212,8 +212,8 @@ def test_nothing_is_exposed_where_nothing_was_waited_for() -> None:
         task = made.submit(op(), [], (0, 0), _nothing)
         time.sleep(0.06)
         made.wait([task])
-        assert made.use[Lane.CPU].exposed_s == 0.0
-        assert made.use[Lane.CPU].busy_s >= 0.02
+        assert made.ledger.use[Lane.CPU].exposed_s == 0.0
+        assert made.ledger.use[Lane.CPU].busy_s >= 0.02
 
 
 def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:

@@ -18,9 +18,9 @@ from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Config, Tier
 from offload.layout import Place, Plan, lay_out, route, site
 from offload.machine import Machine
+from offload.phases import compile_program
 from offload.plan import BudgetError, _Search, budgets_of, plan
 from offload.profile import Profile, StateChoice, profile_of
-from offload.program import compile_program
 from offload.records import BLOCK_BYTES, KINDS, round_up
 from offload.sizes import Placement
 from offload.verify import verify

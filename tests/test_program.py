@@ -8,25 +8,10 @@ import pytest
 from hypothesis import given, settings
 
 from offload.layout import Place, Plan, lay_out
+from offload.ops import carry_out, fetch, square, update, weight_in_use
+from offload.phases import compile_program, update_order
 from offload.profile import StateChoice, profile_of
-from offload.program import (
-    FACTOR,
-    WHOLE,
-    Lane,
-    Op,
-    Phase,
-    Use,
-    Value,
-    Verb,
-    carry_out,
-    cells,
-    compile_program,
-    fetch,
-    square,
-    update,
-    update_order,
-    weight_in_use,
-)
+from offload.program import FACTOR, WHOLE, Lane, Op, Phase, Use, Value, Verb, cells
 from offload.scoreboard import Scoreboard
 from offload.sizes import Placement
 from tests.profiles import AMPLE, blocks, plan_of, plans, program_of, unit

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from offload.layout import Plan, lay_out, site
 from offload.machine import Machine
+from offload.phases import compile_program, compute_phase
 from offload.profile import Profile, StateChoice, profile_of
-from offload.program import Lane, Op, Program, Verb, compile_program, compute_phase
+from offload.program import Lane, Op, Program, Verb
 from offload.records import KINDS
 from offload.simulate import Timeline, seconds_of, simulate
 from offload.sizes import Placement

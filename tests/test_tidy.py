@@ -30,7 +30,7 @@ PURE += (
     "runs",
     "breakdown",
 )
-PURE += ("disks", "kept", "rows", "blocks", "shapes", "sizes")
+PURE += ("disks", "kept", "rows", "blocks", "shapes", "sizes", "ops", "phases")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
@@ -50,12 +50,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan",),
     ("shared",),
     ("program",),
+    ("ops",),
+    ("phases",),
     ("task", "rules", "variants", "trace"),
     ("schedule", "driver", "device"),
     ("books",),
     ("compiled",),
     ("verify", "simulate"),
-    ("arena", "store", "lanes", "copies"),
+    ("arena", "store", "ledger", "copies"),
+    ("lanes",),
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),

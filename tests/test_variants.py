@@ -11,8 +11,9 @@ from hypothesis import given, settings
 
 from offload.config import Tier
 from offload.layout import Place, Plan
+from offload.phases import compile_program, ordered
 from offload.profile import profile_of
-from offload.program import WHOLE, Phase, Program, Value, compile_program, ordered
+from offload.program import WHOLE, Phase, Program, Value
 from offload.variants import EARLY, as_run
 from offload.verify import RUNS, verify, verify_runs
 from tests.profiles import all_placements, blocks, plans, program_of, unit

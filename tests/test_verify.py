@@ -11,17 +11,9 @@ import pytest
 from hypothesis import given, settings
 
 from offload.layout import Place, Plan
+from offload.phases import compile_program
 from offload.profile import profile_of
-from offload.program import (
-    FACTOR,
-    IN_RING,
-    Lane,
-    Program,
-    Use,
-    Value,
-    Verb,
-    compile_program,
-)
+from offload.program import FACTOR, IN_RING, Lane, Program, Use, Value, Verb
 from offload.rules import place_text
 from offload.verify import CHAIN, ProgramError, verify
 from tests.profiles import (

@@ -237,8 +237,8 @@ WAITS = (
     Wait(
         "residents: until the norm is known",
         "updates",
-        "            self._executor.lanes.wait([self._normed])\n        try",
-        "            pass\n        try",
+        "            self._executor.lanes.wait([self._normed])\n        for _, unit",
+        "            pass\n        for _, unit",
     ),
     Wait(
         "residents: for updates in a lane, in the same workspace",

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.table import Table
 
 from offload.config import TIERS, Tier, format_bytes
-from offload.lanes import LaneUse
+from offload.ledger import LaneUse
 from offload.rows import Row, TierUse
 
 NARROW_COLUMNS = 72
