@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from aio.file import File
 from aio.part import Part
 
+VERSION: int
+"""Of what the module offers; see `built`."""
+
 KINDS: tuple[str, ...]
 """Names of the kinds of queues, in the order of the numbers by which `Engine` knows them."""
 

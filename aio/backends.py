@@ -166,8 +166,13 @@ def _why(name: str, error: ImportError | OSError, depth: int) -> str:
     """Why a backend is not to be had, and what would help."""
     if isinstance(error, ImportError):
         if name == "libaio":
-            return f"the Python package is missing ({error}): pip install 'offload-engine[libaio]'"
+            return f"the package libaio of PyPI is missing ({error}): pip install libaio"
         return f"the engine was not compiled when this was installed ({error})"
+    if name == "libaio" and "libaio.so" in str(error):
+        return (
+            f"the package libaio of PyPI is here, but not the system's library ({error}): install "
+            "libaio1 (Debian 13, Ubuntu 24.04: libaio1t64), or libaio where packages are RPMs"
+        )
     code = error.errno
     if name == "io_uring":
         setting = _setting("kernel/io_uring_disabled")

@@ -6,13 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from aio.built import ENGINE_VERSION, require_version
 from aio.ticket import SLEEP_S_MAX, LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:
     CommonSignal = LockSignal
 else:
     try:  # what both kinds of tickets can set: those of the engine know no other
-        from aio._native import Signal as CommonSignal
+        from aio import _native
+
+        require_version(_native, ENGINE_VERSION)
+        CommonSignal = _native.Signal
     except ImportError:
         CommonSignal = LockSignal
 

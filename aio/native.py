@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aio import _native
+from aio.built import ENGINE_VERSION, require_version
 from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
@@ -29,6 +30,8 @@ from aio.part import Part, check_limits, described, verb
 from aio.region import Memory, view_of
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
+
+require_version(_native, ENGINE_VERSION)
 
 DEPTH_MAX = 4096
 """Pieces that may be under way at once in one backend."""

@@ -5,6 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+VERSION: int
+"""Of what the module offers; see `built`."""
+
 OPERATIONS: tuple[str, ...]
 """Names of the operations, in the order of the numbers by which `run` knows them."""
 FACTORS: int

@@ -35,6 +35,7 @@ from cpu_adam import choice, native
 from cpu_adam.figures import Figure, Group, Role, Small, Spread
 from cpu_adam.formats import FORMATS, StateFormat
 from cpu_adam.hyper import AdamHyper, Hyper, LionHyper, SGDHyper
+from cpu_adam.memory import HUGE_PAGE_BYTES
 from cpu_adam.peers import STEPS_DONE, Peer, PeerJob, arrays
 from cpu_adam.reference import cut
 from cpu_adam.spans import Span
@@ -52,7 +53,6 @@ HYPERS: dict[str, Hyper] = {
 """Hyper-parameters by rule."""
 STEP = STEPS_DONE + 1
 
-HUGE_PAGE_BYTES = 2 << 20
 SPACE_BYTES = 17 << 12
 ROUNDS_MIN = 3
 ROUNDS_MAX = 100

@@ -101,7 +101,9 @@ def _bytes_of(buffer: Any) -> _Bytes:
             return buffer.reshape(-1).view(np.uint8)
     elif hasattr(buffer, "data_ptr"):
         contiguous = buffer.is_cpu and buffer.is_contiguous()
-        contiguous = contiguous and (buffer.nbytes == 0 or _is_stored(buffer))
+        if contiguous and buffer.nbytes == 0:  # Of which NumPy before 2.3 takes no address.
+            return np.empty(0, np.uint8)
+        contiguous = contiguous and _is_stored(buffer)
         if contiguous:
             return np.asarray(_Memory(buffer))
     else:

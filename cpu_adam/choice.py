@@ -19,10 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
+from cpu_adam.built import require_version
 from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
 from cpu_adam.processors import places, threads_most
 from cpu_adam.spans import ADDRESS_COLUMNS
 
+KERNELS_VERSION = 1
+"""Of the module of compiled kernels, as `src/module.cpp` has it."""
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 """Environment variable: name of the kernel to use."""
 KERNEL_NAMES = ("avx512", "avx2", "neon", "portable", "python")
@@ -134,6 +137,8 @@ def _loaded() -> tuple[ModuleType | None, str]:
     global _placed
     try:
         from cpu_adam import _kernels
+
+        require_version(_kernels, KERNELS_VERSION)
     except ImportError as error:
         return None, str(error)
     if not _placed:

@@ -14,11 +14,17 @@ whose functions stay from version to version), by a loop in C that knows no more
 they answer a number. Their handle is the address of a `Tensor` of C++, which is a pointer to what
 `_cdata` gives. What they answer is first compared with what Python's methods say; where that
 differs, or they are missing, those are asked.
+
+[Note: Huge pages]
+An update goes through many arrays once, and a processor finds out where each page of each of them
+lies: with pages of 4 KiB memory gives up to a fifth less, on a virtual machine. Most give huge
+pages only to memory for which they were asked (`madvise`), before it is touched.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Iterable, Sequence
 from functools import cache
 
@@ -32,6 +38,8 @@ from cpu_adam.choice import kernel
 Addresses = npt.NDArray[np.int64]
 """Addresses in memory, in bytes."""
 
+HUGE_PAGE_BYTES = 2 << 20
+
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 """The classes whose objects are nothing but tensors."""
 _NO_DISPATCH = Tensor.__torch_dispatch__
@@ -41,6 +49,27 @@ def is_wrapper(x: Tensor) -> bool:
     """Whether a tensor is of a class that answers torch's operations itself."""
     kind = type(x)
     return kind not in PLAIN and kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+def on_huge_pages(x: Tensor) -> Tensor:
+    """A new contiguous tensor, its memory (where it has some) asked to lie on huge pages.
+
+    Those that fit into it whole. See [Note: Huge pages].
+    """
+    if x.is_cpu and x.nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        first = x.data_ptr() + -x.data_ptr() % HUGE_PAGE_BYTES
+        last = (x.data_ptr() + x.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+        if first < last:  # Where the system has none it says no, and all is as it was.
+            _system().madvise(first, last - first, mmap.MADV_HUGEPAGE)
+    return x
+
+
+@cache
+def _system() -> ctypes.CDLL:
+    """The functions of the C library."""
+    found = ctypes.CDLL(None)
+    found.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return found
 
 
 def are_native(tensors: Iterable[Tensor]) -> bool:

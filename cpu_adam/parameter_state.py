@@ -18,7 +18,7 @@ from torch import Tensor
 from cpu_adam.checks import check_residue
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import STEPS
-from cpu_adam.memory import PLAIN, check_memory, is_stored, is_wrapper
+from cpu_adam.memory import PLAIN, check_memory, is_stored, is_wrapper, on_huge_pages
 from cpu_adam.plain import from_plain
 from cpu_adam.reference import cut
 
@@ -134,7 +134,9 @@ def fresh(parameter: Tensor, slot: Slot) -> Tensor:
     dtype = getattr(torch, slot.dtype)
     if slot.elements_per_item > 1:
         return torch.zeros(slot.items(parameter.numel()), dtype=dtype, device=parameter.device)
-    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    made = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+    on_huge_pages(local(made)).zero_()
+    return made
 
 
 def check_state_dict(given: Any) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
@@ -288,6 +290,7 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     copied = torch.empty_like(
         value, dtype=want, device="cpu", memory_format=torch.contiguous_format
     )
+    on_huge_pages(local(copied))
     copied.copy_(value.detach())
     if key in _NEVER_NEGATIVE and bool((local(copied) < 0).any()):
         raise ValueError(

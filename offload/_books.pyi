@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from offload.program import Op
 from offload.task import Key, Passage, Run, Task
 
+VERSION: int
+"""Of what the module offers; see `built`."""
+
 def make_passage() -> Passage: ...
 
 class Known: ...

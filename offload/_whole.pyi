@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+VERSION: int
+"""Of what the module offers; see `built`."""
+
 def handler_of(number: int) -> int:
     """Where the handler is that the kernel calls for a signal."""
 

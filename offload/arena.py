@@ -211,9 +211,9 @@ class Memory:
             edges = [b.offset for b in (*homes.values(), *slots.values())]
             edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
             driver = self._device.driver
-            arena = Arena(self._plan.arena_bytes(tier, cut=True), CPU, driver=driver, edges=edges)
+            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
         else:
-            arena = Arena(self._plan.arena_bytes(tier, cut=True), self._device)
+            arena = Arena(self._plan.arena_bytes(tier), self._device)
         self.arenas[tier] = arena
         self._homes |= {key: arena.view(home) for key, home in homes.items()}
         self._slots |= {place: arena.view(slot) for place, slot in slots.items()}

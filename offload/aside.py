@@ -21,8 +21,15 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _python_dispatch as _dispatch
 
+from cpu_adam.built import require_version
+
+WHOLE_VERSION = 2
+"""Of the compiled module for calls from outside, as `src/whole/module.cpp` has it."""
+
 try:
     from offload import _whole as _native
+
+    require_version(_native, WHOLE_VERSION)
 except ImportError:  # Not compiled: the reference serves.
     _native = None  # type: ignore[assignment]
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.arena import Memory, typed, zeros_on
+from offload.accepted import rule_of
+from offload.arena import Memory, zeros_on
 from offload.before import Before
 from offload.binding import BoundUnit, Group, partition
 from offload.checks import check_arguments, check_model, check_ways
@@ -24,7 +25,7 @@ from offload.interrupt import recorded, whole
 from offload.layout import Plan
 from offload.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.meta import initialize_fresh, reset
-from offload.optimizer import Optimizer, rule_of
+from offload.optimizer import Optimizer
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
@@ -236,7 +237,7 @@ class _Attaching:
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             if self.budget is not None:
-                taken = {tier: self.plan.arena_bytes(tier) for tier in TIERS}
+                taken = {tier: self.plan.taken_bytes(tier) for tier in TIERS}
                 executor.share = Share(self.budget, taken)
             self._fill(executor, initialize or reset)
             attached = self._hook(executor, memory)
@@ -299,9 +300,8 @@ class _Attaching:
             optimizer = Optimizer(self.optimizer, engine, states, places, hooks.structure)
         _attached[self.model] = Attached(hooks, engine, optimizer, self.config)
         if self.optimizer is not None and optimizer is not None:
-            for stateful in places:
-                if stateful in self.optimizer.state:
-                    optimizer.import_state(stateful, self.optimizer.state[stateful])
+            before = self.optimizer.state
+            optimizer.import_states([(p, before[p]) for p in places if p in before])
         for owner, gradient in self._before.gradients.items():
             if gradient is not None and owner in places:
                 stays = places[owner][0] in engine.residents  # Others show it in CPU memory.
@@ -360,11 +360,9 @@ class _Attaching:
         on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
         buffer = zeros_on(on, unit.spec.weight_bytes)
         with torch.no_grad():
-            for index, parameter in enumerate(unit.parameters):
-                one = unit.spec.parameters[index]
-                offset = unit.spec.weight_offset(index)
+            for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
                 parameter.grad = None
-                parameter.data = typed(buffer, one.dtype, offset, one.shape)
+                parameter.data = view
             initialize_fresh(self.model, new, initialize, unit.parameters)
             for parameter, value in zip(unit.parameters, values):
                 if parameter not in fresh:

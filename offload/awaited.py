@@ -43,11 +43,12 @@ from torch import nn
 from offload.binding import BoundUnit
 from offload.executor import BytesOf, Executor
 from offload.exposure import use_count
+from offload.frozen import Frozen
+from offload.inert import InertInCopies
 from offload.interrupt import whole
 from offload.program import Op, Verb
 from offload.resting import RestingParameter, find
 from offload.task import Fence, Run, Task
-from offload.updates import Frozen
 
 _T: Any = torch.Tensor
 _convert: Any = torch._dynamo.convert_frame
@@ -321,8 +322,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 """What needs no wait, by the place of the parameter."""
 
 
-class _Announced:
-    """The hook of a module that uses a unit that is awaited. A copy of the module gets an inert."""
+class _Announced(InertInCopies):
+    """The hook of a module that uses a unit that is awaited."""
 
     def __init__(self, away: Away):
         self._away = away
@@ -330,12 +331,6 @@ class _Announced:
     @torch._dynamo.disable  # type: ignore[untyped-decorator]
     def __call__(self, *_: Any) -> None:
         self._away.arrive()
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _inert
-
-    def __reduce__(self) -> Any:
-        return (_get_inert, ())
 
 
 def _comes(known: Callable[[], Away | None]) -> Callable[[torch.Tensor], None]:
@@ -347,14 +342,6 @@ def _comes(known: Callable[[], Away | None]) -> Callable[[torch.Tensor], None]:
             away.arrive()
 
     return meet
-
-
-def _inert(*_: object) -> None:
-    """What the hook is in a copy of the module."""
-
-
-def _get_inert() -> Any:
-    return _inert
 
 
 _everyone: weakref.WeakSet[Awaited] = weakref.WeakSet()

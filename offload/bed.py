@@ -10,12 +10,13 @@ from offload.arena import host_tensor
 from offload.bounce import Copy
 from offload.config import BUDGETS, TIERS, Tier, format_bytes
 from offload.device import Device
-from offload.layout import Placement, Plan, file_layout
+from offload.layout import Plan
 from offload.machine import measured_speeds
 from offload.plan import BudgetError
 from offload.program import Value
 from offload.records import KINDS
 from offload.shared import Share
+from offload.sizes import Placement, file_layout
 from offload.store import Store
 
 
@@ -51,7 +52,7 @@ class Bed:
         if directories and sizes:
             self.bytes = layout.bytes
         self._check()
-        self._hold({**self._awake(), self._tier: plan.arena_bytes(self._tier) + self.bytes})
+        self._hold({**self._awake(), self._tier: plan.taken_bytes(self._tier) + self.bytes})
         try:
             if directories and sizes:
                 self._store = Store(directories, layout, speeds=measured_speeds(directories))
@@ -81,7 +82,7 @@ class Bed:
         Raises:
             BudgetError: it has none.
         """
-        kept, budget = self._plan.arena_bytes(self._tier), self._plan.budgets[self._tier]
+        kept, budget = self._plan.taken_bytes(self._tier), self._plan.budgets[self._tier]
         if kept + self.bytes > budget:
             field = BUDGETS[self._tier]
             other = ", or let it sleep on nvme" if self._tier == "cpu" else ""
@@ -95,7 +96,7 @@ class Bed:
     # -- what others get of a shared budget ----------------------------------------------------
 
     def _awake(self) -> dict[Tier, int]:
-        return {tier: self._plan.arena_bytes(tier) for tier in TIERS}
+        return {tier: self._plan.taken_bytes(tier) for tier in TIERS}
 
     def _hold(self, wanted: Mapping[Tier, int]) -> None:
         if self._share is not None:
@@ -112,7 +113,7 @@ class Bed:
         Raises:
             BudgetError: others have it.
         """
-        self._hold({**self._awake(), self._tier: self._plan.arena_bytes(self._tier) + self.bytes})
+        self._hold({**self._awake(), self._tier: self._plan.taken_bytes(self._tier) + self.bytes})
 
     # -- the values ----------------------------------------------------------------------------
 

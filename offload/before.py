@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offload.arena import typed
 from offload.binding import BoundUnit
 from offload.executor import Executor
 from offload.optimizer import give_back
@@ -51,9 +50,7 @@ class Before:
         pieces = range(len(unit.spec.pieces))
         values = (executor.peek(Value("weight", unit.index, piece)) for piece in pieces)
         buffer = torch.cat([value.to(on) for value in values])
-        for index, parameter in enumerate(unit.parameters):
-            one = unit.spec.parameters[index]
-            view = typed(buffer, one.dtype, unit.spec.weight_offset(index), one.shape)
+        for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             with torch._C.DisableTorchFunctionSubclass():
                 parameter.__class__ = nn.Parameter
                 parameter.data = view

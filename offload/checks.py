@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from cpu_adam import kernel
+from offload.accepted import check_optimizer
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
-from offload.extents import dense, sharing
+from offload.extents import dense, refuse_sparse, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
-from offload.optimizer import Optimizer, check_optimizer
+from offload.optimizer import Optimizer
 from offload.resting import NO_OTHER_GRADIENT, NO_WHOLE_GRADIENT
 from offload.structure import check_wrapped, structure_of
 
@@ -41,9 +42,8 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             f"attach: config is {_found(config)} and no offload.Config: write attach(model, "
             f"optimizer, offload.Config{hint})"
         )
-    for parameter in model.parameters():
-        if (structure := structure_of(parameter)) is not None:
-            _refuse_attached(structure.engine())
+    if (structure := structure_of(model.parameters())) is not None:
+        _refuse_attached(structure.engine())
     _check_parameters(model)
     if isinstance(optimizer, Optimizer):
         raise ValueError(
@@ -180,10 +180,7 @@ def check_model(
                 "target_modules instead, those of attention for example"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            raise ValueError(
-                f"{name or 'the model'} has sparse gradients, and only dense ones can be "
-                f"offloaded: build the {type(module).__name__} with sparse=False"
-            )
+            refuse_sparse(f"{name or 'the model'} has sparse gradients")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
                 f"{name or 'the model'} changes its weight inside its own forward (max_norm="

@@ -24,6 +24,7 @@ from torch import nn
 from cpu_adam import accumulate
 from offload.arena import typed
 from offload.executor import Executor
+from offload.extents import require_dense
 from offload.passes import Passes
 from offload.program import Use, Verb
 from offload.served import ServedParameter
@@ -103,11 +104,7 @@ class Collector:
             ValueError: a sparse gradient.
         """
         if gradient.layout is not torch.strided:
-            name = self._plan.profile.units[unit].parameters[parameter].name
-            raise ValueError(
-                f"the gradient of {name} is {gradient.layout}, and only dense gradients can be "
-                "offloaded: build the embedding with sparse=False"
-            )
+            require_dense(self._plan.profile.units[unit].parameters[parameter].name, gradient)
         now = self.units[unit]
         if parameter in now.waiting:
             self._put(now, unit)

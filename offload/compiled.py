@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from cpu_adam.built import require_version
 from offload.books import Books, Known, Spans
 from offload.device import Device
 from offload.layout import CHUNK_STAGES
@@ -18,11 +19,16 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
+BOOKS_VERSION = 1
+"""Of the compiled books, as `src/module.cpp` has it."""
+
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
 
 try:
     from offload import _books as _native
+
+    require_version(_native, BOOKS_VERSION)
 except ImportError:  # Not compiled: the reference serves.
     _native = None  # type: ignore[assignment]
 

@@ -106,16 +106,16 @@ class Config:
     of them. Needed when anything lives there."""
 
     device_memory: int | str | None = None
-    """Most bytes taken of the compute device's memory, activations aside. Not given:
-    half of what is free."""
+    """Most memory to take on the compute device, such as 8GiB, activations aside. Not given: half
+    of what is free."""
 
     cpu_memory: int | str | None = None
-    """Most bytes taken of CPU memory. Not given: half of what is free (after device_memory,
+    """Most CPU memory to take, such as 8GiB. Not given: half of what is free (after device_memory,
     where the CPU is the compute device)."""
 
     nvme_space: int | str | None = None
-    """Most bytes taken on nvme_path, on all of several together. Not given: nine tenths of what
-    is free."""
+    """Most space to take on nvme_path, such as 100GiB, on all of several together. Not given: nine
+    tenths of what is free."""
 
     states: Literal["exact", "compact"] = "exact"
     """Format of the optimizer states. `exact`: fp32 master weights and moments, bit for bit.
@@ -125,7 +125,7 @@ class Config:
     """Type in which gradients are kept and accumulated: the parameter's own, or fp32."""
 
     max_grad_norm: float | None = None
-    """Clip the gradient to this global 2-norm inside step(), on every tier."""
+    """Clip the gradient to this 2-norm, over all parameters, in step(). Not given: no clipping."""
 
     micro_batches: int | None = None
     """Number of backward() calls before each step(), where it is always the same. Updates then
@@ -136,12 +136,13 @@ class Config:
     before the last backward start the count again."""
 
     exposed_memory: int | str | None = None
-    """Most bytes of private copies that touching parameters outside their use may hold at once.
-    Not given: a tenth of what is free, at least 256 MiB."""
+    """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward,
+    and as much again for gradients that `p.grad` shows from nvme or an accelerator. Not given: a
+    tenth of what is free, at least 256 MiB."""
 
     trace: bool = True
-    """Keep in memory what the lanes did last, for `offload report`: some megabytes, and far below a
-    hundredth of the time."""
+    """Keep what ran last in memory, for `offload report`: some megabytes, and far below a hundredth
+    of the time."""
 
     def __new__(cls, *_: Any, **given: Any) -> Config:
         """Refuses a misspelt field, and says which is like it."""

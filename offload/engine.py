@@ -24,6 +24,7 @@ from offload.collected import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
+from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
 from offload.interrupt import torn_times, whole
@@ -34,7 +35,7 @@ from offload.profile import profile_of
 from offload.program import Program, Verb, compile_program
 from offload.resident import Residents
 from offload.totals import Report
-from offload.updates import Frozen, Updates
+from offload.updates import Updates
 from offload.usable import refuse_unusable
 
 
@@ -59,7 +60,7 @@ class Engine:
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
-        self.exposures = Exposures(executor, exposed_bytes_max, self._before_write)
+        self.exposures = Exposures(executor, self.passes, exposed_bytes_max, self._in_use)
         self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
@@ -104,18 +105,14 @@ class Engine:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
 
-    def _before_write(self, unit: int) -> bool:
-        """Make way for a write to the home of a unit's weights."""
-        if self.units[unit].buffer is not None:
-            return False
-        self.passes.pause()
-        return True
+    def _in_use(self, unit: int) -> bool:
+        return self.units[unit].buffer is not None
 
     def open_forward(self) -> None:
         """The model's forward begins."""
         self.end_pass(finished=False)
         self.finality.require_step("the next forward")
-        self._settle_exposures()
+        self.exposures.settle_all()
         self.passes.open(Verb.FORWARD)
 
     def enter_backward(self) -> None:
@@ -129,7 +126,7 @@ class Engine:
         if self.passes.verb is not Verb.BACKWARD or not self.graphs:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
-            self._settle_exposures()
+            self.exposures.settle_all()
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
@@ -145,7 +142,7 @@ class Engine:
             if not self.graphs:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
-                    self.settle_edits(unit)  # Copies that only the backward has used go.
+                    self.exposures.settle(unit)  # Copies that only the backward has used go.
                 self._begin_final()
                 self.finality.backward_ended()
 
@@ -256,7 +253,7 @@ class Engine:
             self.finality.require_step("the next forward")
             self.passes.open(Verb.FORWARD)
         if self.exposures.copies:
-            self.settle_edits(bound.index)
+            self.exposures.settle(bound.index)
         self.in_use.serve(bound)
 
     # -- saved tensors ---------------------------------------------------------------------------
@@ -285,29 +282,22 @@ class Engine:
 
     # -- parameters at rest ----------------------------------------------------------------------
 
-    def _settle_exposures(self) -> None:
-        """Write edits of parameters home, let go of copies that nobody holds."""
-        for unit in self.exposures.exposed_units():
-            self.settle_edits(unit)
-
-    def settle_edits(self, unit: int) -> None:
-        """Write edits of a unit's parameters home: its states depend on them."""
-        if self.exposures.settle(unit):
-            self.passes.invalidate(unit)
-
     def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
         self._require_step()
-        for bound in self.units:
-            for index, one in enumerate(bound.spec.parameters):
-                yield one.name, self.values_of(bound.index, index)
+        try:
+            for bound in self.units:
+                for index, one in enumerate(bound.spec.parameters):
+                    yield one.name, self.values_of(bound.index, index)
+        finally:
+            self.exposures.forget()
 
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         self.end_abandoned()
         if unit not in self.residents:
-            self.settle_edits(unit)
+            self.exposures.settle(unit)
             return self.exposures.read(unit, index)
         return self.residents.value(unit, index)
 
@@ -323,7 +313,7 @@ class Engine:
         self.check()
         self.end_pass(finished=False)
         self.residents.check(frozen)
-        self._settle_exposures()
+        self.exposures.settle_all()
         self.gradients.settle_shown()
         self.gradients.let_go()
         if not self.finality.begun:

@@ -115,9 +115,13 @@ class Executor:
     ) -> Task:
         """As `issue`."""
         work = known.run or run
-        if work is None and not known.ready:
-            work = self._mover(known.op, None)
-        return self.lanes.issue(known, pass_number, work)
+        try:
+            if work is None and not known.ready:
+                work = self._mover(known.op, None)
+            return self.lanes.issue(known, pass_number, work)
+        except BaseException as error:
+            self.lanes.fail(error)  # What went before it, of the same value, cannot be taken back.
+            raise
 
     def issue_all(self, known: Sequence[Known], pass_number: int) -> list[Task]:
         """Queue several ops that say what they do, moves or the user's own compute."""
@@ -216,7 +220,8 @@ class Executor:
             here = self.memory.at(Use(home, value))
             if here.data_ptr() != content.data_ptr():
                 self.copy_now(here, content)
-            self.lanes.drain()
+            if self.device.holds(here):  # Else the host has written it, or the copy was waited for.
+                self.lanes.drain()
             return
         assert self.store is not None
         if self.device.holds(content):

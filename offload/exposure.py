@@ -10,6 +10,7 @@ still held are renewed, so that they go on showing the parameter. All copies tog
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,8 +18,13 @@ import torch
 
 from offload.config import format_bytes
 from offload.executor import Executor
+from offload.homes import Homes
+from offload.passes import Passes
 from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
+
+KEPT_BYTES_MAX = 16 << 20
+"""Largest piece that was read for one touch and is kept for the next: all but frozen ones are."""
 
 
 @dataclass(slots=True)
@@ -41,35 +47,43 @@ def use_count(tensor: torch.Tensor) -> int:
 class Exposures:
     """The private copies of an engine, by unit and parameter."""
 
-    def __init__(self, executor: Executor, limit_bytes: int, before_write: Callable[[int], bool]):
-        """At most `limit_bytes` of copies at once.
-
-        `before_write(unit)` stops what is about to read the unit's weights; False means that the
-        unit is in use and cannot be written now.
-        """
+    def __init__(
+        self,
+        executor: Executor,
+        passes: Passes,
+        limit_bytes: int,
+        in_use: Callable[[int], bool],
+    ):
+        """At most `limit_bytes` of copies at once; a unit that is `in_use` cannot be written."""
         self._executor = executor
-        self._before_write = before_write
+        self._passes = passes
+        self._homes = Homes(executor)
+        self._in_use = in_use
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
         self.copies: dict[int, dict[int, _Copy]] = {}
         """By unit and parameter."""
-        self.reserved: dict[int, int] = {}
+        self._reserved: dict[int, int] = {}
         """Bytes by unit that is served from memory of its own."""
 
     @property
     def bytes(self) -> int:
         """Bytes of all copies, and of units whose slot another one has."""
         copies = sum(c.tensor.nbytes for unit in self.copies.values() for c in unit.values())
-        return copies + sum(self.reserved.values())
+        return copies + sum(self._reserved.values())
 
     def reserve(self, unit: int, size: int, name: str) -> None:
-        """Take `size` bytes for a unit whose slot is in use, until it is out of `reserved`.
+        """Take `size` bytes for a unit whose slot is in use, until `unreserve`.
 
         Raises:
             MemoryError: the copies that are still held leave no room for it.
         """
         self._make_room(size, f"{name}, whose slot is in use by a unit that is used with it,")
-        self.reserved[unit] = size
+        self._reserved[unit] = size
+
+    def unreserve(self, unit: int) -> None:
+        """Give back what was taken for a unit, if anything was."""
+        self._reserved.pop(unit, None)
 
     def tensor(self, unit: int, parameter: int) -> torch.Tensor:
         """The private copy of a parameter, made if there is none.
@@ -83,7 +97,7 @@ class Exposures:
             needs = f"touching {one.name} outside its use"
             self._make_room(one.elements * ITEM_BYTES[one.dtype], needs)
             self._executor.quiesce("weight", unit, to_write=False)
-            copied = self._read(unit, parameter)
+            copied = self._read(unit, parameter, KEPT_BYTES_MAX)
             self._executor.lanes.drain()  # Other streams look at it, and write what was read.
             found = _Copy(copied, use_count(copied))
             self.copies.setdefault(unit, {})[parameter] = found
@@ -92,8 +106,7 @@ class Exposures:
     def _make_room(self, size: int, what: str) -> None:
         if self.bytes + size <= self.limit_bytes:
             return
-        for unit in list(self.copies):
-            self.settle(unit)
+        self.settle_all()
         if self.bytes + size > self.limit_bytes:
             raise MemoryError(
                 f"{what} needs a private copy of {format_bytes(size)}, "
@@ -103,21 +116,31 @@ class Exposures:
                 "parameter at a time, or raise Config.exposed_memory"
             )
 
-    def settle(self, unit: int) -> bool:
-        """Write back what was edited, let go of what nobody holds; whether anything was edited."""
-        edited = False
+    def settle_all(self) -> None:
+        """`settle` every unit of which there are copies."""
+        for unit in list(self.copies):
+            self.settle(unit)
+
+    def settle(self, unit: int) -> None:
+        """Put home what was edited, which no slot holds then; let go of what nobody holds.
+
+        A unit in use is left as it is.
+        """
         copies = self.copies.get(unit)
-        if not copies or not self._before_write(unit):
-            return False
-        self._executor.quiesce("weight", unit)
-        for parameter, one in list(copies.items()):
-            if self._write_back(unit, parameter, one.tensor):
-                edited = True
-            if not one.held:
-                del copies[parameter]
+        if not copies or self._in_use(unit):
+            return
+        # No update is under way: of what is exposed none begins before step(), which waits for it.
+        edited = [one for one in sorted(copies) if self._edited(unit, one, copies[one].tensor)]
+        self._homes.forget()
+        if edited:
+            self._passes.pause()
+            self._passes.invalidate(unit)
+            self._executor.quiesce("weight", unit)
+            self._write_back(unit, {one: copies[one].tensor for one in edited})
+        for parameter in [p for p, one in copies.items() if not one.held]:
+            del copies[parameter]
         if not copies:
             del self.copies[unit]
-        return edited
 
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
@@ -131,9 +154,13 @@ class Exposures:
         """The values of a parameter after any update, in memory of their own, not counted."""
         self._executor.quiesce("weight", unit, to_write=False)
         with torch.no_grad():
-            values = self._read(unit, parameter)
+            values = self._read(unit, parameter, sys.maxsize)
         self._executor.lanes.drain()  # Before an update may write where it reads.
         return values
+
+    def forget(self) -> None:
+        """Let go of what the last `read` left for the next one."""
+        self._homes.forget()
 
     def exposed_units(self) -> tuple[int, ...]:
         """Units of which copies exist."""
@@ -143,8 +170,9 @@ class Exposures:
         """Show the present values in the copies of `unit` (after an update)."""
         if unit in self.copies:
             self._executor.quiesce("weight", unit, to_write=False)
-            for parameter, one in self.copies[unit].items():
-                one.tensor.copy_(self._read(unit, parameter))
+            for parameter, one in sorted(self.copies[unit].items()):
+                one.tensor.copy_(self._read(unit, parameter, sys.maxsize))
+            self._homes.forget()
             self._executor.lanes.drain()
 
     # -- one parameter at home ------------------------------------------------------------------
@@ -162,29 +190,41 @@ class Exposures:
                 parts.append((index, start - offset, start - low, stop - start))
         return parts
 
-    def _read(self, unit: int, parameter: int) -> torch.Tensor:
-        """The values of a parameter at home, in memory of its own on the compute device."""
-        one = self._plan.profile.units[unit].parameters[parameter]
+    def _read(self, unit: int, parameter: int, kept_bytes_max: int) -> torch.Tensor:
+        """The values of a parameter at home, in memory of its own on the compute device.
+
+        A piece that others lie in too is kept for them, where it is no larger than given.
+        """
+        spec = self._plan.profile.units[unit]
+        one, behind = spec.parameters[parameter], parameter + 1
+        stop = spec.weight_offset(behind) if behind < len(spec.parameters) else spec.weight_bytes
         dtype: torch.dtype = getattr(torch, one.dtype)
         with torch.inference_mode(False):
             out = self._executor.device.empty(one.shape, dtype)
         flat = out.view(-1).view(torch.uint8)
         for piece, here, there, size in self._parts(unit, parameter):
-            home = self._executor.peek(Value("weight", unit, piece))
+            offset, whole = spec.pieces[piece]
+            last = offset + whole <= stop or whole > kept_bytes_max
+            home = self._homes.look(Value("weight", unit, piece), last=last)
             self._executor.copy_now(flat[there : there + size], home[here : here + size])
         return out
 
-    def _write_back(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
-        """Put an edited copy home. States stay as they are, see `cpu_adam` [Note: Edits]."""
-        flat = tensor.detach().view(-1).view(torch.uint8)
-        values = self._read(unit, parameter).view(-1).view(torch.uint8)
+    def _edited(self, unit: int, parameter: int, tensor: torch.Tensor) -> bool:
+        """Whether a copy is not what is at home."""
+        values = self._read(unit, parameter, sys.maxsize).view(-1).view(torch.uint8)
         with self._executor.lanes.waited(Lane.COMPUTE):
-            same = torch.equal(flat, values)
-        if same:
-            return False
-        for piece, here, there, size in self._parts(unit, parameter):
+            return not torch.equal(tensor.detach().view(-1).view(torch.uint8), values)
+
+    def _write_back(self, unit: int, edited: dict[int, torch.Tensor]) -> None:
+        """Put edited copies home. States stay as they are, see `cpu_adam` [Note: Edits]."""
+        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for parameter, tensor in edited.items():
+            flat = tensor.detach().view(-1).view(torch.uint8)
+            for piece, here, there, size in self._parts(unit, parameter):
+                parts.setdefault(piece, []).append((here, flat[there : there + size]))
+        for piece, changed in parts.items():
             value = Value("weight", unit, piece)
             home = self._executor.peek(value)
-            self._executor.copy_now(home[here : here + size], flat[there : there + size])
+            for here, part in changed:
+                self._executor.copy_now(home[here : here + part.numel()], part)
             self._executor.poke(value, home)
-        return True

@@ -1,9 +1,10 @@
-"""Which tensors lie in the same memory."""
+"""Which tensors lie in the same memory, and which are whole there."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -69,3 +70,24 @@ def dense(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is all that lies between its first and its last element."""
     start, stop = _extent(tensor)
     return tensor.nbytes == stop - start and not expanded(tensor)
+
+
+def require_dense(name: str, gradient: torch.Tensor) -> None:
+    """Refuse the gradient of a parameter where it is not dense.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if gradient.layout is not torch.strided:
+        refuse_sparse(f"the gradient of {name} is {gradient.layout}")
+
+
+def refuse_sparse(what: str) -> NoReturn:
+    """Refuse gradients that are not dense.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{what}, and only dense ones can be offloaded: build the embedding with sparse=False"
+    )

@@ -49,7 +49,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from offload.updates import Frozen, Turn
+from offload.frozen import Frozen, Turn
 
 
 @dataclass(slots=True)

@@ -32,10 +32,8 @@ that share memory in one place; here that is refused when a backward begins.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import torch
 
@@ -43,58 +41,9 @@ from offload.arena import host_tensor
 from offload.collected import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
-from offload.exposure import use_count
-from offload.extents import Named, expanded, sharing
+from offload.extents import Named, sharing
 from offload.program import Value
-
-_OWN_REFERENCES = 2
-"""References to a shown gradient when nobody else holds it: ours, and the one that asks."""
-
-_ALONE = use_count(torch.empty(1))
-"""Use count of the memory of a tensor of which there is no other."""
-
-
-@dataclass(slots=True)
-class _Shown:
-    """What `p.grad` has returned."""
-
-    tensor: torch.Tensor
-    apart: bool
-    """Whether it has memory of its own."""
-
-    @property
-    def held(self) -> bool:
-        """Whether anybody else holds it, in Python or as the gradient of another tensor."""
-        counts: int = self.tensor._use_count()  # type: ignore[attr-defined]
-        return sys.getrefcount(self.tensor) > _OWN_REFERENCES or counts > 1
-
-    @property
-    def viewed(self) -> bool:
-        """Whether anybody has a view of it."""
-        return use_count(self.tensor) > _ALONE
-
-    @property
-    def followed(self) -> bool:
-        """Whether anybody else holds it, or may have its memory."""
-        # That of an array, which grows at no time, is counted by nobody.
-        own = not self.apart or self.tensor.untyped_storage().resizable()
-        return self.held or self.viewed or not own
-
-    def leave(self) -> None:
-        """Get memory of its own."""
-        with torch.no_grad():
-            self.tensor.data = self.tensor.clone()
-        self.apart = True
-
-
-@dataclass(slots=True)
-class _Showing:
-    """What is shown of the gradients of one unit."""
-
-    shown: dict[int, _Shown] = field(default_factory=dict)
-    """By parameter."""
-    copied: torch.Tensor | None = None
-    """The unit's gradients in CPU memory, where their home is elsewhere."""
+from offload.shown import Showing, Shown, is_same, lies_in, may_be_shown
 
 
 class Gradients:
@@ -106,7 +55,7 @@ class Gradients:
         self._plan = executor.plan
         self._collector = collector
         self._limit_bytes = limit_bytes
-        self._units: dict[int, _Showing] = {}
+        self._units: dict[int, Showing] = {}
         """Those of which anything is shown."""
         self._looked: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         """Where the gradients lay that were found to share nothing."""
@@ -130,7 +79,7 @@ class Gradients:
         self._executor.quiesce("gradient", unit)
         now = self._showing(unit)
         if parameter not in now.shown:
-            now.shown[parameter] = _Shown(self._seen(unit, parameter), apart=False)
+            now.shown[parameter] = Shown(self._seen(unit, parameter), apart=False)
         return now.shown[parameter].tensor
 
     def replace(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
@@ -155,17 +104,17 @@ class Gradients:
             return  # As `p.grad *= 2` ends.
         self._executor.quiesce("gradient", unit)
         window = self._seen(unit, parameter)
-        same = _is_same(gradient, window)  # `p.grad = p.grad.detach()`
+        same = is_same(gradient, window)  # `p.grad = p.grad.detach()`
         if same:
             self._leave(unit, parameter)
         else:
-            if _lies_in(gradient, window):  # `p.grad = p.grad.t()`
+            if lies_in(gradient, window):  # `p.grad = p.grad.t()`
                 with torch.no_grad():
                     gradient.data = gradient.clone()
             self._lose(unit, parameter)
         self._collector.assigned(unit, parameter)
-        shows = _may_be_shown(gradient, window)
-        now.shown[parameter] = _Shown(gradient if shows else window, apart=shows and not same)
+        shows = may_be_shown(gradient, window)
+        now.shown[parameter] = Shown(gradient if shows else window, apart=shows and not same)
         if not same and not shows:
             self._executor.copy_now(window, gradient)
 
@@ -180,12 +129,25 @@ class Gradients:
             self._units[unit].copied = None
         self._tidy(unit)
 
-    def zero(self, unit: int, parameter: int) -> None:
-        """Make a gradient zeros, as `zero_grad(set_to_none=False)` does."""
-        self._come(unit, parameter)
-        shown = self.show(unit, parameter)
-        if shown is not None:
-            shown.zero_()
+    def zero(self, unit: int, parameters: Iterable[int]) -> None:
+        """Make gradients zeros, as `zero_grad(set_to_none=False)` does.
+
+        Those that are not shown become so at home, as to show them may take a copy.
+        """
+        kept = [one for one in parameters if self._collector.has(unit, one)]
+        now = self._units.get(unit, Showing())
+        hidden = [one for one in kept if one not in now.shown and now.copied is None]
+        for parameter in kept:
+            if parameter not in hidden and (shown := self.show(unit, parameter)) is not None:
+                self._come(unit, parameter)
+                shown.zero_()
+        if hidden:
+            value = Value("gradient", unit)
+            self._executor.quiesce("gradient", unit)
+            flat = self._executor.peek(value)
+            for parameter in hidden:
+                self._collector.shaped(flat, unit, parameter).zero_()
+            self._executor.poke(value, flat)
 
     def hand_over(self, unit: int) -> list[torch.Tensor | None]:
         """The gradients of a unit in memory of their own, whatever the limit; None where none is.
@@ -275,8 +237,8 @@ class Gradients:
 
     # -- one unit, one gradient ------------------------------------------------------------------
 
-    def _showing(self, unit: int) -> _Showing:
-        return self._units.setdefault(unit, _Showing())
+    def _showing(self, unit: int) -> Showing:
+        return self._units.setdefault(unit, Showing())
 
     def _tidy(self, unit: int) -> None:
         """Forget a unit of which nothing is shown."""
@@ -338,8 +300,8 @@ class Gradients:
                     f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
                     "gradient of the parameter's shape"
                 )
-            if not _is_same(shown.tensor, here):
-                if _lies_in(shown.tensor, here):  # `p.grad.t_()`
+            if not is_same(shown.tensor, here):
+                if lies_in(shown.tensor, here):  # `p.grad.t_()`
                     shown.leave()
                 here.copy_(shown.tensor)
                 shown.apart = True  # By `p.grad.data = ...`, where it was not yet.
@@ -374,22 +336,3 @@ class Gradients:
             shown.leave()
         elif not shown.viewed:
             del self._showing(unit).shown[parameter]
-
-
-def _is_same(gradient: torch.Tensor, window: torch.Tensor) -> bool:
-    """Whether these are the very elements of a gradient's home, in their order."""
-    return gradient.data_ptr() == window.data_ptr() and gradient.stride() == window.stride()
-
-
-def _lies_in(gradient: torch.Tensor, window: torch.Tensor) -> bool:
-    """Whether an assigned gradient is a view of its own home."""
-    start = window.data_ptr()
-    return start <= gradient.data_ptr() < start + max(1, window.nbytes)
-
-
-def _may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:
-    """Whether `p.grad` can be what was assigned, and the sum in `window` be written to it."""
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-        return False
-    apart = gradient.requires_grad or gradient.is_inference() or expanded(gradient)
-    return gradient.dtype == window.dtype and not apart

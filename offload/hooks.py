@@ -17,6 +17,7 @@ from offload.binding import BoundUnit
 from offload.collected import Arrivals, let_wait, take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
+from offload.inert import InertInCopies
 from offload.interrupt import whole
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
@@ -265,8 +266,8 @@ def _left_alone(function: Any) -> Any:
     return alone
 
 
-class Hook(partial[Any]):
-    """A hook that torch.compile leaves alone. Copies and pickles of a model get an inert one.
+class Hook(InertInCopies, partial[Any]):
+    """A hook that torch.compile leaves alone.
 
     It is called without a frame of its own.
     """
@@ -277,12 +278,6 @@ class Hook(partial[Any]):
             f"a hook of offload has no {name}: likely torch.jit.script() was called on an attached "
             f"model, {NO_RECORDING}"
         )
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _inert
-
-    def __reduce__(self) -> Any:
-        return (_get_inert, ())
 
 
 def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Hook:
@@ -296,14 +291,6 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
 
     apart = aside(function)
     return Hook(_left_alone(whole(function, otherwise)), *args)
-
-
-def _inert(*_: object) -> None:
-    """What a hook is in a copy of the model, which is attached to nothing."""
-
-
-def _get_inert() -> Any:
-    return _inert
 
 
 def _gradient_came(

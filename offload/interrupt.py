@@ -32,11 +32,14 @@ from types import FrameType
 from typing import ParamSpec, TypeVar
 
 from cpu_adam import interrupt as of_steps
+from cpu_adam.built import require_version
 from cpu_adam.interrupt import Handler, call, handlers, put_back
-from offload.aside import QUESTIONS, aside, usual
+from offload.aside import QUESTIONS, WHOLE_VERSION, aside, usual
 
 try:
     from offload import _whole as _native
+
+    require_version(_native, WHOLE_VERSION)
 except ImportError:  # Not compiled: the reference serves.
     _native = None  # type: ignore[assignment]
 

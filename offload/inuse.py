@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from offload.arena import Memory, zeros_on
@@ -37,9 +35,6 @@ class InUse:
         """Those in use."""
         self._device_type = executor.device.torch_device.type
 
-    def __iter__(self) -> Iterator[BoundUnit]:
-        return iter(list(self.units))
-
     def serve(self, bound: BoundUnit) -> None:
         """Wait for a unit's weights and let its parameters be views of them."""
         entry = self._passes.take(bound.index)
@@ -65,13 +60,17 @@ class InUse:
         """Serve a unit from memory of its own: its slot is in use by a unit used with it."""
         self._passes.give_up(entry)
         self._exposures.reserve(bound.index, bound.spec.weight_bytes, bound.spec.name)
-        self._executor.quiesce("weight", bound.index, to_write=False)
-        with torch.inference_mode(False):
-            buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
-        for piece, (offset, size) in enumerate(bound.spec.pieces):
-            home = self._executor.peek(Value("weight", bound.index, piece))
-            buffer[offset : offset + size].copy_(home)
-        bound.serve(bound.views_of(buffer))
+        try:
+            self._executor.quiesce("weight", bound.index, to_write=False)
+            with torch.inference_mode(False):
+                buffer = zeros_on(self._executor.device, bound.spec.weight_bytes)
+            for piece, (offset, size) in enumerate(bound.spec.pieces):
+                home = self._executor.peek(Value("weight", bound.index, piece))
+                buffer[offset : offset + size].copy_(home)
+            bound.serve(bound.views_of(buffer))
+        except BaseException:
+            self._exposures.unreserve(bound.index)
+            raise
         self.units.append(bound)
 
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
@@ -81,8 +80,7 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        if self._exposures.reserved:
-            self._exposures.reserved.pop(bound.index, None)
+        self._exposures.unreserve(bound.index)
         weights, changed = bound.buffer, look or bound.changed
         bound.rest()
         self.units.remove(bound)
@@ -120,7 +118,7 @@ class InUse:
 
     def release_all(self, *, look: bool) -> None:
         """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""
-        for bound in self:
+        for bound in list(self.units):
             bound.depth, bound.held = 0, False
             self.release(bound, look=look)
 

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from cpu_adam.formats import squares_bytes
-from offload.blocks import apart_bytes, sums_bytes
 from offload.config import TIERS, Tier
-from offload.profile import Chunk, Profile, StateChoice, Unit
-from offload.records import (
-    BLOCK_BYTES,
-    KINDS,
-    ChunkSpec,
-    FileLayout,
-    Kind,
-    Segment,
-    ValueSpec,
-    lay_out_file,
-    round_up,
-)
+from offload.profile import Profile, StateChoice, Unit
+from offload.records import BLOCK_BYTES, KINDS, FileLayout, Kind, round_up
 from offload.rows import Row, TierUse
+from offload.sizes import Placement, Sizes, file_layout, record_bytes, value_bytes
 
 WEIGHT_SLOTS_MAX = 3
 """Weight slots of one size class: one in use, one arriving, one being left."""
@@ -44,7 +33,7 @@ class Place(NamedTuple):
 
     tier: Tier
     use: str
-    index: int = 0  # type: ignore[assignment]
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +43,6 @@ class Buffer:
     tier: Tier
     offset: int
     bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """The home tier of each value of one unit."""
-
-    weight: Tier
-    gradient: Tier
-    state: Tier
-
-    def of(self, kind: Kind) -> Tier:
-        """The tier of `kind`."""
-        tier: Tier = getattr(self, kind)
-        return tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +64,10 @@ class Plan:
     states: StateChoice
     residents: frozenset[int] = frozenset()
     """Units of which the tiers hold the states alone, see [Note: Residents] of `resident`."""
+    _record_offsets: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """By unit, those that were asked for."""
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -97,15 +76,20 @@ class Plan:
     def record_bytes(self, unit: int, chunk: int) -> int:
         """Size of the record of a chunk, padded to blocks."""
         one = self.profile.units[unit]
-        return _record_bytes(one, one.chunks[chunk], self.states)
+        return record_bytes(one, one.chunks[chunk], self.states)
 
     def record_offset(self, unit: int, chunk: int) -> int:
         """Offset of a chunk's record in the home of the unit's state."""
-        return sum(self.record_bytes(unit, before) for before in range(chunk))
+        if unit not in self._record_offsets:
+            sizes = (
+                self.record_bytes(unit, one) for one in range(len(self.profile.units[unit].chunks))
+            )
+            self._record_offsets[unit] = (0, *itertools.accumulate(sizes))
+        return self._record_offsets[unit][chunk]
 
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
-        return _value_bytes(self.profile.units[unit], kind, self.states)
+        return value_bytes(self.profile.units[unit], kind, self.states)
 
     def reordered(self, profile: Profile) -> Plan:
         """The same places for the same units used in another order."""
@@ -122,12 +106,18 @@ class Plan:
                 rows.append(Row(kind, tier, len(units), total))
         return tuple(rows)
 
-    def arena_bytes(self, tier: Tier, *, cut: bool = False) -> int:
-        """What is taken of a memory tier, or `cut` from its arena alone; or the file's size."""
+    def taken_bytes(self, tier: Tier) -> int:
+        """What is taken of a tier: by its arena and what torch has of it, or by the file."""
         if tier == "nvme":
             return self.file.bytes if self.file.extents else 0
-        homes = (home for key, home in self.homes.items() if not cut or self.in_arena(*key))
-        buffers = [*homes, *self.slots.values()]
+        return self._end(tier, self.homes.values())
+
+    def arena_bytes(self, tier: Tier) -> int:
+        """The size of the arena of a memory tier."""
+        return self._end(tier, (home for key, home in self.homes.items() if self.in_arena(*key)))
+
+    def _end(self, tier: Tier, homes: Iterable[Buffer]) -> int:
+        buffers = itertools.chain(homes, self.slots.values())
         return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
 
     def in_arena(self, kind: Kind, unit: int) -> bool:
@@ -138,106 +128,8 @@ class Plan:
         """What is taken of each tier, against its budget."""
         held = {tier: sum(row.bytes for row in self.rows() if row.tier == tier) for tier in TIERS}
         return tuple(
-            TierUse(t, held[t], self.arena_bytes(t) - held[t], self.budgets[t]) for t in TIERS
+            TierUse(t, held[t], self.taken_bytes(t) - held[t], self.budgets[t]) for t in TIERS
         )
-
-
-def _record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
-    return _padded_record_bytes(unit.segments[chunk.segment].dtype, states, chunk.elements)
-
-
-@functools.lru_cache(maxsize=1024)
-def _padded_record_bytes(dtype: str, states: StateChoice, elements: int) -> int:
-    return round_up(states.format(dtype).record_bytes(elements), BLOCK_BYTES)
-
-
-def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: StateChoice) -> int:
-    if kind == "weight":
-        return chunk.weight_bytes
-    return chunk.gradient_bytes if kind == "gradient" else _record_bytes(unit, chunk, states)
-
-
-def _value_bytes(unit: Unit, kind: Kind, states: StateChoice) -> int:
-    if kind == "weight":
-        return unit.weight_bytes
-    if kind == "gradient":
-        return unit.gradient_bytes
-    return sum(_record_bytes(unit, chunk, states) for chunk in unit.chunks)
-
-
-class Sizes:
-    """Bytes of every value of a profile: in memory, of its largest chunk, and in the file."""
-
-    def __init__(self, profile: Profile, states: StateChoice):
-        self._in_file, self._states = dict[object, int](), states
-        pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
-        self.updated = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
-        self.squared = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
-        self.summed = [sums_bytes(unit) for unit in profile.units]
-        self.value = {k: [_value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
-        self.apart = self.value  # Of those that torch gives memory of their own.
-        if states.on_accelerator:
-            self.apart = {k: [apart_bytes(unit, k) for unit in profile.units] for k in KINDS}
-        self.chunk = {
-            kind: [
-                max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
-                for unit in profile.units
-            ]
-            for kind in KINDS
-        }
-
-    def in_file(self, profile: Profile, placements: Sequence[Placement]) -> int:
-        """Bytes of the file for given placements, 0 when nothing lives there."""
-        total, pairs = 0, list(enumerate(zip(profile.units, placements)))
-        for kind, (u, (unit, placement)) in itertools.product(KINDS, pairs):
-            if placement.of(kind) == "nvme" and self.value[kind][u]:
-                total += self._one_in_file(unit, kind)
-        return total and total + BLOCK_BYTES
-
-    def _one_in_file(self, unit: Unit, kind: Kind) -> int:
-        """Bytes of one value, the same for all units that are laid out alike."""
-        alike = (kind, unit.segments, tuple((p.segment, p.start, p.shape) for p in unit.parameters))
-        if alike not in self._in_file:
-            chunks = tuple(_stored_chunks(unit, kind, self._states, 0))
-            layout = lay_out_file([ValueSpec(kind, unit.name, chunks)])
-            self._in_file[alike] = layout.bytes - BLOCK_BYTES
-        return self._in_file[alike]
-
-
-def file_layout(
-    profile: Profile, placements: Sequence[Placement], states: StateChoice
-) -> FileLayout:
-    """The layout of the store's file: the values whose home is nvme, in order of kind and unit.
-
-    The name of a parameter is its index in the list of all, unit after unit.
-    """
-    first = [0, *itertools.accumulate(len(unit.parameters) for unit in profile.units)]
-    values = []
-    for kind in KINDS:
-        for unit, placement, base in zip(profile.units, placements, first):
-            if placement.of(kind) == "nvme" and _value_bytes(unit, kind, states):
-                chunks = tuple(_stored_chunks(unit, kind, states, base))
-                values.append(ValueSpec(kind, unit.name, chunks))
-    return lay_out_file(values)
-
-
-def _stored_chunks(unit: Unit, kind: Kind, states: StateChoice, base: int) -> Iterator[ChunkSpec]:
-    for chunk in unit.chunks:
-        ranges = tuple(
-            Segment(base + s.parameter, s.parameter_start, s.parameter_start + s.elements)
-            for s in chunk.spans
-        )
-        yield ChunkSpec(_chunk_bytes(unit, chunk, kind, states), ranges)
-    if kind != "weight":
-        return
-    frozen = [index for index, segment in enumerate(unit.segments) if not segment.trainable]
-    for index, (_, size) in zip(frozen, unit.pieces[len(unit.chunks) :]):
-        whole = tuple(
-            Segment(base + at, 0, parameter.elements)
-            for at, parameter in enumerate(unit.parameters)
-            if parameter.segment == index
-        )
-        yield ChunkSpec(size, whole)
 
 
 @dataclass(slots=True)
@@ -329,7 +221,7 @@ def lay_out_memory(
     """Homes and slots of the memory tiers."""
     units, memory = profile.units, _Memory()
     pairs = enumerate(zip(units, placements))
-    own = [u for u, (one, p) in pairs if one.stays(p.weight, p.gradient, p.state, early=early)]
+    own = [u for u, (one, p) in pairs if is_resident(one, p, early=early)]
     memory.residents = frozenset(own)
 
     def settle(kind: Kind, u: int, size: int) -> None:
@@ -359,6 +251,20 @@ def lay_out_memory(
         if kind != "state":
             settle(kind, u, max(sizes.apart[kind][u], sizes.value[kind][u]))
     return memory
+
+
+def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
+    """Whether torch may keep a unit's weights and gradients: see [Note: Residents] of `resident`.
+
+    Gradients in another dtype than their weights' are summed by the engine. Where updates begin
+    `early`, inside backward, it has to know when those come that it takes elsewhere.
+    """
+    if not unit.trainable:
+        return placement.weight == "device"
+    trained = [one for one in unit.segments if one.trainable]
+    alike = all(one.gradient_dtype == one.dtype for one in trained)
+    taken = early and placement.state != "device"
+    return alike and placement.weight == placement.gradient == "device" and not taken
 
 
 def site(placement: Placement) -> Tier:

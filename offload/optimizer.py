@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from cpu_adam import CPUSGD, CPUAdam, CPULion
-from cpu_adam.checks import check_residue
-from cpu_adam.formats import format_for
 from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
-from cpu_adam.parameter_state import OPTIONAL, check_rule
+from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
+from offload.frozen import Turn
 from offload.interrupt import whole
 from offload.passes import refuse_inside
 from offload.state_view import StateView
-from offload.states import States
+from offload.states import States, check_state
 from offload.structure import Structure
-from offload.updates import Turn
-
-HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
-    torch.optim.AdamW: CPUAdam.hyper_of,
-    torch.optim.Adam: CPUAdam.hyper_of,
-    torch.optim.SGD: CPUSGD.hyper_of,
-    CPUAdam: CPUAdam.hyper_of,
-    CPULion: CPULion.hyper_of,
-    CPUSGD: CPUSGD.hyper_of,
-}
-"""Optimizers that can be attached, and what a parameter group of theirs is frozen to."""
-
-_REFUSED = ("amsgrad", "capturable", "differentiable")
-"""Options that change the mathematics or the graph in ways that are not offered."""
 
 _HOOKS = (
     "_optimizer_step_pre_hooks",
@@ -44,52 +28,6 @@ _HOOKS = (
     "_optimizer_load_state_dict_post_hooks",
 )
 """Where torch keeps the hooks of an optimizer."""
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        TypeError: not an optimizer of `HYPER_OF`.
-        ValueError: an option that is not offered.
-    """
-    if type(optimizer) not in HYPER_OF:
-        names = ", ".join(
-            f"{known.__module__.rpartition('.')[0]}.{known.__name__}" for known in HYPER_OF
-        )
-        raise TypeError(
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} cannot be attached: its "
-            f"update is not known here. Use one of {names}"
-        )
-    for number, group in enumerate(optimizer.param_groups):
-        _check_group(number, group)
-    if getattr(optimizer, "skip_nonfinite", False):
-        raise ValueError(
-            "skip_nonfinite=True is not offered by the offloaded update: build the optimizer with "
-            "skip_nonfinite=False, and leave out step() where optimizer.grad_norm() or a "
-            "GradScaler finds what is not finite"
-        )
-
-
-def _check_group(number: int, group: Mapping[str, Any]) -> None:
-    for option in _REFUSED:
-        if group.get(option):
-            raise ValueError(
-                f"{option}=True in parameter group {number} is not offered by the offloaded "
-                f"update: build the optimizer with {option}=False"
-            )
-    if group.get("states", "exact") != "exact":
-        raise ValueError(
-            f"states={group['states']!r} in parameter group {number}: offloaded, all states "
-            f"are of one format: say it by Config(states={group['states']!r})"
-        )
-
-
-def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """The update's rule of an optimizer that passed `check_optimizer`; of none, any will do."""
-    if optimizer is None:
-        return "adam"
-    return HYPER_OF[type(optimizer)](optimizer.param_groups[0]).rule
 
 
 def _refuse_original(*_: object, **__: object) -> None:
@@ -152,6 +90,8 @@ class Optimizer(torch.optim.Optimizer):
         self._original = original
         self._structure = structure
         self._saving = False
+        self._early: tuple[int, dict[int, list[tuple[int, Hyper]]]] = (-1, {})
+        """`_by_unit` as it was when the first update of a backward began, and that pass."""
         super().__init__(original.param_groups, original.defaults)
         self.param_groups = original.param_groups
         engine.finality.freeze = self._freeze_early
@@ -191,6 +131,10 @@ class Optimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             yield from (parameter for parameter in group["params"] if parameter in self._places)
 
+    def in_places(self) -> list[nn.Parameter]:
+        """`parameters()`, in the order in which their states lie."""
+        return sorted(self.parameters(), key=lambda one: self._states.order(self._places[one]))
+
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""
         return self._states.steps.get(self._places[parameter], 0)
@@ -202,7 +146,7 @@ class Optimizer(torch.optim.Optimizer):
         if not steps:
             return {}
         self.engine.settle()
-        self.engine.settle_edits(self._places[parameter][0])
+        self.engine.exposures.settle(self._places[parameter][0])
         return {
             "step": torch.tensor(float(steps)),
             **self._states.read(*self._places[parameter]),
@@ -234,13 +178,17 @@ class Optimizer(torch.optim.Optimizer):
         self.engine.end_abandoned()
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()
+        mine: dict[int, list[int]] = {}
         for parameter in self.parameters():
             unit, index = self._places[parameter]
+            mine.setdefault(unit, []).append(index)
+        for unit, indices in mine.items():
             gradients = self.engine.gradients_of(unit)
-            if set_to_none:
+            if not set_to_none:
+                gradients.zero(unit, indices)
+                continue
+            for index in indices:
                 gradients.give_up(unit, index)
-            else:
-                gradients.zero(unit, index)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Freeze one step and return; the update runs after it, see `updates`.
@@ -266,23 +214,32 @@ class Optimizer(torch.optim.Optimizer):
                 self._states.stepped((unit, index), turn.hyper)
         self._original._opt_called = True  # type: ignore[attr-defined]
 
-    def _freeze(self, only: int | None = None) -> dict[int, dict[int, Turn]]:
-        """What a step taken now does to every parameter with a gradient, or to those of a unit."""
-        frozen: dict[int, dict[int, Turn]] = {}
+    def _freeze(self) -> dict[int, dict[int, Turn]]:
+        """What a step taken now does to every parameter with a gradient."""
+        frozen = {unit: self._turns(unit, mine) for unit, mine in self._by_unit().items()}
+        return {unit: turns for unit, turns in frozen.items() if turns}
+
+    def _by_unit(self) -> dict[int, list[tuple[int, Hyper]]]:
+        """The parameters of each unit, and what the group of each is frozen to now."""
+        found: dict[int, list[tuple[int, Hyper]]] = {}
         for group in self.param_groups:
             hyper = self._hyper_of(group)
             for parameter in group["params"]:
-                unit, index = self._places.get(parameter, (-1, -1))
-                if unit < 0:
-                    continue  # Empty: it lives nowhere and never changes.
-                if only is not None and unit != only:
-                    continue
-                if self.engine.gradients_of(unit).has(unit, index):
-                    step = self.steps_of(parameter) + 1
-                    if isinstance(hyper, SGDHyper):  # Which counts the steps of its buffer.
-                        step = 2 if (unit, index) in self._states.buffers else 1
-                    frozen.setdefault(unit, {})[index] = Turn(hyper, step)
-        return frozen
+                if parameter in self._places:  # Else it is empty: it lives nowhere, unchanged.
+                    unit, index = self._places[parameter]
+                    found.setdefault(unit, []).append((index, hyper))
+        return found
+
+    def _turns(self, unit: int, mine: Iterable[tuple[int, Hyper]]) -> dict[int, Turn]:
+        """What a step does to those of a unit's parameters that have a gradient."""
+        turns, gradients = {}, self.engine.gradients_of(unit)
+        for index, hyper in mine:
+            if gradients.has(unit, index):
+                step = self._states.steps.get((unit, index), 0) + 1
+                if isinstance(hyper, SGDHyper):  # Which counts the steps of its buffer.
+                    step = 2 if (unit, index) in self._states.buffers else 1
+                turns[index] = Turn(hyper, step)
+        return turns
 
     def _freeze_early(self, unit: int) -> Mapping[int, Turn]:
         """What the step will do to a unit, asked inside backward; the first asks for all of them.
@@ -290,11 +247,13 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: the step will be refused, and nothing has been updated yet.
         """
-        residents = self.engine.residents
-        for parameter in self.parameters() if not self.engine.finality.begun else ():
-            if self._places[parameter][0] in residents:
-                residents.require_place(*self._places[parameter])
-        return self._freeze(unit).get(unit, {})
+        residents, number = self.engine.residents, self.engine.passes.number
+        if self._early[0] != number:
+            for parameter in self.parameters():
+                if self._places[parameter][0] in residents:
+                    residents.require_place(*self._places[parameter])
+            self._early = number, self._by_unit()
+        return self._turns(unit, self._early[1].get(unit, ()))
 
     def give_up(self) -> torch.optim.Optimizer:
         """Hand all states to the optimizer that was attached, which steps by itself again.
@@ -340,7 +299,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
         for number, (group, changes) in enumerate(zip(groups, options)):
-            _check_group(number, {**group, **changes})
+            check_group(number, {**group, **changes})
             self._hyper_of({**group, **changes})  # Which refuses what is no number.
         found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
         for group, old in zip(groups, saved):
@@ -361,40 +320,22 @@ class Optimizer(torch.optim.Optimizer):
         """
         self.engine.settle()
         for parameter, state in found:
-            self._check_state(parameter, state)
+            check_state(rule_of(self._original), parameter, state)
+        begun = self._states.steps
+        self.import_states(
+            [
+                (parameter, state)
+                for parameter, state in found  # Others have none, or zeros.
+                if parameter.numel() and (state or self._places.get(parameter) in begun)
+            ]
+        )
+
+    def import_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Take over the states of parameters, and make those fresh that are empty."""
+        given = []
         for parameter, state in found:
-            fresh = self._places.get(parameter) not in self._states.steps
-            if parameter.numel() and (state or not fresh):  # Else there is none, or zeros.
-                self.import_state(parameter, state)
-
-    def _check_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        given = [name for name, value in state.items() if value is not None]
-        rule = rule_of(self._original)
-        check_rule(rule, state)
-        needed = [slot.name for slot in format_for("float32", rule=rule).slots]
-        needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
-        missing = [name for name in needed if name not in given]
-        if given and missing:
-            raise ValueError(
-                f"asked to load the state of a parameter, with {', '.join(needed)}; found "
-                f"{', '.join(given)}, without {', '.join(missing)}; likely cause: a state put "
-                f"together by hand, or of another optimizer; try: all of it, step as "
-                f"torch.tensor(float(steps)), or no state, which begins anew; nothing was loaded"
-            )
-        for name, value in state.items():
-            if name == "step" or value is None:
-                continue
-            if tuple(value.shape) != tuple(parameter.shape):
-                raise ValueError(
-                    f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
-                    f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
-                )
-            if name == "residue" and not value.is_floating_point():
-                check_residue(value)
-
-    def import_state(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-        """Take over one parameter's state, or make it fresh where `state` is empty."""
-        place = self._places[parameter]
-        slots = {k: v for k, v in state.items() if k != "step" and v is not None}
-        # torch's SGD counts no steps; what a buffer holds came of one at least.
-        self._states.write(*place, slots, int(state.get("step", 1 if slots else 0)))
+            slots = {k: v for k, v in state.items() if k != "step" and v is not None}
+            # torch's SGD counts no steps; what a buffer holds came of one at least.
+            steps = int(state.get("step", 1 if slots else 0))
+            given.append((self._places[parameter], slots, steps))
+        self._states.write(given)

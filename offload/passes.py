@@ -83,8 +83,9 @@ class Passes:
             verb: tuple(unit for unit in order if unit not in self._plan.residents)
             for verb, order in orders.items()
         }
-        self._seen: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-        """The order of the last finished backward, behind that of the forward before it."""
+        self._seen = self.orders[Verb.FORWARD], self.orders[Verb.BACKWARD]
+        """The order of the last finished backward, behind that of the forward before it; first the
+        declared ones."""
         self.number = 0
         """Passes opened so far; the pass under way, or the last one."""
         self.misses = 0
@@ -117,7 +118,7 @@ class Passes:
             self.orders[ended.verb] = used = tuple(ended.used)
             if ended.verb is Verb.BACKWARD:
                 self._seen = (self.orders[Verb.FORWARD], used)
-            elif self._seen is not None:
+            else:
                 ahead, behind = self._seen
                 if ahead != used:
                     behind = profile_of(self._plan.profile.units, used).backward

@@ -17,17 +17,11 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, TIERS, Choice, Config, Tier, format_bytes
-from offload.layout import (
-    WEIGHT_SLOTS_MAX,
-    Placement,
-    Plan,
-    Sizes,
-    lay_out,
-    lay_out_memory,
-)
+from offload.layout import WEIGHT_SLOTS_MAX, Plan, lay_out, lay_out_memory
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice
 from offload.records import KINDS, Kind
+from offload.sizes import Placement, Sizes
 
 
 class BudgetError(ValueError):
@@ -59,7 +53,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     budgets, search = budgets_of(config, machine), _Search(profile, config, states)
     for arrangement in search.fitting(budgets):
         found = search.made(arrangement, budgets)
-        taken = {tier: found.arena_bytes(tier) for tier in TIERS}
+        taken = {tier: found.taken_bytes(tier) for tier in TIERS}
         if lacking := _lacking(taken, machine) or _roomless(taken["nvme"], config, machine):
             raise BudgetError(lacking)
         return found

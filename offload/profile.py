@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from cpu_adam.formats import StateFormat, format_for, scratch_bytes
@@ -112,36 +112,24 @@ class Unit:
     its slot with no other unit."""
     backward: bool = True
     """Its weights are needed in backward (an embedding's are not)."""
+    pieces: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    """(offset, bytes) of the pieces in which weights are stored: the chunks, then the frozen
+    segments whole."""
 
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter receives a gradient."""
-        return bool(self.chunks)
-
-    def stays(self, weight: str, gradient: str, state: str, *, early: bool) -> bool:
-        """Whether, with its values in these tiers, a pass needs nothing from outside the device.
-
-        Gradients in another dtype than their weights' are summed by the engine. Where updates begin
-        `early`, inside backward, it has to know when those come that it takes elsewhere.
-        """
-        if not self.trainable:
-            return weight == "device"
-        trained = [one for one in self.segments if one.trainable]
-        alike = all(one.gradient_dtype == one.dtype for one in trained)
-        taken = early and state != "device"
-        return alike and weight == gradient == "device" and not taken
-
-    @property
-    def pieces(self) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes) of the pieces in which weights are stored: the chunks, then the frozen
-        segments whole."""
+    def __post_init__(self) -> None:
         ends = [*(s.weight_offset for s in self.segments[1:]), self.weight_bytes]
         frozen = [
             (segment.weight_offset, end - segment.weight_offset)
             for segment, end in zip(self.segments, ends)
             if not segment.trainable
         ]
-        return (*((c.weight_offset, c.weight_bytes) for c in self.chunks), *frozen)
+        chunks = ((c.weight_offset, c.weight_bytes) for c in self.chunks)
+        object.__setattr__(self, "pieces", (*chunks, *frozen))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter receives a gradient."""
+        return bool(self.chunks)
 
     def weight_offset(self, parameter: int) -> int:
         """Bytes from the start of the weight buffer to a parameter."""

@@ -149,7 +149,7 @@ def cells(plan: Plan, uses: Iterable[Use]) -> Iterator[object]:
     """The smallest things that two uses can share: a slot, or one chunk of a value at home."""
     for use in uses:
         place, value = use
-        if place.index == IN_RING:
+        if place.number == IN_RING:
             yield use
         elif place.use != "home":
             yield place
@@ -243,7 +243,7 @@ FACTOR = Use(Place("cpu", "factor"), Value("gradient", EVERY))
 
 def staged(ops: Iterable[Op]) -> bool:
     """Whether the ops of a chunk pass through staging slots."""
-    return any(use.place.index == IN_RING for op in ops for use in (*op.reads, *op.writes))
+    return any(use.place.number == IN_RING for op in ops for use in (*op.reads, *op.writes))
 
 
 def by_chunk(ops: Iterable[Op]) -> Iterator[list[Op]]:

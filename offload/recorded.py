@@ -11,6 +11,8 @@ from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
 from offload.breakdown import ENGINE, MODEL
 from offload.engine import Engine
 from offload.intervals import Interval, clip, length, overlap, union
@@ -99,13 +101,12 @@ def _model(engine: Engine) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for shown, name in (("torch", "torch"), ("offload", "offload-engine")):
-        try:
-            found[shown] = version(name)
-        except PackageNotFoundError:  # Run from its sources.
-            found[shown] = "unknown"
-    return dict(reversed(found.items()))
+    try:
+        own = version("offload-engine")
+    except PackageNotFoundError:  # Run from its sources.
+        own = "unknown"
+    # Torch's own word: its package's version leaves out what it was built for.
+    return {"offload": own, "torch": torch.__version__, "Python": platform.python_version()}
 
 
 def _since(trace: Trace, zero: float) -> float:

@@ -25,7 +25,7 @@ back by that. It stays as it is, so that the view shows the parameter afterwards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,10 +40,11 @@ from offload.awaited import Awaited, holders, idle_parameter
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
+from offload.extents import require_dense
+from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
-from offload.updates import Frozen
 
 
 class Residents:
@@ -101,10 +102,12 @@ class Residents:
         """Let a parameter have no gradient."""
         self._units[unit].parameters[parameter].grad = None
 
-    def zero(self, unit: int, parameter: int) -> None:
-        """Make a gradient zeros."""
-        gradient = self._units[unit].parameters[parameter].grad
-        if gradient is not None:
+    def zero(self, unit: int, parameters: Iterable[int]) -> None:
+        """Make gradients zeros."""
+        mine = self._units[unit].parameters
+        for gradient in (mine[parameter].grad for parameter in parameters):
+            if gradient is None:
+                continue
             if gradient.grad_fn is not None:  # As torch.optim has it: a view cannot be detached.
                 gradient.detach_()
             else:
@@ -148,7 +151,7 @@ class Residents:
         there = torch.empty(filled, dtype=sums.dtype, device="cpu")
         self._executor.copy_now(there, sums[:filled])
         found = there.tolist()
-        return [_in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
+        return [in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
 
     @torch.no_grad()
     def update(self, op: Op, frozen: Frozen, scale: float) -> None:
@@ -216,10 +219,11 @@ class Residents:
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Each parameter, and the view of its values in the flat ones of its unit."""
         bound = self._units[value.unit]
+        if value.kind == "weight":
+            yield from zip(bound.parameters, bound.views_of(flat).views)
+            return
         for index, (parameter, one) in enumerate(zip(bound.parameters, bound.spec.parameters)):
-            if value.kind == "weight":
-                yield parameter, typed(flat, one.dtype, bound.spec.weight_offset(index), one.shape)
-            elif one.trainable:
+            if one.trainable:
                 offset = bound.spec.gradient_offset(index)
                 yield parameter, typed(flat, one.dtype, offset, one.shape)
 
@@ -332,7 +336,7 @@ class _Asleep:
             self.gradient = None
 
 
-def _in_order(numbers: Sequence[float]) -> float:
+def in_order(numbers: Iterable[float]) -> float:
     """Their sum, one rounded addition after the other (`sum` makes up for what is rounded off)."""
     total = 0.0
     for number in numbers:
@@ -345,11 +349,7 @@ def _check(bound: BoundUnit, index: int, device: torch.device) -> None:
     _check_values(bound, index, device)
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     assert parameter.grad is not None
-    if parameter.grad.layout is not torch.strided:
-        raise ValueError(
-            f"the gradient of {one.name} is {parameter.grad.layout}, and only dense gradients can "
-            "be offloaded: build the embedding with sparse=False"
-        )
+    require_dense(one.name, parameter.grad)
     if parameter.grad.numel() != one.elements or parameter.grad.dtype not in GRADIENT_DTYPES:
         raise ValueError(
             f"the gradient of {one.name} is {tuple(parameter.grad.shape)} of "

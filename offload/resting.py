@@ -15,10 +15,12 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from offload.aside import refuse_transforms
 from offload.interrupt import whole
@@ -27,7 +29,7 @@ Found = TypeVar("Found")
 
 
 class Home(Protocol):
-    """What a parameter at rest asks of its engine; the parameter's own index is inside."""
+    """What an offloaded parameter asks of its engine; the parameter's own index is inside."""
 
     def lend(
         self,
@@ -37,6 +39,9 @@ class Home(Protocol):
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Call `function` while all of `resting` show their true values."""
+
+    def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
+        """What `read` gives of the parameter: of the slot, or of its values where at rest."""
 
     def gradient(self) -> torch.Tensor | None:
         """The gradient kept for the parameter."""
@@ -124,6 +129,8 @@ class RestingParameter(OffloadedParameter):
     ) -> Any:
         """Answer what is true of the stand-in, too, or else as the class has it."""
         kwargs = kwargs or {}
+        if func in _SIGNATURES:
+            return _differentiate(func, args, kwargs)
         if func in TRUE_AT_REST:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -140,6 +147,32 @@ class RestingParameter(OffloadedParameter):
         refuse_transforms("an offloaded parameter was used")
         resting = list(dict.fromkeys(find((args, kwargs), RestingParameter)))
         return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
+
+
+_SIGNATURES = {one: signature(one) for one in (torch.autograd.grad, torch.autograd.backward)}
+"""What runs a backward, and how it is called."""
+
+
+def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a backward for parameters at rest, given as edges of the graph, which have no class.
+
+    So the trap is on for all that the backward calls: recomputes, and hooks of the user's.
+    """
+    given = _SIGNATURES[function].bind(*args, **kwargs).arguments
+    inputs, outputs = given["inputs"], next(iter(given.values()))
+    resting = list(find(inputs, RestingParameter))
+    with torch._C.DisableTorchFunctionSubclass():
+        used = list(find(outputs, RestingParameter))
+        if used or not all(one.requires_grad for one in resting):
+            return function(**given)  # Without any backward, or to be refused.
+        edge = {id(one): get_gradient_edge(one) for one in resting}
+    given["inputs"] = tuple(edge.get(id(one), one) for one in inputs)
+    zeros = given.pop("materialize_grads", False)
+    found = function(**given)
+    if zeros:
+        alike = (torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs)
+        return tuple(zero if one is None else one for one, zero in zip(found, alike))
+    return found
 
 
 def find(tree: Any, kind: type[Found]) -> Iterable[Found]:
@@ -319,7 +352,7 @@ _FUNCTIONS = (
 
 def _true_at_rest() -> frozenset[Any]:
     """Functions whose answer at rest is the true one. Names that this torch lacks are left out."""
-    found: list[Any] = [torch.autograd.grad, torch.autograd.backward, _T._backward_hooks.__set__]
+    found: list[Any] = [_T._backward_hooks.__set__]
     for name in _GETTERS:
         if hasattr(torch.Tensor, name):
             found.append(getattr(torch.Tensor, name).__get__)

@@ -42,8 +42,8 @@ def place_text(cell: object) -> str:
     """A place in a message, by itself or as the use of a staging slot."""
     place = cell.place if isinstance(cell, Use) else cell
     assert isinstance(place, Place)
-    unnumbered = place.use == "home" or place.index == IN_RING
-    return f"{place.tier} {place.use}" + ("" if unnumbered else f" {place.index}")
+    unnumbered = place.use == "home" or place.number == IN_RING
+    return f"{place.tier} {place.use}" + ("" if unnumbered else f" {place.number}")
 
 
 def check_buffers(plan: Plan) -> None:
@@ -68,7 +68,7 @@ def check_buffers(plan: Plan) -> None:
         if one.tier == two.tier and one.offset + one.bytes > two.offset:
             raise ProgramError(f"{name} and {other} overlap on {one.tier}")
     for tier in TIERS:
-        taken, given = plan.arena_bytes(tier), plan.budgets[tier]
+        taken, given = plan.taken_bytes(tier), plan.budgets[tier]
         if taken > given:
             raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
 
@@ -108,8 +108,8 @@ def _misfit(plan: Plan, use: Use) -> str:
         return (
             "" if place == at else f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
         )
-    ring = range(CHUNK_STAGES) if place.index == IN_RING else (place.index,)
-    for slot in (place._replace(index=index) for index in ring):
+    ring = range(CHUNK_STAGES) if place.number == IN_RING else (place.number,)
+    for slot in (place._replace(number=index) for index in ring):
         if slot not in plan.slots:
             return f"there is no slot {place_text(slot)}"
         size, room = _size(plan, value), plan.slots[slot].bytes

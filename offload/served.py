@@ -11,37 +11,20 @@ are not counted, so where that was asked for, or the pass was broken off, weight
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload.interrupt import whole
-from offload.resting import OffloadedParameter
+from offload.resting import Home, OffloadedParameter
 
 _T: Any = torch.Tensor
-
-
-class ServedHome(Protocol):
-    """What a parameter in use asks of its engine; the parameter's own index is inside."""
-
-    def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
-        """What `read` gives of the parameter: of the slot, or of its values where at rest."""
-
-    def gradient(self) -> torch.Tensor | None:
-        """The gradient kept for the parameter."""
-
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Replace the gradient kept for the parameter."""
-
-    def set_data(self, data: torch.Tensor) -> None:
-        """Replace the parameter's values."""
 
 
 class ServedParameter(OffloadedParameter):
     """A parameter whose values lie in a slot, see [Note: In use]."""
 
-    _offload_home: ServedHome
+    _offload_home: Home
 
     @property
     def data(self) -> torch.Tensor:

@@ -24,7 +24,7 @@ from offload.bounce import bounce
 from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
-from offload.program import Use, Value
+from offload.program import Value
 from offload.touch import ParameterHome
 
 
@@ -97,8 +97,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
 def _let_go_of_all(engine: Engine) -> None:
     """Let nothing be in use, under way, edited, shown in place, or remembered of the slots."""
     engine.end_pass(finished=False)
-    for unit in engine.exposures.exposed_units():
-        engine.settle_edits(unit)
+    engine.exposures.settle_all()
     engine.gradients.settle_shown()
     engine.gradients.let_go()
     engine.collector.forget_places()
@@ -138,4 +137,4 @@ def _home(engine: Engine, value: Value) -> torch.Tensor:
     """The bytes of a value at home in a memory tier; a copy where it lies with torch."""
     if not engine.plan.in_arena(value.kind, value.unit):
         return engine.residents.flat(value)
-    return engine.executor.memory.at(Use(engine.plan.home(value.kind, value.unit), value))
+    return engine.executor.peek(value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -40,7 +40,7 @@ class StateCopy(torch.Tensor):
             raise RuntimeError(f"{name}: {_INSTEAD}")
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **kwargs)
-            if name == "numpy":
+            if name in ("numpy", "__array__"):
                 found.flags.writeable = False
             whole = args[0] if args and isinstance(args[0], StateCopy) else None
             if whole is None or not isinstance(found, torch.Tensor):
@@ -98,6 +98,9 @@ class _Stateful(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of its groups."""
 
+    def in_places(self) -> list[nn.Parameter]:
+        """The same in the order in which their states lie."""
+
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has had."""
 
@@ -123,13 +126,24 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         return StatesOfOne({name: one.as_subclass(StateCopy) for name, one in found.items()})
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter([p for p in self._optimizer.parameters() if self._optimizer.steps_of(p)])
+        """In the order in which states lie: whoever reads all of them reads every chunk once."""
+        return iter([p for p in self._optimizer.in_places() if self._optimizer.steps_of(p)])
+
+    def items(self) -> ItemsView[nn.Parameter, Mapping[str, Any]]:
+        """The parameters and their states, read one by one; for `plain` in the groups' order."""
+        if not self._plain:
+            return super().items()
+        found = {parameter: self[parameter] for parameter in self}
+        return {parameter: found[parameter] for parameter in self._stepped()}.items()
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._stepped())
 
     def __contains__(self, parameter: object) -> bool:
-        return any(parameter is one for one in self)
+        return any(parameter is one for one in self._stepped())
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [p for p in self._optimizer.parameters() if self._optimizer.steps_of(p)]
 
     def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         self._optimizer.replace_states([(parameter, state)])

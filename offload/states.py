@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
-from cpu_adam.formats import StateFormat
+from cpu_adam.checks import check_residue
+from cpu_adam.formats import StateFormat, format_for
 from cpu_adam.hyper import Hyper, SGDHyper
+from cpu_adam.parameter_state import OPTIONAL, check_rule
 from cpu_adam.plain import from_plain, plain_dtypes, to_plain
 from cpu_adam.reference import cut, views
+from offload.arena import host_tensor
 from offload.device import CPU
 from offload.executor import Executor
+from offload.homes import Homes
 from offload.program import Value
+
+Place = tuple[int, int]
+"""A unit and the index of a parameter in it."""
+
+Given = tuple[Place, Mapping[str, torch.Tensor], int]
+"""A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
 
 
 class States:
@@ -24,17 +37,18 @@ class States:
     def __init__(self, executor: Executor):
         """Every parameter at step 0, all states zero."""
         self._executor = executor
+        self._homes = Homes(executor)
         self._plan = executor.plan
-        self.steps: dict[tuple[int, int], int] = {}
+        self.steps: dict[Place, int] = {}
         """Steps taken, by unit and parameter."""
-        self.buffers: set[tuple[int, int]] = set()
+        self.buffers: set[Place] = set()
         """Whose momentum buffer, of SGD, holds anything: the first gradient with momentum does."""
 
     def format(self, unit: int, parameter: int) -> StateFormat:
         """The state format of a parameter."""
         return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
 
-    def stepped(self, place: tuple[int, int], hyper: Hyper) -> None:
+    def stepped(self, place: Place, hyper: Hyper) -> None:
         """The parameter at `place`, a unit and an index, has taken a step."""
         self.steps[place] = self.steps.get(place, 0) + 1
         if isinstance(hyper, SGDHyper) and hyper.momentum:
@@ -47,6 +61,12 @@ class States:
                 if span.parameter == parameter:
                     there = span.parameter_start
                     yield index, span.chunk_start, slice(there, there + span.elements)
+
+    def order(self, place: Place) -> tuple[int, int, int]:
+        """To sort by: parameters in the order in which their states lie."""
+        for chunk, here, _ in self._spans(*place):
+            return place[0], chunk, here
+        return *place, 0
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """A parameter's state as torch has it, in the parameter's shape and memory of its own.
@@ -62,7 +82,8 @@ class States:
             name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
         for chunk, here, there in self._spans(unit, parameter):
-            record = self._executor.peek(Value("state", unit, chunk))
+            last = spec.chunks[chunk].spans[-1].parameter == parameter
+            record = self._homes.look(Value("state", unit, chunk), last=last)
             slots = views(record, fmt, spec.chunks[chunk].elements)
             count = there.stop - there.start
             for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
@@ -72,33 +93,55 @@ class States:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
-    def write(
-        self, unit: int, parameter: int, state: Mapping[str, torch.Tensor], steps: int
-    ) -> None:
-        """Replace a parameter's state, given as `read` gives it; what it lacks becomes zero.
+    def write(self, given: Sequence[Given]) -> None:
+        """Replace states of parameters; what is lacking in one becomes zero. Once per chunk.
 
         Raises:
-            ValueError: a slot of another shape than the parameter.
+            ValueError: a slot of another shape than its parameter; nothing is written.
         """
-        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
-        one = spec.parameters[parameter]
-        for name in plain_dtypes(fmt):
+        self._homes.forget()
+        parts: dict[Value, list[tuple[Given, int, slice]]] = {}
+        for one in given:
+            (unit, parameter), state, _ = one
+            self._check(unit, parameter, state)
+            for chunk, here, there in self._spans(unit, parameter):
+                parts.setdefault(Value("state", unit, chunk), []).append((one, here, there))
+        due = Counter(one[0] for each in parts.values() for one, _, _ in each)
+        for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
+            self._write_chunk(value, parts[value])
+            for (place, state, steps), _, _ in parts[value]:
+                due[place] -= 1
+                if not due[place]:
+                    self._written(place, state, steps)
+
+    def _check(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
+        one = self._plan.profile.units[unit].parameters[parameter]
+        for name in plain_dtypes(self.format(unit, parameter)):
             if name in state and tuple(state[name].shape) != one.shape:
                 raise ValueError(
                     f"state {name} of {one.name} has shape {tuple(state[name].shape)}, "
                     f"the parameter {one.shape}: the state is of another model"
                 )
-        for chunk, here, there in self._spans(unit, parameter):
-            value = Value("state", unit, chunk)
+
+    def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, int, slice]]) -> None:
+        """Put parts of states in their places of a chunk, which is read where some of it stays."""
+        chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
+        anew = {span.parameter for span in chunk.spans} == {one[0][1] for one, _, _ in parts}
+        if anew and self._plan.home("state", value.unit).tier == "nvme":
+            record = host_tensor(self._executor.memory.extent(value)[1])
+        else:
             record = self._executor.peek(value)
-            slots = views(record, fmt, spec.chunks[chunk].elements)
-            part = {name: whole.reshape(-1)[there] for name, whole in state.items()}
-            from_plain(part, cut(slots, fmt, here, there.stop - there.start), fmt)
-            self._executor.poke(value, record)
-        self.steps[unit, parameter] = steps
-        self.buffers.discard((unit, parameter))
+        for ((unit, parameter), state, _), here, there in parts:
+            fmt = self.format(unit, parameter)
+            slots = cut(views(record, fmt, chunk.elements), fmt, here, there.stop - there.start)
+            from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
+        self._executor.poke(value, record)
+
+    def _written(self, place: Place, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        self.steps[place] = steps
+        self.buffers.discard(place)
         if "momentum_buffer" in state:
-            self.buffers.add((unit, parameter))
+            self.buffers.add(place)
 
     def clear(self) -> None:
         """Write zeros where a state has never been written: on nvme."""
@@ -107,3 +150,33 @@ class States:
                 continue
             for chunk in range(len(spec.chunks)):
                 self._executor.clear(Value("state", unit, chunk))
+
+
+def check_state(rule: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a parameter under the update's `rule`.
+
+    Raises:
+        ValueError: it is of another model or optimizer, or not whole.
+    """
+    given = [name for name, value in state.items() if value is not None]
+    check_rule(rule, state)
+    needed = [slot.name for slot in format_for("float32", rule=rule).slots]
+    needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
+    missing = [name for name in needed if name not in given]
+    if given and missing:
+        raise ValueError(
+            f"asked to load the state of a parameter, with {', '.join(needed)}; found "
+            f"{', '.join(given)}, without {', '.join(missing)}; likely cause: a state put "
+            f"together by hand, or of another optimizer; try: all of it, step as "
+            f"torch.tensor(float(steps)), or no state, which begins anew; nothing was loaded"
+        )
+    for name, value in state.items():
+        if name == "step" or value is None:
+            continue
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
+            )
+        if name == "residue" and not value.is_floating_point():
+            check_residue(value)

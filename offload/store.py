@@ -173,6 +173,11 @@ class Store:
                 with self._lock:
                     self._entries[kind, unit, number] = ChunkEntry(step, crc)
 
+    def entry(self, kind: str, unit: str, chunk: int) -> ChunkEntry | None:
+        """What the last complete write of a chunk left: the same object until the next begins."""
+        with self._lock:
+            return self._entries.get((kind, unit, chunk))
+
     def write_header(self, kind: str, unit: str) -> None:
         """Puts the header of a value on disk: steps and checksums of the last writes.
 
@@ -290,8 +295,7 @@ class Store:
             raise OSError(error.errno, text, error.filename) from error
 
     def _entry(self, extent: Extent, number: int) -> ChunkEntry:
-        with self._lock:
-            entry = self._entries.get((extent.kind, extent.unit, number))
+        entry = self.entry(extent.kind, extent.unit, number)
         if entry is None:
             raise ValueError(
                 f"chunk {number} of {extent.kind} of {extent.unit!r} in {self.path} was asked for "

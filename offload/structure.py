@@ -11,7 +11,7 @@ that (a write to `module._parameters`, as of `fully_shard`) is found by the next
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -65,9 +65,10 @@ class Structure:
                     _refuse(f"{owner}.{name}" if owner else name, "a parameter")
 
 
-def structure_of(parameter: nn.Parameter) -> Structure | None:
-    """The attached model that a parameter belongs to, or None."""
-    found = (structure for structure in _watched.values() if parameter in structure)
+def structure_of(parameters: Iterable[nn.Parameter]) -> Structure | None:
+    """An attached model that any of `parameters` belongs to, or None."""
+    attached = set(_watched.values())
+    found = (one for parameter in parameters for one in attached if parameter in one)
     return next(found, None)
 
 

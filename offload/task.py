@@ -171,6 +171,6 @@ class Passage:
 
 def in_slot(use: Use, slot: int) -> Use:
     """Where `use` of a chunk's passage really is, once that has its slot."""
-    if use.place.index != IN_RING:
+    if use.place.number != IN_RING:
         return use
-    return Use(use.place._replace(index=slot), use.value)
+    return Use(use.place._replace(number=slot), use.value)

@@ -146,7 +146,7 @@ class ParameterHome:
             )
         if bound.buffer is None:
             self.engine.end_abandoned()
-            self.engine.settle_edits(self.unit)
+            self.engine.exposures.settle(self.unit)
             self.engine.exposures.leave(self.unit, self.index, data)
         elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
             self._leave(bound)

@@ -1,11 +1,4 @@
-"""The optimizer's step: what it freezes, and the ops that run after it has returned.
-
-[Note: Frozen step]
-`step()` takes down, for every parameter that has a gradient, the hyper-parameters of its group and
-the number of its step, and hands them to the update ops. Schedulers, `zero_grad` and the next
-backward may go on at once: they change the live objects, never what was frozen, and the gradient's
-home is written again only after the update that reads it.
-"""
+"""The optimizer's step: the ops that run after it has returned, see [Note: Frozen step]."""
 
 from __future__ import annotations
 
@@ -13,84 +6,43 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from cpu_adam import Part, sum_of_squares, update_parts, views
-from cpu_adam.hyper import Hyper
+from offload.awaited import Away
 from offload.executor import BytesOf, Executor
+from offload.frozen import Frozen, Turn
 from offload.layout import Plan
 from offload.program import Lane, Op, Use, Verb, norm, square, update_order
 from offload.program import update as update_ops
-from offload.task import Fence, Run, Task
+from offload.resident import Residents, in_order
+from offload.task import Fence, Task
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What one parameter's update in one step was frozen to."""
+class _Chunk(NamedTuple):
+    """A chunk, and when it is needed."""
 
-    hyper: Hyper
-    step: int
-    """Number of the parameter's step, from 1."""
-
-
-Frozen = Mapping[int, Mapping[int, Turn]]
-"""By unit and parameter, those that take part in a step."""
-
-Leaving = TypeVar("Leaving", bound="Departed")
-
-_Due = tuple[int, int, int, int]
-"""A chunk that is due: (ordinal, unit, chunk, deadline)."""
+    ordinal: int
+    unit: int
+    chunk: int
+    deadline: int
 
 
-class Departed(Protocol):
-    """A unit that torch has the weights and gradients of, whose update is issued."""
+@dataclass(slots=True)
+class _Due:
+    """The chunks of a step by who updates them, in the order in which they are needed."""
 
-    @property
-    def carrying(self) -> Callable[[Op, BytesOf], Run | None]:
-        """What an op of a chunk does that moves a value from or to torch's memory."""
-
-    def queued(self, tasks: Sequence[Task]) -> None:
-        """The ops of a chunk were issued."""
-
-
-class InLanes(Protocol[Leaving]):
-    """Units that torch has the weights and gradients of, and lanes update."""
-
-    def __contains__(self, unit: object) -> bool: ...
-
-    def depart(self, units: Sequence[int], frozen: Frozen) -> dict[int, Leaving]:
-        """Before the updates of `units` are issued."""
-
-    def await_(self, departed: Mapping[int, Leaving]) -> None:
-        """They are; let nobody use the units as if they were done."""
-
-    def meet(self) -> None:
-        """Let all be usable, now that they are done."""
-
-
-class AtOnce(Protocol):
-    """Units that torch has the weights and gradients of.
-
-    Of those that no lane updates, the user's thread queues the updates on its own stream, before
-    `step()` returns.
-    """
-
-    @property
-    def awaited(self) -> InLanes[Any]:
-        """Those that lanes update."""
-
-    def __contains__(self, unit: object) -> bool: ...
-
-    def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
-        """The sum of the squares of the chunk of the gradient that each op is for."""
-
-    def update(self, op: Op, frozen: Frozen, scale: float) -> None:
-        """Take the step of the chunk of an op, in the order of the user's stream."""
+    at_once: list[_Chunk] = field(default_factory=list)
+    """Of residents that the user's stream updates."""
+    awaited: list[_Chunk] = field(default_factory=list)
+    """Of residents that lanes update."""
+    streamed: list[_Chunk] = field(default_factory=list)
+    """Of units that are no residents."""
 
 
 @dataclass(slots=True)
@@ -104,9 +56,7 @@ class _Clip:
 
     def combine(self) -> None:
         """The norm from the sums of squares in their order, and the factor that clips it."""
-        total = 0.0
-        for ordinal in sorted(self.partials):
-            total += self.partials[ordinal]
+        total = in_order(self.partials[ordinal] for ordinal in sorted(self.partials))
         self.norm = math.sqrt(total) if total == total else math.nan
         ratio = self.max_norm / (self.norm + CLIP_EPS)
         self.factor = ratio if not ratio >= 1.0 else 1.0
@@ -115,15 +65,15 @@ class _Clip:
 class Updates:
     """Issues the ops of each step."""
 
-    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: AtOnce):
+    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: Residents):
         """Clip to `max_grad_norm` where given. Those of `residents` know their own values."""
         self._executor = executor
         self._residents = residents
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
-        self._chunks: dict[int, list[tuple[int, int, int]]] = {}
+        self._chunks: dict[int, list[_Chunk]] = {}
         for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
-            self._chunks.setdefault(unit, []).append((ordinal, chunk, deadline))
+            self._chunks.setdefault(unit, []).append(_Chunk(ordinal, unit, chunk, deadline))
         self._lane_shares = _lane_shares(self._plan)
         self._pending: list[Task] = []
         self._queued: Fence | None = None
@@ -149,53 +99,74 @@ class Updates:
         return self._clip.norm
 
     def issue(self, frozen: Frozen, pass_number: int) -> None:
-        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`."""
-        due = []
-        for unit in (unit for unit in self._chunks if unit in frozen):
-            for ordinal, chunk, deadline in self._chunks[unit]:
-                spans = self._plan.profile.units[unit].chunks[chunk].spans
-                if any(span.parameter in frozen[unit] for span in spans):
-                    due.append((ordinal, unit, chunk, deadline))
-        squared = [one for one in due if one[1] in self._residents]
-        here = [one for one in squared if one[1] not in self._residents.awaited]
-        others = [one for one in due if one[1] not in self._residents]
-        if squared and self._lane_shares:
-            self.settle()  # The user's stream is about to use the workspace.
-        clip = None
-        if self._max_grad_norm is not None:
-            self._clip = clip = _Clip(self._max_grad_norm)
-            partials = []
-            if squared:
-                clip.partials |= self._squares_at_once(squared, frozen)
-            for ordinal, unit, chunk, _ in others:
-                ops = square(self._plan, unit, chunk, ordinal)
-                run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
-                self._executor.issue_chunk(ops, pass_number, run)
-                partials.append(ops[-1].writes[0])
-            self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
-        self._update_at_once(here, frozen, clip)
-        self._update_in_lanes([one for one in due if one not in here], frozen, clip, pass_number)
+        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
 
-    def _squares_at_once(self, here: Sequence[_Due], frozen: Frozen) -> dict[int, float]:
+        What is raised before the first of it is queued leaves the step to be taken again; what is
+        raised later ends everything.
+        """
+        due, awaited = self._due(frozen), self._residents.awaited
+        if self._lane_shares and (due.at_once or due.awaited):
+            self.settle()  # The user's stream is about to use the workspace.
+        departed = awaited.depart(list(dict.fromkeys(one.unit for one in due.awaited)), frozen)
+        clip = None if self._max_grad_norm is None else _Clip(self._max_grad_norm)
+        if clip is not None:
+            clip.partials |= self._squares_at_once([*due.at_once, *due.awaited], frozen)
+        try:
+            if clip is not None:
+                self._find_norm(due.streamed, frozen, clip, pass_number)
+            self._update_at_once(due.at_once, frozen, clip)
+            in_lanes = sorted([*due.awaited, *due.streamed])  # As the next forward needs them.
+            self._update_in_lanes(in_lanes, frozen, clip, pass_number, departed)
+        except BaseException as error:
+            self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
+            raise
+
+    def _due(self, frozen: Frozen) -> _Due:
+        """The chunks that take part, split by who updates their units."""
+        due, awaited = _Due(), self._residents.awaited
+        for unit in sorted(frozen.keys() & self._chunks.keys(), key=self._rank):
+            kind = due.streamed
+            if unit in self._residents:
+                kind = due.awaited if unit in awaited else due.at_once
+            for one in self._chunks[unit]:
+                spans = self._plan.profile.units[unit].chunks[one.chunk].spans
+                if any(span.parameter in frozen[unit] for span in spans):
+                    kind.append(one)
+        return due
+
+    def _rank(self, unit: int) -> int:
+        return self._chunks[unit][0].ordinal
+
+    def _find_norm(
+        self, streamed: Sequence[_Chunk], frozen: Frozen, clip: _Clip, pass_number: int
+    ) -> None:
+        """Queue the norm, and what of it lanes sum."""
+        partials = []
+        for ordinal, unit, chunk, _ in streamed:
+            ops = square(self._plan, unit, chunk, ordinal)
+            run = self._squarer(ops[-1], ordinal, frozen[unit], clip)
+            self._executor.issue_chunk(ops, pass_number, run)
+            partials.append(ops[-1].writes[0])
+        self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        self._clip = clip
+
+    def _squares_at_once(self, here: Sequence[_Chunk], frozen: Frozen) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""
+        if not here:
+            return {}
         since, found = time.perf_counter(), {}
         ops = [square(self._plan, unit, chunk, at)[-1] for at, unit, chunk, _ in here]
         for op, (ordinal, *_), total in zip(ops, here, self._residents.squares(ops, frozen)):
             found[ordinal], since = total, self._executor.lanes.count(op, since)
         return found
 
-    def _update_at_once(self, here: Sequence[_Due], frozen: Frozen, clip: _Clip | None) -> None:
+    def _update_at_once(self, here: Sequence[_Chunk], frozen: Frozen, clip: _Clip | None) -> None:
         if here and clip is not None and self._normed is not None:
             self._executor.lanes.wait([self._normed])
-        try:
-            for _, unit, chunk, deadline in here:
-                op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
-                scale = 1.0 if clip is None else clip.factor
-                self._residents.update(op, frozen, scale)
-                self._executor.lanes.count(op, since)
-        except BaseException as error:
-            self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
-            raise
+        for _, unit, chunk, deadline in here:
+            op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
+            self._residents.update(op, frozen, 1.0 if clip is None else clip.factor)
+            self._executor.lanes.count(op, since)
         device = self._executor.device
         if here and self._lane_shares:
             self._executor.lanes.drain()  # Before a lane uses the workspace.
@@ -203,11 +174,13 @@ class Updates:
             self._queued = device.fence(device.stream())
 
     def _update_in_lanes(
-        self, due: Sequence[_Due], frozen: Frozen, clip: _Clip | None, pass_number: int
+        self,
+        due: Sequence[_Chunk],
+        frozen: Frozen,
+        clip: _Clip | None,
+        pass_number: int,
+        departed: Mapping[int, Away],
     ) -> None:
-        awaited = self._residents.awaited
-        leaving = [unit for unit in dict.fromkeys(one[1] for one in due) if unit in awaited]
-        departed = awaited.depart(leaving, frozen)
         for _, unit, chunk, deadline in due:
             ops = update_ops(self._plan, unit, chunk, deadline)
             op = next(op for op in ops if op.verb is Verb.UPDATE)
@@ -217,7 +190,7 @@ class Updates:
             self._pending += tasks
             if away is not None:
                 away.queued(tasks)
-        awaited.await_(departed)
+        self._residents.awaited.await_(departed)
 
     def _squarer(
         self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip

@@ -108,7 +108,7 @@ def verify_runs(program: Program) -> None:
 
 def _slot(use: Use) -> object:
     """What a use shares with others outside of homes; in a ring nothing, see [Note: Chunks]."""
-    return use if use.place.index == IN_RING else use.place
+    return use if use.place.number == IN_RING else use.place
 
 
 class _Walk:

@@ -248,7 +248,9 @@ def build(case: Case) -> nn.Module:
     made = made.to(dtype)
     if case["checkpoints"] != "none":
         reentrant = case["checkpoints"] == "reentrant"
-        made.activation_checkpointing_enable({"use_reentrant": reentrant})
+        older = getattr(made, "gradient_checkpointing_enable", None)
+        checkpoint = getattr(made, "activation_checkpointing_enable", older)
+        checkpoint({"use_reentrant": reentrant})
     if case["trained"] == "half frozen":
         for index, parameter in enumerate(made.parameters()):
             parameter.requires_grad_(index % 2 == 0)

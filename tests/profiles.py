@@ -9,12 +9,25 @@ from itertools import product
 from hypothesis import strategies as st
 
 from offload.config import TIERS, Tier
-from offload.layout import Placement, Plan, lay_out
+from offload.layout import Plan, lay_out
+from offload.machine import DriveSpeed
 from offload.profile import Profile, StateChoice, Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Phase, Program, compile_program
+from offload.sizes import Placement
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
 """Budgets that never bind."""
+
+SPEED = DriveSpeed(
+    read_bytes_per_s=5.123e9,
+    write_bytes_per_s=3e9,
+    both_bytes_per_s=4e9,
+    backend="io_uring",
+    block_bytes=1 << 20,
+    depth=8,
+    measured="2026-11-21T12:00:00",
+)
+"""What was measured of a drive."""
 
 
 def unit(

@@ -84,6 +84,10 @@ def test_reasons(monkeypatch, tmp_path, name, code, setting, reason):
 def test_reasons_of_what_is_not_installed():
     for name in ("io_uring", "libaio"):
         assert "install" in backends._why(name, ImportError("No module named x"), 8)
+    assert "libaio of PyPI is missing" in backends._why("libaio", ImportError("No module"), 8)
+    lacking = OSError("libaio.so.1: cannot open shared object file: No such file or directory")
+    assert "not the system's library" in (told := backends._why("libaio", lacking, 8))
+    assert "install libaio1" in told
 
 
 def test_without_the_engine():
@@ -139,7 +143,7 @@ def test_all_requests_of_linux_aio_are_taken():
     for line in shown[:2]:
         assert re.fullmatch(
             r"False fewer requests .* fs.aio-max-nr allows \(\d+ of \d+ are taken\): raise it"
-            r"|False the Python package is missing.*",
+            r"|False the package libaio of PyPI is missing.*",
             line,
         )
     assert "are taken)" in shown[2]

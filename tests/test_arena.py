@@ -19,9 +19,10 @@ from offload import arena
 from offload.arena import Arena, Memory, host_tensor, pieces, typed
 from offload.device import CPU, Device
 from offload.driver import Driver, PinError
-from offload.layout import Buffer, Placement, Plan, lay_out
+from offload.layout import Buffer, Plan, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
+from offload.sizes import Placement
 from tests.training import RESIDENT, attached
 
 PAGE = mmap.PAGESIZE

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from offload.store import Store
 from tests.faults import nothing_leaks
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 SLACK_BYTES = 128 << 20
 
 # -- memory that is really taken --------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
     model, optimizer = started()
     attach(whole, model, optimizer)[1].engine.close()
     calls = len(whole.calls)
-    assert calls > 20
+    assert calls >= 20
     for number in [1, 2, 3, 4, 5, *range(6, calls + 1, 5)]:
         io = aio.SimulatedIO(0, errors={number: code})
         if whole.calls[number - 1] in ("preadv", "pwritev", "open", "fallocate"):

@@ -441,9 +441,11 @@ def test_fields_of_config_are_flags_on_the_command_line(told, shown):
     assert in_flags(told) == shown
 
 
-def test_help_shows_what_a_number_is(capsys):
+def test_help_shows_what_a_number_is(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
     assert run("train", "--help") == 0
     told = capsys.readouterr().out
+    assert "what is free (after device_memory, where the CPU is the compute device)." in told
     assert "--micro-batches INT" in told
     assert "--max-grad-norm FLOAT" in told
     assert "{None}" not in told

@@ -82,7 +82,7 @@ def test_every_default_works() -> None:
 
 def test_help_shows_the_text_of_every_field() -> None:
     shown = pydoc.plain(pydoc.render_doc(Config))
-    assert "  cpu_memory\n |      Most bytes taken of CPU memory." in shown
+    assert "  cpu_memory\n |      Most CPU memory to take, such as 8GiB." in shown
     slots = vars(Config)["__slots__"]
     assert tuple(slots) == FIELDS
     assert all(slots.values())

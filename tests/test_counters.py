@@ -127,7 +127,7 @@ def check_homes(run: Run, placement: Placement) -> None:
     # A block for the file, and one before each value.
     size = sum(total(kind) + BLOCK_BYTES * len(UNITS) for kind in on_disk)
     size += BLOCK_BYTES if on_disk else 0
-    assert plan.arena_bytes("nvme") == size
+    assert plan.taken_bytes("nvme") == size
     if store is None:
         assert not on_disk
     else:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -375,3 +377,36 @@ def test_moments_that_were_decoded_are_loaded_as_the_same_moments() -> None:
     again.load_state_dict({**optimizer.state_dict(), "state": {0: saved}})
     for key, value in plain(again).items():
         assert torch.equal(value, saved[key]), key
+
+
+def asked_for_huge_pages() -> list[tuple[int, int]]:
+    """The parts of this process's memory, as addresses, for which huge pages were asked."""
+    found, here = [], (0, 0)
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            here = int(match[1], 16), int(match[2], 16)
+        elif line.startswith("VmFlags:") and "hg" in line.split():
+            found.append(here)
+    return found
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists()
+    or not Path("/proc/self/smaps").exists(),
+    reason="a system without huge pages, or that does not say what was asked",
+)
+@pytest.mark.parametrize("states", ["exact", "compact"])
+@pytest.mark.parametrize("was_loaded", [False, True])
+def test_large_states_lie_on_huge_pages(states: str, was_loaded: bool) -> None:
+    weight = nn.Parameter(torch.zeros(5 << 20, dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = CPUAdam([weight], states=states)
+    optimizer.step()
+    if was_loaded:
+        optimizer.load_state_dict(optimizer.state_dict())
+    asked = asked_for_huge_pages()
+    large = [x for x in tensors_of(optimizer)[1:] if x.nbytes > 4 << 20]
+    assert len(large) == 3
+    for x in large:
+        middle = x.data_ptr() + x.nbytes // 2
+        assert any(start <= middle < stop for start, stop in asked)

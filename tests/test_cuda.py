@@ -277,7 +277,7 @@ def test_exactly_the_arena_is_pinned_until_the_end(tmp_path: Path) -> None:
         memory = run.engine.executor.memory
         arena = memory.arenas["cpu"]
         assert arena.notices == []
-        assert arena.pinned_bytes == arena.bytes == run.engine.plan.arena_bytes("cpu")
+        assert arena.pinned_bytes == arena.bytes == run.engine.plan.taken_bytes("cpu")
         tensor = arena.tensor
         assert tensor.is_pinned()
         assert tensor[-4096:].is_pinned()
@@ -387,7 +387,7 @@ def test_torch_takes_no_more_for_residents_than_is_counted(tmp_path: Path) -> No
         stepped.engine.settle()
         # The arena is one block, too, and there are stand-ins and factors of a step.
         taken = torch.cuda.memory_allocated() - before
-        assert taken <= block_bytes(plan.arena_bytes("device")) + (64 << 10)
+        assert taken <= block_bytes(plan.taken_bytes("device")) + (64 << 10)
     finally:
         stepped.engine.close()
 
@@ -412,7 +412,7 @@ def test_a_sleeping_model_leaves_the_device_and_comes_back(tmp_path: Path) -> No
         plain(run, number)
         held = torch.cuda.memory_allocated()
         offload.sleep(run.model)
-        gone = run.engine.plan.arena_bytes("device", cut=True)
+        gone = run.engine.plan.arena_bytes("device")
         gone += sum(p.numel() * p.itemsize for p in run.model.parameters())
         assert torch.cuda.memory_allocated() <= held - gone
         offload.wake(run.model)

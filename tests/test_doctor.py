@@ -15,8 +15,8 @@ from offload.cli.console import Output
 from offload.cli.doctor import show
 from offload.cli.findings import Accelerator, Finding
 from offload.config import format_bytes
-from offload.machine import DriveSpeed
 from tests.command import run, start
+from tests.profiles import SPEED
 
 GIB = 1 << 30
 
@@ -104,7 +104,7 @@ def test_file_backends():
     assert "io_uring: it is switched off" in found.found
     why = "the engine was not compiled when this was installed (No module)"
     (found,) = findings.file_backends(probes(io_uring=why, linux_aio=why, threads=why), {})
-    check(found, "note", "libaio, which costs much more", "install g++")
+    check(found, "note", "libaio (the package of PyPI), which costs much more", "g++")
     (found,) = findings.file_backends(probes(io_uring="no"), {"AIO_BACKEND": "io_uring"})
     check(found, "stop", "AIO_BACKEND=io_uring: no", "unset AIO_BACKEND")
     (found,) = findings.file_backends(probes(), {"AIO_BACKEND": "uring"})
@@ -304,15 +304,6 @@ def test_directories(tree):
     check(directory(tree, "/x", error=full, asked=False), "note", "No space", "another drive")
 
 
-SPEED = DriveSpeed(
-    read_bytes_per_s=5.123e9,
-    write_bytes_per_s=3e9,
-    both_bytes_per_s=4e9,
-    backend="io_uring",
-    block_bytes=1 << 20,
-    depth=8,
-    measured="2026-11-21T12:00:00",
-)
 TOLD = "/a reads 5.12 GB/s and writes 3, measured 2026-11-21 12:00:00"
 
 

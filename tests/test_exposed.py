@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from cpu_adam import reference
 from offload.breakdown import breakdown, verdict
 from offload.intervals import overlap, union
 from offload.lanes import Lanes
-from offload.program import Lane
+from offload.program import Lane, Value
 from offload.runs import Wait
 from offload.task import Fence, Task
 from tests.paced import Paced, paced
@@ -82,6 +83,20 @@ CASES: dict[str, tuple[str, Actions, Lane]] = {
     "all weights": ("cpu-cpu-cpu", [train, stream_weights], Lane.H2D),
     "states": ("cpu-cpu-device", [train, look_at_states], Lane.COMPUTE),
 }
+
+
+def test_what_the_host_has_put_home_in_its_own_memory_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        executor, value = run.engine.executor, Value("weight", 0)
+        drained: list[int] = []
+        monkeypatch.setattr(executor.lanes, "drain", lambda: drained.append(1))
+        executor.poke(value, executor.peek(value).clone())
+        assert not drained
+        monkeypatch.setattr(executor.device, "holds", lambda _: True)
+        executor.poke(value, executor.peek(value).clone())
+        assert drained
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import errno
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from offload.store import Store
 from tests.faults import nothing_leaks
 from tests.training import Net, Run, batch, loss_of, some_fast
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 """The module; the package's attribute of that name is the function."""
 
 
@@ -217,6 +217,27 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
             expected.backward()
         run.optimizer.zero_grad()
         assert torch.equal(loss_of(run.model, x), expected)
+
+
+def test_a_gradient_that_is_half_sent_home_is_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To go on without it would train on a part of the gradient."""
+    with running(("cpu", "nvme", "cpu"), tmp_path) as run:
+        lanes, issue = run.engine.executor.lanes, run.engine.executor.lanes.issue
+
+        def broken(known: Any, *args: Any) -> Any:
+            if known.op.verb is Verb.MOVE and known.op.lane is Lane.DISK:
+                raise MemoryError("on purpose")
+            return issue(known, *args)
+
+        loss = loss_of(run.model, batch(run.generator))
+        monkeypatch.setattr(lanes, "issue", broken)
+        with pytest.raises(MemoryError):
+            loss.backward()
+        monkeypatch.setattr(lanes, "issue", issue)
+        with pytest.raises(EngineError, match="on purpose"):
+            run.optimizer.step()
 
 
 def test_a_pass_half_queued_ends_every_wait(

@@ -44,6 +44,23 @@ def begun(tmp_path: Path) -> Iterator[Run]:
         yield run
 
 
+def test_what_groups_are_frozen_to_is_found_once_a_backward(tmp_path: Path) -> None:
+    """And not for each unit anew, of which there may be thousands."""
+    with attached(PLACEMENT, tmp_path, micro_batches=1) as run:
+        plain(run, 0)
+        optimizer: Any = run.optimizer
+        asked, hyper_of = [0], optimizer._hyper_of
+
+        def counted(group: Any) -> Any:
+            asked[0] += 1
+            return hyper_of(group)
+
+        optimizer._hyper_of = counted
+        run.loss().backward()
+        assert len(run.engine.finality.begun) > 2
+        assert asked == [len(optimizer.param_groups)]
+
+
 REFUSED: dict[str, Callable[[Run], Any]] = {
     "forward of a part": lambda run: run.model.embed(batch(run.generator)),  # type: ignore
     "another backward": lambda run: run.extra[0].sum().backward(),

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,23 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
         monkeypatch.undo()
     assert looked.is_set()
     assert all(training.same_bits(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_beside_the_slot_nothing_stays_reserved_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = ("cpu", "cpu", "cpu")
+    build = partial(Least, tied=False, checkpointed=False)
+    budgets = training.smallest_budgets(placement, tmp_path, build=build)
+    with training.attached(placement, tmp_path, build=build, **budgets) as run:
+
+        def fail(*_: object) -> Any:
+            raise MemoryError("none left")
+
+        monkeypatch.setattr("offload.inuse.zeros_on", fail)
+        with pytest.raises(MemoryError, match="none left"):
+            seen_beside_the_slot(run)
+        assert run.engine.exposures.bytes == 0
 
 
 class Rounding(nn.Linear):

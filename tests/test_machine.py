@@ -17,7 +17,6 @@ from offload import kept
 from offload.cli import bench_nvme_saved
 from offload.cli.bench_nvme_report import Report
 from offload.machine import (
-    DriveSpeed,
     Machine,
     _part,
     cgroup_free_bytes,
@@ -32,6 +31,7 @@ from offload.machine import (
     unreadable_speeds,
 )
 from tests.faults import ended_pid
+from tests.profiles import SPEED
 
 GIB = 1 << 30
 
@@ -197,17 +197,6 @@ def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
         assert "; likely " in str(caught.value)
 
 
-SPEED = DriveSpeed(
-    read_bytes_per_s=5e9,
-    write_bytes_per_s=3e9,
-    both_bytes_per_s=4e9,
-    backend="io_uring",
-    block_bytes=1 << 20,
-    depth=8,
-    measured="2026-11-21T12:00:00",
-)
-
-
 def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "deep" / "machine.json"
     monkeypatch.setenv("OFFLOAD_MACHINE", str(kept))
@@ -217,12 +206,12 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
     assert list(kept.parent.iterdir()) == [kept]
     assert saved_speeds() == {mount_point(str(tmp_path)): SPEED}
     found = probe((str(tmp_path),))
-    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (5e9, 3e9)
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (5.123e9, 3e9)
     assert probe().disk_read_bytes_per_s == before.disk_read_bytes_per_s
     save_speed("/proc", replace(SPEED, depth=4))
     assert {speed.depth for speed in saved_speeds().values()} == {4, 8}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5e9
+    assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5615e9
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,27 @@ def step_seconds(
     return step, misses // STEPS
 
 
+def test_a_first_backward_follows_its_forward(tmp_path: Path) -> None:
+    """Which used the units in another order than they are declared."""
+
+    class Reversed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in reversed(list(self)):
+                x = block(x)
+            return x
+
+    model = Reversed(*[nn.Linear(8, 8) for _ in range(6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = config_of(("cpu", "cpu", "cpu"), (str(tmp_path),))
+    _, optimizer = offload.attach(model, optimizer, config)
+    with optimizer.engine as engine:  # type: ignore[attr-defined]
+        loss = model(torch.ones(2, 8)).sum()
+        before = engine.report().misses
+        assert before
+        loss.backward()
+        assert engine.report().misses == before
+
+
 def test_only_the_experts_that_are_chosen_are_used(tmp_path: Path) -> None:
     torch.manual_seed(1)
     model = STRUCTURES["experts in a list"]()

@@ -88,6 +88,28 @@ def test_zero_grad(placement: tuple[str, str, str], tmp_path: Path) -> None:
         assert not optimizer.state_dict()["state"]
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_to_zero_gradients_no_copy_is_needed(shown: bool, tmp_path: Path) -> None:
+    """Of a unit on nvme whose gradients could not be shown, or of which one is."""
+    model = small()
+    memory = {"exposed_memory": 1 << 20 if shown else 1}
+    _, optimizer = offload.attach(
+        model, adamw(model), config(("cpu", "nvme", "cpu"), tmp_path, **memory)
+    )
+    loss_of(model, tokens()).backward()
+    held = model.blocks[0].up.weight.grad if shown else None
+    optimizer.zero_grad(set_to_none=False)
+    assert held is None or not held.any()
+    loss_of(model, tokens()).backward()
+    offload.detach(model)
+    alone = small()
+    loss_of(alone, tokens()).backward()
+    for mine, other in zip(model.parameters(), alone.parameters()):
+        assert mine.grad is not None
+        assert other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+
+
 def test_the_state_is_that_of_torch(tmp_path: Path) -> None:
     ours, theirs = small(), small()
     _, optimizer = offload.attach(ours, adamw(ours), config(MIXED, tmp_path))

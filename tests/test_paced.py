@@ -32,7 +32,6 @@ from tests.paced_loops import (
     draw_script,
     edit,
     edit_held,
-    edit_the_second_block,
     evaluate,
     give_gradients_up,
     hold,
@@ -123,10 +122,46 @@ def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> Non
     check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
 
 
-@pytest.mark.slow
-def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(tmp_path: Any) -> None:
-    actions = [hold, use_the_first_block, edit_the_second_block, evaluate]
-    check(script_of([], [], actions, LATER), ("cpu", "cpu", "cpu"), tmp_path, tight=False)
+def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is held back until somebody waits for it, or the edit is home."""
+    on_its_way, let_go, order = Event(), Event(), list[str]()
+    with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
+        executor, copy = run.engine.executor, device.copy
+        quiesce, copy_now = executor.quiesce, executor.copy_now
+        unit = next(run.model.blocks[1].parameters())._offload_home.unit
+        held = run.engine.units[unit].parameters[0].detach()
+        home = executor.peek(Value("weight", unit)).data_ptr()
+
+        def late(into: torch.Tensor, source: torch.Tensor) -> None:
+            if source.data_ptr() == home and not order:
+                on_its_way.set()
+                assert let_go.wait(60.0)
+                order.append("fetched")
+            copy(into, source)
+
+        def waited_for(kind: Any, of: int, *, to_write: bool = True) -> None:
+            if of == unit and to_write:
+                let_go.set()
+            quiesce(kind, of, to_write=to_write)
+
+        def put_home(into: torch.Tensor, source: torch.Tensor) -> None:
+            if into.data_ptr() == home:
+                order.append("written")
+                let_go.set()
+            copy_now(into, source)
+
+        monkeypatch.setattr(device, "copy", late)
+        monkeypatch.setattr(executor, "quiesce", waited_for)
+        monkeypatch.setattr(executor, "copy_now", put_home)
+        loop = Loop(run, device)
+        use_the_first_block(loop)
+        assert on_its_way.wait(60.0)
+        with torch.no_grad():
+            held.mul_(0.5)
+        evaluate(loop)
+        assert order == ["fetched", "written"]
 
 
 @pytest.mark.slow

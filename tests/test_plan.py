@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from cpu_adam.formats import scratch_bytes
 from offload.config import TIERS, Config, Tier
-from offload.layout import Place, Placement, Plan, lay_out, route, site
+from offload.layout import Place, Plan, lay_out, route, site
 from offload.machine import Machine
 from offload.plan import BudgetError, _Search, budgets_of, plan
 from offload.profile import Profile, StateChoice, profile_of
 from offload.program import compile_program
 from offload.records import BLOCK_BYTES, KINDS, round_up
+from offload.sizes import Placement
 from offload.verify import verify
 from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
 
@@ -89,9 +90,9 @@ def test_a_plan_fits_or_says_what_is_missing(profile: Profile, config: Config) -
         assert "Config.device_memory" in text
         return
     for tier in TIERS:
-        assert found.arena_bytes(tier) <= budgets[tier]
+        assert found.taken_bytes(tier) <= budgets[tier]
     for use in found.tiers():
-        assert use.resident_bytes + use.staging_bytes == found.arena_bytes(use.tier)
+        assert use.resident_bytes + use.staging_bytes == found.taken_bytes(use.tier)
         assert use.budget_bytes == budgets[use.tier]
         assert use.staging_bytes >= 0
     verify(compile_program(found))
@@ -131,7 +132,7 @@ def test_more_memory_is_never_slower(profile: Profile, config: Config, data: st.
 
 def test_every_budget_from_zero_up() -> None:
     profile = blocks(3, 5000)
-    whole = plan_of(profile, "device", "device", "device").arena_bytes("device")
+    whole = plan_of(profile, "device", "device", "device").taken_bytes("device")
     last: list[int] | None = None
     for blocks_given in range(2 * whole // BLOCK_BYTES):
         config = Config(
@@ -216,7 +217,7 @@ def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
         assert (room is not None) == (states == "device" and not on_cpu)
         if room is not None:
             assert room.bytes == need
-            size = found.arena_bytes("device")
+            size = found.taken_bytes("device")
             assert room.offset + room.bytes <= size
             assert plan(profile, replace(config, device_memory=size), HUGE) is not None
             with pytest.raises(BudgetError):
@@ -233,10 +234,10 @@ def test_what_torch_holds_of_residents_is_counted_in_its_blocks() -> None:
         machine = replace(HUGE, device_is_cpu=on_cpu)
         found = plan(profile, Config(**on_device), machine)
         assert len(found.residents) == len(sizes)
-        taken = found.arena_bytes("device") - found.arena_bytes("device", cut=True)
+        taken = found.taken_bytes("device") - found.arena_bytes("device")
         held = sum(found.bytes_of(kind, u) for kind in KINDS[:2] for u in range(len(sizes)))
         assert taken == (held if on_cpu else 2 * sum(round_up(size, 4096) for size in blocks))
-        size = found.arena_bytes("device")
+        size = found.taken_bytes("device")
         asked = Config(**on_device, device_memory=size)
         assert plan(profile, asked, machine) is not None
         with pytest.raises(BudgetError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offload.layout import Plan
 from offload.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
@@ -20,7 +23,7 @@ from offload.profile import (
     profile_of,
     round_up,
 )
-from tests.profiles import unit, units, wanted_parameters
+from tests.profiles import plan_of, unit, units, wanted_parameters
 
 
 @given(units())
@@ -169,3 +172,20 @@ def test_round_up(count: int, multiple: int) -> None:
     found = round_up(count, multiple)
     assert found % multiple == 0
     assert count <= found < count + multiple
+
+
+def test_where_chunks_lie_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step asks for every chunk, in a lane that has the GIL."""
+    found = plan_of(profile_of([unit("wide", 40 << 20)]))
+    looks, look = [0], Plan.record_bytes
+
+    def counted(*args: Any) -> int:
+        looks[0] += 1
+        return look(*args)
+
+    monkeypatch.setattr(Plan, "record_bytes", counted)
+    for _, chunk in itertools.product(range(2), range(40)):
+        found.record_offset(0, chunk)
+    assert looks == [40]
+    (wide,) = found.profile.units
+    assert wide.pieces is wide.pieces

@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import given, settings
 
-from offload.layout import Place, Placement, Plan, lay_out
+from offload.layout import Place, Plan, lay_out
 from offload.profile import StateChoice, profile_of
 from offload.program import (
     FACTOR,
@@ -28,6 +28,7 @@ from offload.program import (
     weight_in_use,
 )
 from offload.scoreboard import Scoreboard
+from offload.sizes import Placement
 from tests.profiles import AMPLE, blocks, plan_of, plans, program_of, unit
 
 NAMES = ["forward", "backward_first", "backward_next", "norm", "update"]

@@ -212,7 +212,9 @@ def test_the_page_is_whole_and_asks_for_nothing():
     (data,) = re.findall(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)
     found = json.loads(data)
     assert [name for name, _ in found["rows"]] == ROWS
-    assert found["rows"][0][1][1][3] == "a<script>"
+    assert found["rows"][0][1][1][3] == "a<script>"  # Which its bar is labelled by.
+    assert "const unit = span[3]" in text
+    assert "point at it to see what was done" in " ".join(page.text.split())
 
 
 def attached(layers=3, **options):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.faults import aligned_tensor, failure_of, nothing_leaks
 from tests.small import adamw, config, small
 from tests.training import assert_same, attached, plain, result_of, train
 
-ATTACH = sys.modules["offload.attach"]
+ATTACH = import_module("offload.attach")
 EVERYTHING = ("nvme", "nvme", "nvme")
 
 LAYOUT = lay_out_file(
@@ -60,7 +60,7 @@ def test_the_same_bits_over_several_drives(
         sizes = [os.fstat(file.fd).st_size for file in store.files]
         assert len(sizes) == 3
         assert max(sizes) - min(sizes) <= 3 * BLOCK_BYTES
-        assert sum(sizes) == run.engine.plan.arena_bytes("nvme")  # what the budget was held to
+        assert sum(sizes) == run.engine.plan.taken_bytes("nvme")  # what the budget was held to
         assert all(path in store.path for path in paths)
     assert [os.listdir(path) for path in paths] == [[], [], []]
 
@@ -71,7 +71,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
     paths, free = folders(tmp_path), 1 << 30
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
     with attached(EVERYTHING, tmp_path) as run:
-        need = run.engine.plan.arena_bytes("nvme")
+        need = run.engine.plan.taken_bytes("nvme")
     with attached(EVERYTHING, paths, nvme_space=need) as run:
         store = run.engine.executor.store
         assert store is not None

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.layout import Placement, Plan, lay_out, site
+from offload.layout import Plan, lay_out, site
 from offload.machine import Machine
 from offload.profile import Profile, StateChoice, profile_of
 from offload.program import Lane, Op, Program, Verb, compile_program, compute_phase
 from offload.records import KINDS
 from offload.simulate import Timeline, seconds_of, simulate
+from offload.sizes import Placement
 from tests.profiles import AMPLE, all_placements, blocks, plans, program_of, unit
 
 BYTES = 8192

@@ -229,7 +229,7 @@ def test_policy_and_reference_share_a_budget(tmp_path: Path) -> None:
             _, optimizer = offload.attach(policy, optimizer, asked, budget=budget)
             offload.attach(reference, None, asked, budget=budget)
             engines = [offload.engine_of(model) for model in (policy, reference)]
-            taken = [engine.plan.arena_bytes("device") for engine in engines]
+            taken = [engine.plan.taken_bytes("device") for engine in engines]
             assert 0 < sum(taken) <= 300 << 10
             assert budget.left("device") == (300 << 10) - sum(taken)
         found = []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ def test_a_change_that_would_be_lost_is_refused(how: str, run: Run) -> None:
         CHANGES[how](run.optimizer.state[weight])
     with pytest.raises(ValueError, match="read-only"):
         run.optimizer.state[weight]["exp_avg"].numpy()[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(run.optimizer.state[weight]["exp_avg"])[0] = 0
 
 
 def test_to_set_what_is_there_changes_nothing(run: Run) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 import offload
+from offload.structure import Structure, structure_of
 from tests.small import MIXED, adamw, config, small, tokens, torch_step
 from tests.training import RESIDENT, alone, loss_of, same_bits
 
@@ -310,6 +311,26 @@ def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_
     (ours, weights), (theirs, wanted) = run(True), run(False)
     assert ours == theirs
     assert all(same_bits(one, other) for one, other in zip(weights, wanted))
+
+
+def test_a_second_model_is_looked_for_once_in_each_attached_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, contains = [0], Structure.__contains__
+
+    def counted(structure: Structure, parameter: object) -> bool:
+        looks[0] += structure.engine() is attached_one.engine
+        return contains(structure, parameter)
+
+    first, second = small(), small()
+    _, attached_one = offload.attach(first, adamw(first), config(MIXED, tmp_path))
+    with attached_one.engine:
+        monkeypatch.setattr(Structure, "__contains__", counted)
+        assert structure_of(second.parameters()) is None
+        assert looks == [len(list(second.parameters()))]
+        found = structure_of([*second.parameters(), first.head.weight])
+        assert found is not None
+        assert found.engine() is attached_one.engine
 
 
 # -- autocast ---------------------------------------------------------------------------------

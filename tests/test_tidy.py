@@ -30,21 +30,22 @@ PURE += (
     "runs",
     "breakdown",
 )
-PURE += ("disks", "kept", "rows", "blocks", "shapes")
+PURE += ("disks", "kept", "rows", "blocks", "shapes", "sizes")
 """Decide, compile, prove, predict: no torch, no threads, no files."""
 
 PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler"),
+    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert"),
     ("deepspeed_values",),
     ("deepspeed", "deepspeed_optimizer"),
     ("runs", "disks"),
     ("breakdown",),
     ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
-    ("rows", "blocks"),
+    ("rows", "blocks", "accepted", "frozen"),
+    ("sizes",),
     ("layout",),
     ("plan",),
     ("shared",),
@@ -58,16 +59,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls"),
-    ("usable",),
+    ("homes", "usable"),
     ("known",),
-    ("states", "exposure", "passes", "updates", "resting", "marks"),
+    ("states", "exposure", "passes", "resting", "marks"),
     ("served", "guard"),
     ("collected", "extents"),
+    ("shown",),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("awaited",),
     ("inuse", "casts", "resident"),
+    ("updates",),
     ("engine",),
-    ("touch", "hooks", "optimizer"),
+    ("touch", "hooks"),
+    ("optimizer",),
     ("checks", "recorded", "meta", "before"),
     ("attach",),
     ("sleep",),

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.resting import RestingParameter
@@ -68,6 +69,39 @@ def test_backward_with_inputs(tmp_path: Path) -> None:
         run.loss().backward(inputs=[weight])
         assert weight.grad is not None
         assert sum(p.grad is not None for p in run.model.parameters()) == 1
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_a_backward_for_some_parameters_calls_sees_the_others(
+    checkpointed: bool, tmp_path: Path
+) -> None:
+    """Hooks, and recomputes of what no module announces: both read parameters at rest."""
+
+    def found(run: Run) -> list[torch.Tensor]:
+        model: Any = run.model
+        one, other = model.blocks[0].up.weight, model.blocks[1].down.weight
+
+        def loss() -> torch.Tensor:
+            hidden = model.blocks[1](model.blocks[0](torch.ones(4, 32)))
+            work: Any = lambda x: F.linear(x, model.head.weight).square().mean()  # noqa: E731
+            return checkpoint(work, hidden, use_reentrant=False) if checkpointed else work(hidden)
+
+        one.register_hook(lambda gradient: gradient + model.head.weight.detach()[0, 0])
+        given = torch.autograd.grad(loss(), [one, other])
+        missing = torch.autograd.grad(loss(), [one, model.norm.bias], materialize_grads=True)
+        loss().backward(inputs=[one])
+        assert other.grad is None
+        with pytest.raises(RuntimeError, match="not have been used"):
+            torch.autograd.grad(loss(), [one, model.norm.bias])
+        return [*given, *missing, one.grad.clone()]
+
+    results = []
+    for placement in (RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")):
+        with fp32(placement, tmp_path) as run:
+            results.append(found(run))
+    for one in results[1:]:
+        assert all(same_bits(a, b) for a, b in zip(one, results[0], strict=True))
+    assert all(value.isfinite().all() for value in results[0])
 
 
 def test_hooks_on_parameters(run: Run) -> None:
@@ -190,6 +224,27 @@ def test_exposed_memory_is_bounded(tmp_path: Path) -> None:
         assert all(value.eq(0.5).all() for value in values(run).values())
         plain(run, 1)
         assert run.engine.exposures.bytes == 0
+
+
+def test_edits_put_home_to_make_room_are_what_the_next_forward_uses(tmp_path: Path) -> None:
+    """The slot of a unit that is alone in it holds what was there before the edit."""
+    outputs = []
+    for placement in (RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")):
+        with fp32(placement, tmp_path, exposed_memory=20_000) as run, torch.no_grad():
+            tokens = batch(run.generator)
+            run.model(tokens)
+            for parameter in run.model.parameters():
+                parameter.data.mul_(2)
+            outputs.append(run.model(tokens))
+    assert all(same_bits(one, outputs[0]) for one in outputs)
+
+
+def test_who_holds_data_makes_no_use_a_miss(run: Run) -> None:
+    kept = [p.data for p in run.model.parameters()]
+    plain(run, 1)
+    misses = run.engine.passes.misses
+    plain(run, 2)
+    assert (run.engine.passes.misses, len(kept)) == (misses, len(list(run.model.parameters())))
 
 
 def test_copies_go_when_nobody_holds_them(run: Run) -> None:

@@ -249,7 +249,7 @@ def test_a_value_larger_than_its_slot() -> None:
     program = streamed()
     for place, buffer in program.plan.slots.items():
         slots = {**program.plan.slots, place: replace(buffer, bytes=0)}
-        with pytest.raises(ProgramError, match=f"in {place.tier} {place.use} {place.index} of 0"):
+        with pytest.raises(ProgramError, match=f"in {place.tier} {place.use} {place.number} of 0"):
             verify(with_plan(program, slots=slots))
 
 
@@ -283,7 +283,7 @@ def test_a_buffer_that_is_not_aligned() -> None:
 @pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
 def test_a_budget_one_byte_too_small(tier: str) -> None:
     program = streamed()
-    need = {name: program.plan.arena_bytes(name) for name in ("device", "cpu", "nvme")}
+    need = {name: program.plan.taken_bytes(name) for name in ("device", "cpu", "nvme")}
     verify(with_plan(program, budgets=need))
     budgets = {**need, tier: need[tier] - 1}
     rule = f"{tier} takes {need[tier]} bytes, over its budget of {need[tier] - 1}"

@@ -141,7 +141,12 @@ WAITS = (
         "return self.over and not (self.fences and self.fenced)",
         "return self.over",
     ),
-    Wait("home: after a write", "executor", "            self.lanes.drain()\n", ""),
+    Wait(
+        "home: after a write",
+        "executor",
+        "                self.lanes.drain()\n",
+        "                pass\n",
+    ),
     Wait(
         "home: until nobody writes or reads it",
         "executor",
@@ -157,7 +162,7 @@ WAITS = (
     Wait(
         "weights: of a unit beside the slot",
         "inuse",
-        '        self._executor.quiesce("weight", bound.index, to_write=False)\n',
+        '            self._executor.quiesce("weight", bound.index, to_write=False)\n',
         "",
         ("test_in_use",),
     ),
@@ -168,10 +173,10 @@ WAITS = (
         "            copied",
     ),
     Wait(
-        "weights: before edits are looked for",
+        "weights: before edits are put home",
         "exposure",
-        '        self._executor.quiesce("weight", unit)\n        for',
-        "        for",
+        '            self._executor.quiesce("weight", unit)\n            self._write_back',
+        "            self._write_back",
     ),
     Wait(
         "weights: before they are read",
@@ -201,14 +206,14 @@ WAITS = (
     Wait(
         "weights: after copies are renewed",
         "exposure",
-        "copy_(self._read(unit, parameter))\n            self._executor.lanes.drain()\n",
-        "copy_(self._read(unit, parameter))\n",
+        "            self._homes.forget()\n            self._executor.lanes.drain()\n",
+        "            self._homes.forget()\n",
     ),
     Wait(
         "states: for updates before they are read",
         "optimizer",
-        "        self.engine.settle()\n        self.engine.settle_edits",
-        "        self.engine.settle_edits",
+        "        self.engine.settle()\n        self.engine.exposures",
+        "        self.engine.exposures",
     ),
     Wait(
         "states: for updates before they are written",

@@ -269,6 +269,7 @@ static void bind_engine(nb::module_& m) {
 }
 
 NB_MODULE(_native, m) {
+    m.attr("VERSION") = 1;  // see aio/built.py
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
     nb::class_<PythonSignal>(m, "Signal")

@@ -136,6 +136,7 @@ static void configure(const std::vector<std::pair<int, std::vector<int>>>& place
 }
 
 NB_MODULE(_kernels, m) {
+    m.attr("VERSION") = 1;  // as cpu_adam/choice.py has it
     nb::list operations;
     for (const char* name : OPERATIONS) operations.append(name);
     m.attr("OPERATIONS") = nb::tuple(operations);

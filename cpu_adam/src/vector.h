@@ -235,15 +235,16 @@ INLINE int16_t largest(I16 x) { return largest_of<WIDTH>(x); }
 
 // The numbers where a comparison holds, else 0.
 INLINE SignedBytes only(SignedBytes mask, SignedBytes x) { return mask ? x : SignedBytes{}; }
-// The bytes where others are not 0 (nor negative), else 0.
-INLINE Bytes only_where(Bytes some, Bytes x) {
+// The bytes where others have one of some bits (of the lower seven), else 0.
+INLINE Bytes only_where(Bytes others, uint8_t some, Bytes x) {
+    Bytes bits = Bytes{} + some;
 #if CPU_ADAM_LANES == 16
-    __mmask64 mask = _mm512_test_epi8_mask((__m512i)some, (__m512i)some);
+    __mmask64 mask = _mm512_test_epi8_mask((__m512i)others, (__m512i)bits);
     return (Bytes)_mm512_maskz_mov_epi8(mask, (__m512i)x);
 #elif CPU_ADAM_LANES >= 8
-    return (Bytes)_mm256_sign_epi8((__m256i)x, (__m256i)some);
+    return (Bytes)_mm256_sign_epi8((__m256i)x, (__m256i)(others & bits));
 #else
-    return some != 0 ? x : Bytes{};
+    return (others & bits) != 0 ? x : Bytes{};
 #endif
 }
 #if CPU_ADAM_LANES >= 8

@@ -50,25 +50,25 @@ class Adam:
     """Parameters in one update, such as 1Mi or 256Mi."""
 
     formats: Annotated[tuple[str, ...], _List] = ()
-    """State formats, such as exact fp32. Default: all."""
+    """Formats of the states, such as exact fp32. Default: all."""
 
     kernels: Annotated[tuple[str, ...], _List] = ()
     """Kernels, such as avx2 portable python. Default: all compiled ones that run here."""
 
     threads: Annotated[tuple[int, ...], _List] = ()
-    """Numbers of threads, such as 2 1. Default: one per core, and 1."""
+    """Numbers of threads to try, such as 2 1. Default: one per core, and 1."""
 
     gradients: Literal["bf16", "fp16", "fp32"] = "bf16"
     """Type of the gradients."""
 
     seconds: float = 25.0
-    """About how long to measure. A few rounds are made however long they take."""
+    """Seconds to measure, about; a few rounds are made however long they take."""
 
     peers: bool = True
     """Compare with torch's fused optimizers and, if installed, DeepSpeed's."""
 
     plot: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """Also draw a bar chart to this file (.png, .svg, .pdf); needs matplotlib."""
+    """File for a bar chart too (.png, .svg, .pdf); needs matplotlib. Default: none."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there."""

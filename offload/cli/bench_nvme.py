@@ -73,28 +73,28 @@ class Nvme:
     paths: tyro.conf.Positional[Annotated[tuple[str, ...], _Paths]] = ()
 
     seconds: float = 60.0
-    """About how long to measure, for all paths together. The first writing of each file (--size)
-    counts, but may alone take longer on a slow drive; a comparison comes on top."""
+    """Seconds to measure, about, for all paths together. Writing the files (--size) is part of it,
+    and takes longer on a slow drive; --compare comes on top."""
 
     size: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "4GiB"
-    """Of the file on each drive: larger than the drive's cache."""
+    """Size of the file on each drive: take more than the drive's cache holds."""
 
     writes_max: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "100GiB"
-    """Most bytes to write to each path, as drives wear."""
+    """Most bytes to write to each path: writing wears drives."""
 
     backends: Annotated[tuple[str, ...], _List] = ()
-    """Backends, such as io_uring threads. Default: all that run here."""
+    """Ways to ask the kernel, such as io_uring threads. Default: all that work here."""
 
     blocks: Annotated[tuple[str, ...], _List] = ()
-    """Sizes of a transfer, such as 1MiB 4MiB. Default: 256 KiB to 16 MiB."""
+    """Sizes of one transfer to try, such as 1MiB 4MiB. Default: 256 KiB to 16 MiB."""
 
     depths: Annotated[tuple[int, ...], _List] = ()
-    """Numbers of transfers under way, such as 1 8 32. Default: 1 to 32."""
+    """Numbers of transfers at once to try, such as 1 8 32. Default: 1 to 32."""
 
     compare: Annotated[
         Literal["fio"] | None, tyro.conf.arg(metavar="fio", help_behavior_hint="")
     ] = None
-    """Also run fio, if it is installed, on the same file in the same setting, in turns."""
+    """Run fio too, if it is installed: same file, same setting, in turns. Default: not."""
 
     model: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "7B"
     """Parameters of the model that the verdict is about."""
@@ -108,10 +108,10 @@ class Nvme:
     says that this is assumed."""
 
     save: bool = True
-    """Keep the speeds where `offload` finds them when it plans."""
+    """Keep the speeds for later: training and doctor use them."""
 
     plot: Annotated[str | None, _Optional] = None
-    """Also draw heat maps to this file (.png, .svg, .pdf); needs matplotlib."""
+    """File for heat maps too (.png, .svg, .pdf); needs matplotlib. Default: none."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there."""

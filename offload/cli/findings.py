@@ -194,7 +194,8 @@ def file_backends(probes: Sequence[Probe], environment: Mapping[str, str]) -> li
     compiled = any("was not compiled" in probe.reason for probe in better)
     fix = _BACKEND_FIXES["compiler" if compiled else better[0].name]
     slower = "a little" if used in ("linux_aio", "threads") else "much"
-    told = f"{used}, which costs {slower} more processor time than {better[0].name} ({reasons})"
+    shown = "libaio (the package of PyPI)" if used == "libaio" else used
+    told = f"{shown}, which costs {slower} more processor time than {better[0].name} ({reasons})"
     return [Finding("file I/O", "note", told, fix)]
 
 
@@ -205,7 +206,7 @@ _BACKEND_FIXES = {
     "profile with io_uring_setup, io_uring_enter and io_uring_register)",
     "linux_aio": "allow io_setup and io_submit in the container's seccomp profile",
     "threads": "report this: threads ask nothing of the kernel",
-    "libaio": "pip install 'offload-engine[libaio]'",
+    "libaio": "pip install libaio (from PyPI), which needs the system's library libaio too",
 }
 
 

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Generic, TextIO, TypeVar
 
 import tyro
@@ -64,6 +65,7 @@ class Flags(Generic[Settings]):
         options = itertools.takewhile(lambda word: word != "--", flags)
         if {"-h", "--help"}.intersection(options):
             flags = ["--help"]  # After an argument tyro would leave that out of the help.
+            _join_lines(self.kind)
         try:
             with (
                 contextlib.redirect_stderr(io.StringIO()),
@@ -144,6 +146,21 @@ class _Shown:
         """As of any stream."""
         self.text += text
         return len(text)
+
+
+def _join_lines(kind: type) -> None:
+    """Let tyro tell of each field in lines of its own: it would keep those of the source."""
+    import docstring_parser
+
+    told: dict[str, str] = {}
+    for one in reversed([one for one in kind.__mro__ if dataclasses.is_dataclass(one)]):
+        found = docstring_parser.parse_from_object(one).params
+        told |= {each.arg_name: " ".join((each.description or "").split()) for each in found}
+    for field_ in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(field_.default):
+            _join_lines(type(field_.default))
+        elif text := told.get(field_.name):
+            field_.metadata = MappingProxyType({**field_.metadata, "help": text})
 
 
 def _switches(kind: type) -> Iterator[str]:

@@ -209,6 +209,17 @@ def smoothed(losses: Sequence[float]) -> list[float]:
     return [mean.of(loss) for loss in losses]
 
 
+def _live(console: Console) -> Live:
+    """Lines that are drawn again in place, and gone in the end."""
+    return Live(
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
+        redirect_stderr=console.is_terminal,
+    )
+
+
 class Progress:
     """Loss, speed and time left, and on a terminal what the lanes do: entered while it runs."""
 
@@ -223,13 +234,7 @@ class Progress:
         self._ends = deque([self._spoken])
         """When the last steps ended, behind the moment when the first of them began."""
         self._looks: list[tuple[float, Mapping[str, tuple[float, float]]]] = []
-        self._live = Live(
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
-            redirect_stderr=console.is_terminal,
-        )
+        self._live = _live(console)
 
     def __enter__(self) -> Progress:
         if self._console.is_terminal:
@@ -294,13 +299,7 @@ class Evaluating:
     def __init__(self, console: Console):
         self._console = console
         self._spoken = -math.inf
-        self._live = Live(
-            console=console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
-            redirect_stderr=console.is_terminal,
-        )
+        self._live = _live(console)
 
     def __enter__(self) -> Evaluating:
         if self._console.is_terminal:

@@ -52,13 +52,13 @@ class Report:
     run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
 
     html: Annotated[str | None, _Optional] = None
-    """The page. Default: beside the run, ending in .html."""
+    """File for the page. Default: beside the run, ending in .html."""
 
     timeline: Annotated[str | None, _Optional] = None
-    """The timeline. Default: beside the run, ending in .trace.json."""
+    """File for the timeline. Default: beside the run, ending in .trace.json."""
 
     list: bool = False
-    """The last runs, instead of one."""
+    """List the runs that are kept, instead of showing one."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there; no files."""

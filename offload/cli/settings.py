@@ -33,11 +33,11 @@ class Placing(Config):
     """The engine's own settings; every field of `offload.Config` is a flag."""
 
     nvme_path: Annotated[tuple[str, ...], NoText] = ()
-    """Directory for the nvme tier, on a local drive, or several on different drives, over which it
-    is striped. Default: the working directory, where nvme is asked for by name."""
+    """Directory on a local drive for the nvme tier; several, on different drives, share it.
+    Default: the working directory where a tier is nvme by name, else none."""
 
     micro_batches: int | None = 1
-    """Micro-batches in a step."""
+    """Micro-batches (--batch windows each) in a step."""
 
     def __post_init__(self) -> None:
         if not self.nvme_path and "nvme" in (self.params, self.gradients, self.optimizer):
@@ -50,75 +50,75 @@ class Placing(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Train:
-    """Train a small byte-level GPT on real text, whatever tier its state lives in.
+    """Train a small byte-level GPT on real text, its weights and states in memory or on drives.
 
     Raises:
         ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
     size: Literal["10m", "30m", "100m", "200m", "500m", "1b", "3b", "7b"] = "10m"
-    """Parameters of the model, about."""
+    """About how many parameters the model has: 10 million to 7 billion."""
 
     data: Annotated[str | None, NoText] = None
-    """File or folder of text. Default: the source of Python's own standard library."""
+    """File or folder of text to learn from. Default: the source of Python's standard library."""
 
     steps: int = 120
-    """Optimizer steps."""
+    """Optimizer steps to train for."""
 
     batch: int = 16
-    """Windows of text in a micro-batch."""
+    """Windows of text that go through the model at once (a micro-batch)."""
 
     seq_len: int = 128
-    """Bytes in a window."""
+    """Bytes of text in a window."""
 
     lr: float = 2e-3
-    """Peak learning rate."""
+    """Learning rate at its highest, after the warmup."""
 
     warmup: int = 20
-    """Steps in which the learning rate rises; then it falls, linearly."""
+    """Steps in which the learning rate rises from 0; after them it falls, both in a line."""
 
     lr_floor: float = 0.05
-    """Share of the peak learning rate that is left at the end; 1 for no fall."""
+    """Part of --lr that is left at the last step, from 0 to 1; 1 does not fall."""
 
     weight_decay: float = 0.1
-    """Weight decay of the matrices."""
+    """Weight decay, of matrices alone."""
 
     beta1: float = 0.9
-    """Share that AdamW keeps of the first moment at each step."""
+    """AdamW's beta1: the share of the first moment that a step keeps."""
 
     beta2: float = 0.95
-    """Share that it keeps of the second moment."""
+    """AdamW's beta2: the share of the second moment that a step keeps."""
 
     eps: float = 1e-8
-    """What AdamW adds to the root of the second moment."""
+    """AdamW's eps, added to the root of the second moment."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the weights in use."""
+    """Type of the weights that forward and backward use."""
 
     recompute: bool = False
-    """Compute each block again in backward instead of keeping its activations."""
+    """Compute each block a second time in backward: slower, and its activations take no memory."""
 
     seed: int = 0
     """Seed of the weights and of the order of the data."""
 
     eval_windows: int = 256
-    """Most windows of held-out text that the loss at the end is measured on."""
+    """Windows of held-out text, at most, for the loss at the end."""
 
     sample: int = 200
-    """Bytes of text to generate at the end, in ten seconds at most; 0 for none."""
+    """Bytes of text to write at the end, for at most ten seconds; 0 writes none."""
 
     plot: Annotated[str | None, NoText] = None
     """Also draw the loss to this file (.png, .svg, .pdf); needs matplotlib."""
 
     trace_file: Annotated[str | None, NoText] = None
-    """Where to leave what the lanes did, for offload report. Default: in your cache, where the last
-    ten are kept."""
+    """File to leave for offload report: what ran when. Default: in your cache, where the last ten
+    runs are kept."""
 
     config: Annotated[str | None, NoText] = None
-    """JSON file of settings, keys named like the flags (seq_len). Flags win over the file."""
+    """JSON file of settings; keys are the flags with _ for - (seq_len). Flags win over the file."""
 
     deepspeed: Annotated[str | None, NoText] = None
-    """JSON file of DeepSpeed's, whose settings become flags. Flags win over it, but one that
+    """Configuration file of DeepSpeed (JSON), read as flags. Flags win over it, but one that
     contradicts its optimizer or scheduler is refused."""
 
     json: bool = False

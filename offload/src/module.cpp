@@ -162,6 +162,7 @@ private:
 };
 
 NB_MODULE(_books, module) {
+    module.attr("VERSION") = 1;  // as offload/compiled.py has it
     nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)

@@ -1,0 +1,65 @@
+"""Compiled modules of another version than the Python beside them: not used, and told once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from aio.built import ENGINE_VERSION
+from cpu_adam.choice import KERNELS_VERSION
+from offload.aside import WHOLE_VERSION
+from offload.compiled import BOOKS_VERSION
+
+ROOT = Path(__file__).parent.parent
+
+OFFERED = {
+    "aio/src": (ENGINE_VERSION, "d069696f46a1"),
+    "cpu_adam/src": (KERNELS_VERSION, "68b1b4d7baa2"),
+    "offload/src": (BOOKS_VERSION, "64e10deafbc5"),
+    "offload/src/whole": (WHOLE_VERSION, "0bcd4eed1fc3"),
+}
+"""The version of each module, and a digest of what it offers."""
+
+OLDER = """
+import sys, types, warnings
+for name in ("aio._native", "cpu_adam._kernels", "offload._books", "offload._whole"):
+    sys.modules[name] = types.ModuleType(name)
+warnings.simplefilter("default")
+with warnings.catch_warnings(record=True) as told:
+    import offload, torch, aio
+    from offload import compiled, interrupt
+    from aio import joint, region, ticket
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = offload.Config(params="nvme", gradients="cpu", optimizer="cpu", nvme_path=sys.argv[1])
+    _, optimizer = offload.attach(model, optimizer, config)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    offload.detach(model)
+assert compiled._native is None and interrupt._native is None
+assert joint.CommonSignal is ticket.LockSignal and "address_of" in vars(region)
+print(*(one.filename.split("/")[-2] for one in told if "try: make" in str(one.message)))
+"""
+
+
+def test_older_modules_are_as_if_not_compiled(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", OLDER, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert run.returncode == 0, run.stderr
+    assert sorted(run.stdout.split()) == ["aio", "offload"]  # Which know nothing of each other.
+
+
+@pytest.mark.parametrize("folder", OFFERED)
+def test_who_changes_what_a_module_offers_counts_its_version_up(folder: str) -> None:
+    text = (ROOT / folder / "module.cpp").read_text(encoding="utf-8")
+    offers = " ".join(text[text.index("NB_MODULE(") :].split())
+    version, digest = OFFERED[folder]
+    assert re.findall(r'attr\("VERSION"\) = (\d+);', offers) == [str(version)]
+    found = hashlib.sha256(offers.encode()).hexdigest()[:12]
+    assert found == digest, "count VERSION up, here and there, and write this digest down"
