@@ -6,10 +6,6 @@ from typing import Any
 VERSION: int
 """Of what the module offers; see `built`."""
 
-BEGUN: int
-NESTED: int
-UNUSUAL: int
-
 def handler_of(number: int) -> int:
     """Where the handler is that the kernel calls for a signal."""
 
@@ -26,31 +22,28 @@ def prepare(
     questions are, see `quiet`.
     """
 
-class UnderWay:
-    """A context: what is whole is under way in it, and signals wait until it ends."""
+def tell(names: dict[str, Any], tear: Callable[[BaseException], None]) -> None:
+    """Of a module with the `owner` of calls; `tear` is told what has ended something whole."""
 
-    def __enter__(self) -> int:
-        """BEGUN: from here on signals wait; NESTED: they did already. And UNUSUAL.
+def record(append: Callable[[tuple[float, float, object]], None]) -> None:
+    """Tell of each call from now on, when it began and ended, and whose it was."""
 
-        On another thread than the main one, where Python calls no handlers, they go on. What came
-        before is called here.
-        """
+def call(
+    function: Callable[..., Any], otherwise: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call `function` whole, or `otherwise` where not all is as usual.
 
-    def __exit__(self, *raised: object) -> None:
-        """Call the handlers of what came, in that order.
-
-        One that raises does not keep the others from it: the last error is raised, with the one
-        before as its context.
-        """
+    On the main thread signals wait, if they do not already, until it has returned or raised; on
+    others, where Python calls no handlers, they go on. Those that came before are called here
+    first, and those that came meanwhile at the end, in that order. A handler that raises does not
+    keep the others from it: the last error is raised, with the one before as its context.
+    """
 
 def inside() -> bool:
     """Whether signals wait."""
 
 def torn() -> int:
     """How often Ctrl-C was pressed twice while they did, after which they wait no longer."""
-
-def pressed_twice() -> bool:
-    """Whether it was in the last that began."""
 
 def quiet(*questions: Callable[[], object]) -> Callable[[], bool]:
     """Ask whether the answers to all of these are false, zero or None."""

@@ -23,7 +23,7 @@ from torch.utils import _python_dispatch as _dispatch
 
 from cpu_adam.built import require_version
 
-WHOLE_VERSION = 1
+WHOLE_VERSION = 2
 """Of the compiled module for calls from outside, as `src/whole/module.cpp` has it."""
 
 try:
@@ -55,7 +55,8 @@ NO_RECORDING = (
 )
 """Why a model is not traced."""
 
-_traced: Callable[[], object] = _functions._get_tracing_state
+traced: Callable[[], object] = _functions._get_tracing_state
+"""What `torch.jit.trace` writes to, None where it does not; asked apart, as it takes long."""
 
 
 def refuse_transforms(what: str) -> None:
@@ -64,7 +65,7 @@ def refuse_transforms(what: str) -> None:
     Raises:
         RuntimeError: a transform is active, or the model is being traced or exported.
     """
-    if _traced() is not None or (_dispatchers_active() and _recorded()):
+    if traced() is not None or (_dispatchers_active() and _recorded()):
         raise RuntimeError(
             f"{what} while it was traced (torch.jit.trace, torch.export, torch.onnx.export, "
             f"make_fx), {NO_RECORDING}"
@@ -101,23 +102,23 @@ def _quiet_in_python(*questions: Callable[[], object]) -> Callable[[], bool]:
 quiet = _quiet_in_python if _native is None else _native.quiet
 """What asks whether the answers to all of these are false, zero or None."""
 
-_seeing = (_functions_active, _dispatchers_active, _transform)
+_modes = (_functions_active, _dispatchers_active)
 
-unseen = quiet(*_seeing)
-"""Whether no mode of the user's and no transform sees what is done here."""
+unseen = quiet(*_modes)
+"""Whether no mode of the user's sees what is asked of a tensor here: no transform sees such."""
 
-nothing_to_take = quiet(*_seeing, _taking.__len__)
+nothing_to_take = quiet(*_modes, _transform, _taking.__len__)
 """Whether `aside` would have nothing to do."""
 
 compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What of torch.compile looks at the frames of this thread; None where nothing does. (To have
 `disable` ask takes as long as much of what is called.)"""
 
-QUESTIONS = (*_seeing, _taking.__len__, _traced, compiler)
+QUESTIONS = (*_modes, _transform, _taking.__len__, compiler)
 """What is asked at the begin of each call of the engine, for `quiet`."""
 
 usual = quiet(*QUESTIONS)
-"""Whether, besides, nothing is traced, and nothing compiles what this thread calls."""
+"""Whether, besides, nothing compiles what this thread calls."""
 
 
 def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -5,6 +5,11 @@ Every time autograd has accumulated into `p.grad` the engine takes the result ou
 copied, each later one is added by one rounding, in the order in which they come, on every tier. A
 gradient on its way out waits in the unit's device slot until all of the unit's parameters have
 theirs; a parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+
+[Note: Gradients that wait]
+Small ones wait where autograd has made them for the last of their unit: a place is taken, and sent
+on, once for all of them. A signal's handler may run before or behind the hook that lets one wait,
+and who cuts the backward off there cuts it off before or behind this gradient.
 """
 
 from __future__ import annotations
@@ -25,12 +30,19 @@ from offload.program import Use, Verb
 from offload.served import ServedParameter
 from offload.task import Task
 
+WAITING_BYTES_MAX = 128 << 10
+"""Gradients of a unit that wait for its last, if together they are no larger."""
+
 
 @dataclass(slots=True)
-class _Unit:
+class Arrivals:
     """The gradient of one unit."""
 
     trainable: frozenset[int]
+    waits: int
+    """How many wait for the one after them; 0 also where none may."""
+    waiting: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By parameter, what has come and is still where autograd has made it."""
     kept: set[int] = field(default_factory=set)
     """Parameters that have a gradient."""
     arrived: set[int] = field(default_factory=set)
@@ -51,30 +63,37 @@ class Collector:
         self._passes = passes
         self._under_way: set[int] = set()
         """Units whose gradient is being collected."""
-        self._units = [
-            _Unit(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
-            for unit in self._plan.profile.units
+        here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
+        self.units = [
+            Arrivals(trainable, len(trainable) - 1 if here and size <= WAITING_BYTES_MAX else 0)
+            for trainable, size in (
+                (
+                    frozenset(i for i, p in enumerate(unit.parameters) if p.trainable),
+                    self._plan.bytes_of("gradient", index),
+                )
+                for index, unit in enumerate(self._plan.profile.units)
+            )
         ]
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
-        return parameter in self._units[unit].kept
+        return parameter in self.units[unit].kept
 
     def has_any(self, unit: int) -> bool:
         """Whether any parameter of a unit has a gradient."""
-        return bool(self._units[unit].kept)
+        return bool(self.units[unit].kept)
 
     def has_place(self, unit: int, parameter: int) -> bool:
         """Whether a parameter can have a gradient: it was trainable at attach."""
-        return parameter in self._units[unit].trainable
+        return parameter in self.units[unit].trainable
 
     def assigned(self, unit: int, parameter: int) -> None:
         """A parameter has a gradient now that no backward brought."""
-        self._units[unit].kept.add(parameter)
+        self.units[unit].kept.add(parameter)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
-        self._units[unit].kept.discard(parameter)
+        self.units[unit].kept.discard(parameter)
 
     # -- backward --------------------------------------------------------------------------------
 
@@ -86,58 +105,43 @@ class Collector:
         """
         if gradient.layout is not torch.strided:
             require_dense(self._plan.profile.units[unit].parameters[parameter].name, gradient)
-        now = self._units[unit]
+        now = self.units[unit]
+        if parameter in now.waiting:
+            self._put(now, unit)
         if parameter in now.arrived and self._plan.gradient_slot[unit] is not None:
             self.send(unit)
+        now.waiting[parameter] = gradient
+        self._put(now, unit)
+        if len(now.arrived) == len(now.trainable):
+            self.send(unit)
+
+    def _put(self, now: Arrivals, unit: int) -> None:
+        """Put what waits to what has arrived."""
         if now.task is None:
             self._acquire(unit)
         else:
             self._executor.lanes.join(now.task)
-        self._put(now, unit, parameter, gradient)
-        if now.arrived == now.trainable:
-            self.send(unit)
-
-    def collect_between(self, unit: int, parameter: int, holder: nn.Parameter) -> bool:
-        """Take over the gradient of `holder` where no collecting begins or ends with it; or not.
-
-        [Note: Gradients in between]
-        Of a unit's gradients the first acquires the place where they are collected, and the last
-        sends all on. Those in between only go there, copied at once: a signal's handler may run
-        before or behind that, and who cuts the backward off there cuts it off before or behind
-        this gradient.
-        """
-        now = self._units[unit]
-        ends = len(now.arrived) + 1 >= len(now.trainable)
-        adds = self._plan.gradient_slot[unit] is None and parameter in now.kept
-        if now.task is None or ends or adds or parameter in now.arrived:
-            return False
-        gradient = _GRAD.__get__(holder)
-        if gradient is None or gradient.layout is not torch.strided:
-            return False
-        self._executor.lanes.join(now.task)
-        _GRAD.__set__(holder, None)
-        self._put(now, unit, parameter, gradient)
-        return True
-
-    def _put(self, now: _Unit, unit: int, parameter: int, gradient: torch.Tensor) -> None:
-        """Put a gradient to those that have arrived."""
-        view = now.views.get(parameter)
-        if view is None:
-            view = now.views[parameter] = self._view(
-                self._passes.known.collecting(unit), unit, parameter
-            )
         at_home = self._plan.gradient_slot[unit] is None
-        if at_home and parameter in now.kept:
-            accumulate(view, gradient)
-        else:
-            view.copy_(gradient)
-        if at_home:
-            now.kept.add(parameter)
-        now.arrived.add(parameter)
+        while now.waiting:
+            parameter, gradient = now.waiting.popitem()
+            view = now.views.get(parameter)
+            if view is None:
+                view = now.views[parameter] = self._view(
+                    self._passes.known.collecting(unit), unit, parameter
+                )
+            if at_home and parameter in now.kept:
+                accumulate(view, gradient)
+            else:
+                view.copy_(gradient)
+            if at_home:
+                now.kept.add(parameter)
+            now.arrived.add(parameter)
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""
-        now = self._units[unit]
+        now = self.units[unit]
+        if now.waiting:
+            self._put(now, unit)
         if now.task is None:
             return
         self._executor.lanes.finish(now.task)
@@ -156,20 +160,22 @@ class Collector:
             self._executor.issue_known(known, self._passes.number, run)
         now.kept |= arrived
 
-    def send_all(self) -> None:
-        """Send on everything that has arrived anywhere."""
-        for unit in sorted(self._under_way):
+    def send_all(self) -> bool:
+        """Send on everything that has come anywhere; whether anything had."""
+        came = [at for at, now in enumerate(self.units) if now.waiting or now.task is not None]
+        for unit in came:
             self.send(unit)
+        return bool(came)
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
-        for now in self._units:
+        for now in self.units:
             now.views.clear()
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]
-        for other in sorted(self._under_way) if slot is not None else ():
+        for other in sorted(self._under_way) if self._under_way and slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         known = self._passes.known.collect(unit, self._passes.position)
@@ -181,7 +187,7 @@ class Collector:
                 self._executor.lanes.finish(task)
             self._executor.lanes.cancel([task])
             raise
-        self._units[unit].task = task
+        self.units[unit].task = task
         self._under_way.add(unit)
 
     def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
@@ -210,6 +216,18 @@ class Collector:
                     into.copy_(gradient)
 
         return run
+
+
+def let_wait(now: Arrivals, parameter: int, holder: nn.Parameter) -> bool:
+    """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait]."""
+    if len(now.waiting) + len(now.arrived) >= now.waits or parameter in now.waiting:
+        return False
+    gradient = _GRAD.__get__(holder)
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    _GRAD.__set__(holder, None)
+    now.waiting[parameter] = gradient
+    return True
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -70,7 +70,7 @@ class Engine:
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._backward_thread, self._graphs = 0, dict[int, Callable[[], object]]()
+        self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -113,8 +113,8 @@ class Engine:
         """Refuse this thread to go on while another one is inside a forward or backward."""
         if self.calls.elsewhere:
             refuse_elsewhere("forward")
-        others = self._graphs and self._backward_thread != threading.get_ident()
-        if others and any(ended() is not None for ended in self._graphs.values()):
+        others = self.graphs and self._backward_thread != threading.get_ident()
+        if others and any(ended() is not None for ended in self.graphs.values()):
             refuse_elsewhere("backward")
 
     def open_forward(self) -> None:
@@ -127,11 +127,12 @@ class Engine:
     def enter_backward(self) -> None:
         """Open the backward pass at its first sign, and be called when it ends."""
         graph: int = torch._C._current_graph_task_id()
-        if graph in self._graphs:
+        if graph in self.graphs:
             return
         self.check()
-        self._graphs = {one: ended for one, ended in self._graphs.items() if ended() is not None}
-        if self.passes.verb is not Verb.BACKWARD or not self._graphs:
+        for one in [one for one, ended in self.graphs.items() if ended() is None]:
+            del self.graphs[one]
+        if self.passes.verb is not Verb.BACKWARD or not self.graphs:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
             self.exposures.settle_all()
@@ -140,15 +141,15 @@ class Engine:
             self.passes.open(Verb.BACKWARD)
         self._backward_thread = threading.get_ident()
         end = whole(partial(self._graph_ended, graph))
-        self._graphs[graph] = weakref.ref(end)
+        self.graphs[graph] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
-            self._graphs.pop(graph, None)
+            self.graphs.pop(graph, None)
             self._release_held()
-            if not self._graphs:
+            if not self.graphs:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
                     self.exposures.settle(unit)  # Copies that only the backward has used go.
@@ -157,19 +158,10 @@ class Engine:
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        if torch._C._current_graph_task_id() not in self._graphs:
+        if torch._C._current_graph_task_id() not in self.graphs:
             self.enter_backward()
         self.finality.gradient_came(unit, index)
         self.collector.collect(unit, index, gradient)
-
-    def collect_between(self, unit: int, index: int, parameter: torch.nn.Parameter) -> bool:
-        """The same where nothing but the gradient's place changes; or not."""
-        with self.lock:
-            known = torch._C._current_graph_task_id() in self._graphs and not self.finality.counts
-            if known and self.collector.collect_between(unit, index, parameter):
-                self.finality.came = True
-                return True
-            return False
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
@@ -189,13 +181,13 @@ class Engine:
         aborted = self.passes.verb is Verb.BACKWARD and not finished
         self.in_use.release_all(look=aborted or self.calls.broken_off)
         self.calls.end()
-        self._graphs.clear()
+        self.graphs.clear()
         if aborted:
             self.finality.aborted()
             for bound in (one for one in self.units if one.index not in self.residents):
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
-        self.collector.send_all()
+        self.finality.came |= self.collector.send_all()
         if self.passes.verb is Verb.BACKWARD:
             self.gradients.renew_shown()
         self.passes.close(finished=finished)

@@ -155,16 +155,16 @@ class Finality:
         """An outermost backward begins."""
         assert not self.begun
         self.came = False
-        for now in self._now:
+        for now in self._now if self.counts else ():
             now.gradients.clear()
             now.recomputes = 0
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
-        if self.came:
+        self._backwards += self.came
+        if self.came and self.counts:
             self._before, self._now = self._now, [_Counts() for _ in self._names]
-            self._backwards += 1
 
     def aborted(self) -> None:
         """The outermost backward has ended with an exception; it does not count."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Container, Mapping, Sequence, ValuesView
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, usual
+from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, traced, usual
 from offload.binding import BoundUnit
-from offload.collected import take_gradient
+from offload.collected import Arrivals, let_wait, take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
 from offload.inert import InertInCopies
@@ -41,7 +41,7 @@ class Hooks:
         self._engine = engine
         self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...]]] = []
         """Modules whose forward runs, each with its guard and what autograd had made before."""
-        self._in_forward = False
+        self._announces, self._in_forward = bool(announcers), False
         self._handles: list[Any] = []
         before_backward = whole(self._before_backward)
         self._announce = [
@@ -52,7 +52,7 @@ class Hooks:
         lanes = engine.executor.lanes
         self._marks = Marks(lanes.note) if lanes.ledger.trace and engine.plan.residents else None
         keep = self._handles.append
-        enter = _hook(self._enter_root, refuses=bool(announcers))
+        enter = _hook(self._enter_root, refuses=self._announces)
         keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)
@@ -68,10 +68,12 @@ class Hooks:
             if module is model or any(p in streamed for p in module._parameters.values()):
                 before_load: Any = module.register_load_state_dict_pre_hook
                 keep(before_load(_refuse_assign))
+        came = _left_alone(_gradient_came)
         for unit in engine.units:
             if trains and unit.index in engine.residents:
                 continue
-            many = sum(one.trainable for one in unit.spec.parameters) > 2
+            now = engine.collector.units[unit.index]
+            waits = trains and now.waits and not engine.finality.counts
             for index, parameter in enumerate(unit.parameters):
                 if unit.spec.parameters[index].trainable or (
                     parameter.requires_grad and not trains
@@ -80,8 +82,8 @@ class Hooks:
                     known = weakref.ref(engine)
                     place = (known, trains, unit.index, index)
                     arrive = _hook(_gradient_arrived, *place)
-                    if many:
-                        arrive = Hook(_left_alone(_gradient_came), arrive, *place)
+                    if waits:
+                        arrive = Hook(came, arrive, engine.graphs, now, index)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(arrive))
@@ -95,6 +97,8 @@ class Hooks:
         self._leave_guards()
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
+        if self._announces and traced() is not None:
+            refuse_transforms(_CALLED)
         with self._engine.lock:
             self._engine.check()
             if not in_backward():
@@ -127,7 +131,9 @@ class Hooks:
     def _before_forward(
         self, used: tuple[BoundUnit, ...], module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        engine, inside = self._engine, in_backward()
+        if traced() is not None:
+            refuse_transforms(_CALLED)
+        engine, inside = self._engine, _graph() >= 0
         with engine.lock:
             engine.check()
             if not (inside or engine.calls.under_way):
@@ -189,6 +195,8 @@ class Hooks:
             self._engine.enter_backward()
             self._engine.hold(bound)
 
+
+_CALLED = "an offloaded module was called"
 
 _autocasts: Callable[[], bool] = torch._C._is_any_autocast_enabled  # type: ignore[attr-defined]
 
@@ -282,7 +290,7 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
     @_left_alone
     def otherwise(*args: Any) -> Any:
         if refuses:
-            refuse_transforms("an offloaded module was called")
+            refuse_transforms(_CALLED)
         return apart(*args) if compiler() is None else _dynamo.disable(apart)(*args)
 
     apart = aside(function)
@@ -290,18 +298,15 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
 
 
 def _gradient_came(
-    arrive: Hook,
-    known: Callable[[], Engine | None],
-    trains: bool,
-    unit: int,
-    index: int,
-    parameter: nn.Parameter,
+    arrive: Hook, graphs: Container[int], now: Arrivals, index: int, parameter: nn.Parameter
 ) -> None:
-    """See [Note: Gradients in between]: what only puts it somewhere signals may come between."""
-    engine = known()
+    """See [Note: Gradients that wait]; `graphs` are the backwards that the engine knows of."""
     plain = type(parameter) is ServedParameter and usual() and not torch.is_grad_enabled()
-    if not (plain and trains and engine and engine.collect_between(unit, index, parameter)):
+    if not (plain and _graph() in graphs and let_wait(now, index, parameter)):
         arrive(parameter)
+
+
+_graph: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _gradient_arrived(

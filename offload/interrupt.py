@@ -70,15 +70,14 @@ calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
 and whose they were, see `owner`. On threads other than the main one those within a call are here,
 too."""
-_recording = False
 owner: object = None
 """Whose the call is that is under way, and those after it that do not say."""
 
 
 def recorded() -> deque[tuple[float, float, object]]:
     """`calls`, to which calls are added from now on."""
-    global _recording
-    _recording = True
+    if _native is not None:
+        _native.record(calls.append)
     return calls
 
 
@@ -121,13 +120,12 @@ def _prepared() -> bool:
     handler = _native.handler_of(free[0])
     _signal.signal(free[0], _signal.SIG_DFL)
     numbers = sorted(int(number) for number in valid_signals() - {SIGKILL, SIGSTOP})
+    _native.tell(globals(), _tear)
     _native.prepare(_MAIN, handler, _signal.getsignal, numbers, *QUESTIONS)
     return True
 
 
-if _prepared():
-    _UNDER_WAY = _native.UnderWay()
-else:
+if not _prepared():
     _native = None  # type: ignore[assignment]
 
 
@@ -157,24 +155,11 @@ def by_note(
 ) -> Callable[Parameters, Result]:
     """`whole`, where signals that come are noted below Python."""
     apart = otherwise or aside(function)
-    under_way, nested, unusual = _UNDER_WAY, _native.NESTED, _native.UNUSUAL
+    together: Callable[..., Result] = _native.call
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        since = _recording and _now()
-        with under_way as how:
-            work = apart if how & unusual else function
-            if how & nested:
-                return work(*args, **kwargs)
-            try:
-                return work(*args, **kwargs)
-            except BaseException as error:
-                if how & _native.BEGUN and not _native.pressed_twice():
-                    _tear(error)
-                raise
-            finally:
-                if since:
-                    calls.append((since, _now(), owner))
+        return together(function, apart, *args, **kwargs)
 
     return run
 

@@ -55,11 +55,13 @@ def pressed_in_collect(run: Run) -> Iterator[None]:
         collect(*args)
 
     run.engine.collector.collect = pressed  # type: ignore[method-assign]
-    run.engine.collector.collect_between = lambda *_: False  # type: ignore[method-assign]
+    now, waits = run.engine.collector.units[unit], run.engine.collector.units[unit].waits
+    now.waits = 0
     try:
         yield
     finally:
-        del run.engine.collector.collect, run.engine.collector.collect_between
+        now.waits = waits
+        del run.engine.collector.collect
 
 
 def place_of(run: Run) -> tuple[int, int]:

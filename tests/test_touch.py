@@ -449,7 +449,8 @@ def test_what_data_was_stays_with_who_holds_it(
 
 
 def test_two_parameters_do_not_become_one(run: Run) -> None:
-    one, other = block(run).up.weight, run.model.blocks[1].up.weight  # type: ignore[index,union-attr]
+    model: Any = run.model
+    one, other = model.blocks[2].up.weight, model.blocks[1].up.weight
     with pytest.raises(ValueError, match=r"set to memory of blocks\.2\.up\.weight, .* clone\(\)"):
         other.data = one.data
     other.data = one.data.clone()

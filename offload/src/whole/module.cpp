@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 
 #include <array>
 #include <atomic>
@@ -168,12 +169,70 @@ void leave() {
     if (on_main_thread() && !(inside && --depth > 0)) deliver();
 }
 
-struct UnderWay {};
+// What Python has of it, and may change: see `offload/interrupt.py`.
+struct Told {
+    nb::handle names;  // of the module: `owner` is among them
+    nb::handle owner, tear;
+    nb::handle append;  // to `calls`, once they are recorded
+};
+Told told;
+
+double now() {  // as Python's time.perf_counter
+    timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
+}
+
+void record(double since) {
+    if (since == 0) return;
+    const nb::handle owner = PyDict_GetItemWithError(told.names.ptr(), told.owner.ptr());
+    told.append(nb::make_tuple(since, now(), owner.is_valid() ? owner : nb::handle(Py_None)));
+}
+
+// Between `enter` and `leave` Python calls no handler: what is called lies in between as a whole.
+nb::object run(PyObject* const* args, size_t count, PyObject* names) {
+    const double since = told.append.is_valid() ? now() : 0;
+    const int how = enter();
+    PyObject* work = args[how & UNUSUAL ? 1 : 0];
+    nb::object result = nb::steal(PyObject_Vectorcall(work, args + 2, count - 2, names));
+    std::optional<nb::python_error> raised;
+    try {
+        if (!result.is_valid()) {
+            raised.emplace();
+            if ((how & BEGUN) && presses < 2) told.tear(raised->value());
+        }
+        if (!(how & NESTED)) record(since);
+    } catch (nb::python_error& error) {
+        raised.emplace(std::move(error));
+    }
+    try {
+        leave();
+    } catch (nb::python_error& error) {
+        if (raised) hang(error.value().ptr(), raised->value().ptr());
+        throw;
+    }
+    if (raised) throw nb::python_error(*raised);
+    return result;
+}
+
+PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+    try {
+        return run(args, size_t(count), names).release().ptr();
+    } catch (nb::python_error& error) {
+        error.restore();
+    } catch (const std::exception& error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+    }
+    return nullptr;
+}
+
+PyMethodDef calling = {"call", PyCFunction(reinterpret_cast<void*>(&call)),
+                       METH_FASTCALL | METH_KEYWORDS, nullptr};
 
 }  // namespace
 
 NB_MODULE(_whole, module) {
-    module.attr("VERSION") = 1;  // as offload/aside.py has it
+    module.attr("VERSION") = 2;  // as offload/aside.py has it
     module.def("handler_of", [](int number) {
         struct sigaction now;
         return sigaction(number, nullptr, &now) == 0 ? uintptr_t(now.sa_handler) : 0;
@@ -191,18 +250,17 @@ NB_MODULE(_whole, module) {
             signals.push_back({nb::cast<int>(number), number.inc_ref()});
         }
     });
-    module.attr("BEGUN") = BEGUN;
-    module.attr("NESTED") = NESTED;
-    module.attr("UNUSUAL") = UNUSUAL;
-    nb::class_<UnderWay>(module, "UnderWay")
-        .def(nb::init<>())
-        .def("__enter__", [](UnderWay&) { return enter(); })
-        .def("__exit__",
-             [](UnderWay&, nb::handle, nb::handle, nb::handle) { leave(); },
-             nb::arg().none(), nb::arg().none(), nb::arg().none());
+    module.def("tell", [](nb::dict names, nb::handle tear) {
+        told.names = names.inc_ref();
+        told.owner = nb::steal(PyUnicode_InternFromString("owner")).release();
+        told.tear = tear.inc_ref();
+    });
+    module.def("record", [](nb::handle append) {
+        if (!told.append.is_valid()) told.append = append.inc_ref();
+    });
+    module.attr("call") = nb::steal(PyCFunction_NewEx(&calling, nullptr, nullptr));
     module.def("inside", [] { return inside.load(); });
     module.def("torn", [] { return torn.load(); });
-    module.def("pressed_twice", [] { return presses >= 2; });
     module.def("quiet", [](nb::args questions) { return nb::cpp_function(Quiet(questions)); });
     pthread_atfork(nullptr, nullptr, [] {  // The child has one thread, and none of what came.
         if (!on_main_thread()) inside = false;
