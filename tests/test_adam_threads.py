@@ -343,9 +343,14 @@ def test_daemon_threads_at_exit():
 @needs_kernels
 def test_a_daemon_thread_in_python_within_a_call_at_exit():
     """What is called meanwhile is let through before the interpreter ends."""
+    from cpu_adam import _kernels
+
     code = (
         "import sys, threading, time, numpy\n"
-        "from cpu_adam import _kernels\n"
+        "from importlib import util\n"  # What is around it would import torch.
+        f"spec = util.spec_from_file_location('_kernels', {_kernels.__file__!r})\n"
+        "_kernels = util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(_kernels)\n"
         "words = numpy.zeros(1 << 16, numpy.int32)\n"
         "row = numpy.array([[len(words), 0, 0, words.ctypes.data]], numpy.int64)\n"
         "factors = numpy.zeros((1, _kernels.FACTORS), numpy.float32)\n"
