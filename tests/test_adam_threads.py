@@ -126,16 +126,15 @@ def test_callers_at_once() -> None:
         assert_same_state(state, want)
 
 
-FORKED = """
+FORKED = f"""
 import os, torch
 import cpu_adam
 from cpu_adam import native
 from tests.adam_states import State, hyper, assert_same_state
-from tests.test_adam_native import PIECE
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 cpu_adam.set_threads(3)
 def go():
-    state = State("exact", 4 * PIECE, torch.bfloat16)
+    state = State("exact", 4 * {PIECE}, torch.bfloat16)
     state.update(native, hyper(), step=1)
     return cpu_adam.threads()
 assert go() == 3
