@@ -87,7 +87,9 @@ class Wanted:
     @property
     def memory_bytes(self) -> int:
         """Memory that it takes: of every path to the end, as all are measured together then."""
-        return len(self.paths) * memory_bytes(max(self.blocks_bytes), self.under_way_bytes)
+        return len(self.paths) * memory_bytes(
+            self.file_bytes, max(self.blocks_bytes), self.under_way_bytes
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

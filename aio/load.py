@@ -39,7 +39,7 @@ FILL_DEPTH = 8
 REQUEST_BYTES_MIN, REQUEST_BYTES_MAX = 8 << 20, 128 << 20
 """Of one request, where a block is not longer and the file not too short."""
 REQUESTS_MIN = 8
-"""In a stretch of load, where they are longer than REQUEST_BYTES_MIN."""
+"""In a stretch of load, where they are longer than REQUEST_BYTES_MIN; and in the whole file."""
 
 WATCHED_MAX = 4
 """Of the requests under way, the oldest so many are waited for: one that is late then holds up
@@ -83,7 +83,7 @@ class Load:
         self._at = {False: 0, True: 0}
         self._bytes_per_s = 0.0  # the most that was seen
         self._io = io
-        self._memory = _huge(memory_bytes(block_bytes_max, under_way_bytes_max))
+        self._memory = _huge(memory_bytes(size, block_bytes_max, under_way_bytes_max))
         _fill(memoryview(self._memory))
         self._first = Setting(backend, FILL_BLOCK_BYTES, FILL_DEPTH)
         with contextlib.ExitStack() as opened:
@@ -150,7 +150,7 @@ class Load:
     def _request_bytes(self, mode: Mode, setting: Setting, seconds: float) -> int:
         """Whole blocks that are asked for at once: see [Note: Fair load]."""
         many = round(self._bytes_per_s * seconds / REQUESTS_MIN)
-        most = min(max(REQUEST_BYTES_MIN, many), REQUEST_BYTES_MAX, self.file.bytes // 8)
+        most = min(max(REQUEST_BYTES_MIN, many), REQUEST_BYTES_MAX, self.file.bytes // REQUESTS_MIN)
         if mode == "both":
             most = min(most, setting.under_way_bytes // 2)
         return max(1, most // setting.block_bytes) * setting.block_bytes
@@ -217,9 +217,9 @@ class Load:
         self.close()
 
 
-def memory_bytes(block_bytes_max: int, under_way_bytes_max: int) -> int:
+def memory_bytes(size: int, block_bytes_max: int, under_way_bytes_max: int) -> int:
     """Memory that a Load takes: for both directions, and for requests that wait their turn."""
-    more = 3 * max(block_bytes_max, REQUEST_BYTES_MAX)
+    more = 3 * max(block_bytes_max, min(REQUEST_BYTES_MAX, size // REQUESTS_MIN))
     return max(2 * under_way_bytes_max + more, (FILL_DEPTH + 1) * FILL_BLOCK_BYTES)
 
 

@@ -114,7 +114,7 @@ class Engine:
         if self.calls.elsewhere:
             refuse_elsewhere("forward")
         others = self.graphs and self._backward_thread != threading.get_ident()
-        if others and any(ended() is not None for ended in self.graphs.values()):
+        if others and any(ended() is not None for ended in list(self.graphs.values())):
             refuse_elsewhere("backward")
 
     def open_forward(self) -> None:

@@ -126,16 +126,15 @@ def test_callers_at_once() -> None:
         assert_same_state(state, want)
 
 
-FORKED = """
+FORKED = f"""
 import os, torch
 import cpu_adam
 from cpu_adam import native
 from tests.adam_states import State, hyper, assert_same_state
-from tests.test_adam_native import PIECE
 torch.set_num_threads(1)  # torch's own threads do not survive a fork
 cpu_adam.set_threads(3)
 def go():
-    state = State("exact", 4 * PIECE, torch.bfloat16)
+    state = State("exact", 4 * {PIECE}, torch.bfloat16)
     state.update(native, hyper(), step=1)
     return cpu_adam.threads()
 assert go() == 3
@@ -343,9 +342,14 @@ def test_daemon_threads_at_exit():
 @needs_kernels
 def test_a_daemon_thread_in_python_within_a_call_at_exit():
     """What is called meanwhile is let through before the interpreter ends."""
+    from cpu_adam import _kernels
+
     code = (
         "import sys, threading, time, numpy\n"
-        "from cpu_adam import _kernels\n"
+        "from importlib import util\n"  # What is around it would import torch.
+        f"spec = util.spec_from_file_location('_kernels', {_kernels.__file__!r})\n"
+        "_kernels = util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(_kernels)\n"
         "words = numpy.zeros(1 << 16, numpy.int32)\n"
         "row = numpy.array([[len(words), 0, 0, words.ctypes.data]], numpy.int64)\n"
         "factors = numpy.zeros((1, _kernels.FACTORS), numpy.float32)\n"

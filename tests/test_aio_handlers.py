@@ -128,7 +128,7 @@ def told(code, *arguments):
 
 DONE = ["transfers", "syncs", "closes", "ends", "raises"]
 
-STEPS = dict.fromkeys(USABLE, 29) | dict.fromkeys(("linux_aio", "libaio"), 83)
+STEPS = dict.fromkeys(USABLE, 43) | dict.fromkeys(("linux_aio", "libaio"), 83)
 """To give a context of Linux AIO back takes the kernel 40 ms."""
 
 FINER = dict.fromkeys(USABLE, 7 * 7) | dict.fromkeys(("linux_aio", "libaio"), 7 * 41)

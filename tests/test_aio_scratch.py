@@ -178,10 +178,11 @@ class Unreserving(aio.MemoryIO):
 
 
 def test_where_space_cannot_be_reserved_the_zeros_count_among_what_is_written():
-    io, most = Unreserving(), 12 << 20
+    io, most = Unreserving(), 6 << 20
     limits = {"directory": "/simulated", "size": 2 << 20, "backend": "python"}
     limits |= {"block_bytes_max": 1 << 20, "under_way_bytes_max": 2 << 20}
     with Load(written_bytes_max=most, io=io, **limits) as made:
+        assert len(made._memory) < 64 << 20  # As the file is small.
         assert sum(sample.bytes_written for sample in made.fill()) == 2 << 20
         made.allow(1.0)
         with pytest.raises(Spent):

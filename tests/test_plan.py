@@ -458,11 +458,12 @@ def large() -> Profile:
     return large_model()
 
 
-def slow(*given: str) -> Any:
-    return pytest.param(*given, marks=pytest.mark.slow)
+def test_planning_twenty_billion_parameters() -> None:
+    test_planning_seventy_billion_parameters(large_model(units=30), "64GiB")
 
 
-@pytest.mark.parametrize("cpu_memory", [slow("1GiB"), "64GiB", slow("2TiB")])
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu_memory", ["1GiB", "64GiB", "2TiB"])
 def test_planning_seventy_billion_parameters(large: Profile, cpu_memory: str) -> None:
     config = Config(
         device_memory="16GiB", cpu_memory=cpu_memory, nvme_space="4TiB", nvme_path=("/nvme",)

@@ -74,7 +74,7 @@ class Nvme:
 
     seconds: float = 60.0
     """Seconds to measure, about, for all paths together. Writing the files (--size) is part of it,
-    and takes longer on a slow drive; --compare comes on top."""
+    and takes longer on a slow drive; a comparison comes on top."""
 
     size: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "4GiB"
     """Size of the file on each drive: take more than the drive's cache holds."""
