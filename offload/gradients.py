@@ -275,9 +275,10 @@ class Gradients:
                     "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
                     "memory with Config(gradients='cpu'), or raise Config.exposed_memory"
                 )
-            now.copied = host_tensor(size)
+            copied = host_tensor(size)
             if self._collector.has_any(unit):
-                self._executor.copy_now(now.copied, self._executor.peek(value))
+                self._executor.copy_now(copied, self._executor.peek(value))
+            now.copied = copied  # Last: what could not be read is not shown, nor put home.
         return now.copied
 
     def _come(self, unit: int, parameter: int) -> None:

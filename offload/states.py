@@ -43,6 +43,9 @@ class States:
         """Steps taken, by unit and parameter."""
         self.buffers: set[Place] = set()
         """Whose momentum buffer, of SGD, holds anything: the first gradient with momentum does."""
+        self._idle: dict[Place, dict[str, torch.Tensor]] = {}
+        """As they were given, those of parameters that were frozen at attach: no tier has a place
+        for them, and who unfreezes goes on with them after the next attach."""
 
     def format(self, unit: int, parameter: int) -> StateFormat:
         """The state format of a parameter."""
@@ -74,6 +77,8 @@ class States:
         It is on the device where its home is, else in CPU memory: all states together need not
         fit the device.
         """
+        if (unit, parameter) in self._idle:
+            return {name: value.clone() for name, value in self._idle[unit, parameter].items()}
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         there_too = self._plan.home("state", unit).tier == "device"
@@ -101,9 +106,16 @@ class States:
         """
         self._homes.forget()
         parts: dict[Value, list[tuple[Given, int, slice]]] = {}
-        for one in given:
-            (unit, parameter), state, _ = one
+        for (unit, parameter), state, _ in given:
             self._check(unit, parameter, state)
+        for one in given:
+            place, state, steps = one
+            unit, parameter = place
+            if not self._plan.profile.units[unit].parameters[parameter].trainable:
+                self._idle[place] = {
+                    name: value.detach().to("cpu", copy=True) for name, value in state.items()
+                }
+                self._written(place, state, steps)
             for chunk, here, there in self._spans(unit, parameter):
                 parts.setdefault(Value("state", unit, chunk), []).append((one, here, there))
         due = Counter(one[0] for each in parts.values() for one, _, _ in each)

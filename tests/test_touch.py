@@ -364,6 +364,20 @@ def test_gradients_on_nvme_are_shown_up_to_a_limit(tmp_path: Path) -> None:
         plain(run, 1)
 
 
+def test_a_gradient_that_cannot_be_read_is_not_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(("cpu", "nvme", "cpu"), tmp_path) as run:
+        run.loss().backward()
+        parameter = run.model.head.weight
+        with monkeypatch.context() as patch:
+            patch.setattr(run.engine.executor, "peek", lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                assert parameter.grad is not None
+        assert parameter.grad is not None
+        assert parameter.grad.any()
+
+
 def test_a_gradient_that_is_kept_is_the_users(run: Run) -> None:
     """After zero_grad what was shown before is not part of the next step."""
     run.loss().backward()
