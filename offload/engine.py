@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -106,6 +107,12 @@ class Engine:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
 
+    @property
+    def usable_lock(self) -> threading.RLock:
+        """`lock`, where the engine can be used: in a forked child nobody may ever give it back."""
+        self.check()
+        return self.lock
+
     def _in_use(self, unit: int) -> bool:
         return self.units[unit].buffer is not None
 
@@ -130,6 +137,8 @@ class Engine:
         if graph in self.graphs:
             return
         self.check()
+        if self.executor.device.is_host:  # Elsewhere it runs on threads of autograd's.
+            self.refuse_elsewhere()
         for one in [one for one, ended in self.graphs.items() if ended() is None]:
             del self.graphs[one]
         if self.passes.verb is not Verb.BACKWARD or not self.graphs:
@@ -174,7 +183,8 @@ class Engine:
                     self.updates.settle()
                 turns = self.finality.begin(unit)
                 if turns:
-                    self._begin_updates({unit: turns})
+                    with self._lanes.once():
+                        self._begin_updates({unit: turns})
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
@@ -298,7 +308,7 @@ class Engine:
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        with self.lock:
+        with self.usable_lock:
             self.end_abandoned()
             if unit not in self.residents:
                 self.exposures.settle(unit)
@@ -322,11 +332,15 @@ class Engine:
         self.gradients.let_go()
         if not self.finality.begun:
             self.updates.settle()
-        self._begin_updates(self.finality.stepped(frozen))
-        self.steps += 1
-        self.executor.lanes.ledger.stepped(self.steps, self.passes.misses)
-        for unit in self.exposures.exposed_units():
-            self.exposures.renew(unit)
+        begun = self.finality.begun
+        due = self.finality.stepped(frozen)
+        with self._lanes.once() if begun else nullcontext():
+            self._begin_updates(due)
+        with self._lanes.once():
+            self.steps += 1
+            self._lanes.ledger.stepped(self.steps, self.passes.misses)
+            for unit in self.exposures.exposed_units():
+                self.exposures.renew(unit)
 
     def _begin_updates(self, frozen: Frozen) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,15 @@ class Lanes:
             self._failure = self._failure or error
             self.ended = True
         self._books.stop(closing=False)
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """What cannot be done again where an error leaves it half done, and ends everything."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
 
     # -- the user's thread --------------------------------------------------------------------
 

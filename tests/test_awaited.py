@@ -18,8 +18,7 @@ from torch import nn
 
 import offload
 from cpu_adam import CPUAdam
-from offload.awaited import AwaitedParameter, Away
-from offload.updates import Updates
+from offload.awaited import AwaitedParameter
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.test_residents import hooks_of
 from tests.training import (
@@ -95,54 +94,6 @@ def test_a_unit_waits_for_its_own_update_alone(tmp_path: Path) -> None:
         model.head.weight.sum()
         met = {*model.blocks[0].parameters(), model.head.weight}
         assert {p for p in model.parameters() if type(p) is nn.Parameter} == met
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_a_step_that_could_not_begin_is_taken_again(
-    clip: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy of a gradient that is not contiguous finds no memory: nothing is updated yet."""
-
-    def trained(*, fails: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
-        both = {"params": "device", "gradients": "device", "optimizer": "auto"}
-        memory = {"device_memory": "6MiB", "cpu_memory": "64MiB"}
-        settings = offload.Config(**both, **memory, max_grad_norm=clip)  # type: ignore[arg-type]
-        _, optimizer = offload.attach(model, adamw(model), settings)
-        states = {placement.state for placement in optimizer.engine.plan.placements}
-        assert states == {"device", "cpu"}
-        model(torch.ones(4, 256)).square().sum().backward()
-        with monkeypatch.context() as patch:
-            if fails:
-                patch.setattr(Away, "__init__", no_memory)
-                with pytest.raises(torch.OutOfMemoryError):
-                    optimizer.step()
-        optimizer.step()
-        offload.detach(model)
-        return list(model.parameters())
-
-    def no_memory(*_: object) -> None:
-        raise torch.OutOfMemoryError("of a gradient")
-
-    pairs = zip(trained(fails=True), trained(fails=False))
-    assert all(same_bits(one, other) for one, other in pairs)
-
-
-def test_a_step_that_fails_midway_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with attached(ON_CPU, tmp_path) as run:
-        run.loss().backward()
-
-        def no_memory(*_: object) -> None:
-            raise torch.OutOfMemoryError("of what the step needs")
-
-        monkeypatch.setattr(Updates, "_updater", no_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            run.optimizer.step()
-        with pytest.raises(offload.EngineError, match="what the step needs"):
-            run.optimizer.step()
 
 
 def test_code_past_the_trap_sees_no_old_weights(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +63,34 @@ def message_of(work: Callable[[], Any]) -> str:
     except RuntimeError as error:
         return str(error)
     return "nothing was raised"
+
+
+def test_a_child_forked_while_a_thread_has_the_lock_is_told(tmp_path: Path) -> None:
+    """Nobody gives it back there."""
+    with attached(EVERYTHING, tmp_path) as run:
+        plain(run, 0)
+        taken, over = threading.Event(), threading.Event()
+
+        def keep() -> None:
+            with run.engine.lock:
+                taken.set()
+                over.wait(60)
+
+        thread = threading.Thread(target=keep)
+        thread.start()
+        taken.wait(60)
+
+        def touch() -> None:
+            signal.alarm(30)  # Where it hangs.
+            parameter = next(run.model.parameters())
+            assert "forked process" in message_of(lambda: parameter.detach())
+            assert "forked process" in message_of(run.optimizer.zero_grad)
+            assert "forked process" in message_of(lambda: run.engine.values_of(0, 0))
+
+        status = in_child(touch)
+        over.set()
+        thread.join()
+        assert status == 0
 
 
 def train(run: Run, workers: int) -> None:

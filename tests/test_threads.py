@@ -178,9 +178,11 @@ def test_another_thread_is_refused_inside_a_pass(verb: str, tmp_path: Path) -> N
     with attached(("cpu", "cpu", "cpu"), tmp_path, dtype=torch.float32) as run:
         model: Any = run.model
         told: list[str] = []
+        spare = run.loss()
 
         def intrude() -> None:
             for work in (
+                spare.backward,
                 lambda: model.head.weight.detach(),
                 lambda: model.head.weight.grad,
                 lambda: model(batch(torch.Generator().manual_seed(1))),
@@ -204,7 +206,7 @@ def test_another_thread_is_refused_inside_a_pass(verb: str, tmp_path: Path) -> N
             handle = model.blocks[1].up.weight.register_hook(hook)
         loss.backward()
         handle.remove()
-        assert len(told) == 7
+        assert len(told) == 8
         run.step()
         elsewhere(partial(plain, run, 1))  # Nobody is inside: any thread may.
         plain(run, 2)
