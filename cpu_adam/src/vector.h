@@ -18,6 +18,22 @@
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
 
+// Whether it is x86's baseline, which has sixteen registers and not all operations on each width.
+#if CPU_ADAM_LANES == 4 && defined(__SSE2__)
+constexpr bool SSE2 = true;
+#else
+constexpr bool SSE2 = false;
+#endif
+
+// The same address, unknown to the compiler where registers are few: it loads from there again,
+// and does not store what it has loaded for when it may be needed.
+template <class T> INLINE T* unknown(T* address) {
+#if CPU_ADAM_LANES == 4 && defined(__SSE2__)
+    asm("" : "+r"(address));
+#endif
+    return address;
+}
+
 // N numbers side by side. Comparing two of these gives a mask, all ones or zeros in each lane.
 template <int N> struct Of {
     typedef float F32 __attribute__((vector_size(4 * N)));
@@ -216,6 +232,12 @@ INLINE SignedBytes nearest(Pair<I16> x) {
 }
 
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
+// The larger of 1 and numbers below 128, which are the nearest to these bytes.
+INLINE SignedBytes from_1(Pair<I16> x, SignedBytes bytes) {
+    if constexpr (!SSE2) return larger(bytes, SignedBytes{} + int8_t(1));
+    Bytes from_0 = packed({(U16)x.low, (U16)x.high});  // its maximum of bytes is without signs
+    return (SignedBytes)larger(from_0, Bytes{} + uint8_t(1));
+}
 // The largest of numbers from 0 on.
 template <int N> INLINE int16_t largest_of(typename Of<N>::I16 x) {
     if constexpr (N == 1) {
@@ -232,7 +254,6 @@ template <int N> INLINE int16_t largest_of(typename Of<N>::I16 x) {
     }
 }
 INLINE int16_t largest(I16 x) { return largest_of<WIDTH>(x); }
-
 // The numbers where a comparison holds, else 0.
 INLINE SignedBytes only(SignedBytes mask, SignedBytes x) { return mask ? x : SignedBytes{}; }
 // The bytes where others have one of some bits (of the lower seven), else 0.
