@@ -28,7 +28,8 @@ def refuse_elsewhere(verb: str) -> None:
         f"thread {threading.current_thread().name!r} asked for weights, gradients or states of an "
         f"offloaded model while another one was inside its {verb}: they are on their way then, and "
         "one thread at a time uses a model. Let the other thread take what is needed between two "
-        "steps (p.detach().clone(), model.state_dict()), or hold one lock of yours around both"
+        "steps (p.detach().clone(), model.state_dict()); a forward that hands modules to other "
+        "threads cannot be offloaded"
     )
 
 

@@ -3,8 +3,9 @@
 [Note: Order of summation]
 Every time autograd has accumulated into `p.grad` the engine takes the result out. The first is
 copied, each later one is added by one rounding, in the order in which they come, on every tier. A
-gradient on its way out waits in the unit's device slot until all of the unit's parameters have
-theirs; a parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+gradient on its way out waits in the unit's device slot (small ones before it, see below) until all
+of the unit's parameters have theirs; a parameter that comes twice, or another unit that needs the
+slot, sends it on earlier.
 
 [Note: Gradients that wait]
 Small ones wait where autograd has made them for the last of their unit: a place is taken, and sent
@@ -33,6 +34,9 @@ from offload.task import Task
 WAITING_BYTES_MAX = 128 << 10
 """Gradients of a unit that wait for its last, if together they are no larger."""
 
+WAITING_BYTES_OF_ALL_MAX = 8 << 20
+"""Of so many units: where a unit's last does not come, others wait, in no budget."""
+
 
 @dataclass(slots=True)
 class Arrivals:
@@ -40,7 +44,7 @@ class Arrivals:
 
     trainable: frozenset[int]
     waits: int
-    """How many wait for the one after them; 0 also where none may."""
+    """How many of its gradients may wait: all but the last; 0 where they are too large."""
     waiting: dict[int, torch.Tensor] = field(default_factory=dict)
     """By parameter, what has come and is still where autograd has made it."""
     kept: set[int] = field(default_factory=set)
@@ -63,17 +67,15 @@ class Collector:
         self._passes = passes
         self._under_way: set[int] = set()
         """Units whose gradient is being collected."""
+        self.units: list[Arrivals] = []
         here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
-        self.units = [
-            Arrivals(trainable, len(trainable) - 1 if here and size <= WAITING_BYTES_MAX else 0)
-            for trainable, size in (
-                (
-                    frozenset(i for i, p in enumerate(unit.parameters) if p.trainable),
-                    self._plan.bytes_of("gradient", index),
-                )
-                for index, unit in enumerate(self._plan.profile.units)
-            )
-        ]
+        left = WAITING_BYTES_OF_ALL_MAX if here else 0
+        for index, unit in enumerate(self._plan.profile.units):
+            trainable = frozenset(i for i, p in enumerate(unit.parameters) if p.trainable)
+            size = self._plan.bytes_of("gradient", index)
+            waits = len(trainable) - 1 if size <= min(left, WAITING_BYTES_MAX) else 0
+            left -= size if waits else 0
+            self.units.append(Arrivals(trainable, waits))
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""

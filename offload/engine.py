@@ -42,7 +42,7 @@ from offload.usable import refuse_unusable
 
 
 class Engine:
-    """Everything attached to one model. One thread at a time uses it; in a backward with `lock`."""
+    """Everything attached to one model. One thread at a time is in a pass; touches have `lock`."""
 
     def __init__(
         self,
@@ -71,7 +71,8 @@ class Engine:
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
+        self._backward_thread: int | None = None
+        self.graphs: dict[int, Callable[[], object]] = {}
         """Backwards under way: what calls back at its end, which dies with one that raised."""
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -120,7 +121,7 @@ class Engine:
         """Refuse this thread to go on while another one is inside a forward or backward."""
         if self.calls.elsewhere:
             refuse_elsewhere("forward")
-        others = self.graphs and self._backward_thread != threading.get_ident()
+        others = self.graphs and self._backward_thread not in (None, threading.get_ident())
         if others and any(ended() is not None for ended in list(self.graphs.values())):
             refuse_elsewhere("backward")
 
@@ -148,7 +149,8 @@ class Engine:
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        self._backward_thread = threading.get_ident()
+        if self.executor.device.is_host:  # Else it is not the caller's.
+            self._backward_thread = threading.get_ident()
         end = whole(partial(self._graph_ended, graph))
         self.graphs[graph] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]

@@ -24,7 +24,8 @@ from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
 
 KEPT_BYTES_MAX = 16 << 20
-"""Largest piece that was read for one touch and is kept for the next: all but frozen ones are."""
+"""A piece read for one touch is kept for the next if it is no larger. Chunks never are; pieces of
+frozen weights may be."""
 
 
 @dataclass(slots=True)
@@ -148,16 +149,6 @@ class Exposures:
             if self._edited(unit, parameter, one.tensor):
                 self._homes.forget()
                 return self._plan.profile.units[unit].parameters[parameter].name
-        return None
-
-    def of_another(self, unit: int, parameter: int, values: torch.Tensor) -> str | None:
-        """Name of another parameter in whose copy `values` lie; None where they do not."""
-        there = values.untyped_storage().data_ptr()
-        for other, copies in self.copies.items():
-            for index, one in copies.items():
-                same = one.tensor.untyped_storage().data_ptr() == there
-                if same and values.numel() and (other, index) != (unit, parameter):
-                    return self._plan.profile.units[other].parameters[index].name
         return None
 
     def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:

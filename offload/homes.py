@@ -3,9 +3,9 @@
 [Note: Looks]
 A chunk on nvme is read and checked as a whole, and many small parameters lie in one. Who goes
 through parameters asks for the same chunk again and again: so the one that was read last is kept
-while parameters that lie behind in it have not been asked for, and while nothing else has been
-written in its place. A pass in the order in which they lie reads every chunk once, and leaves
-nothing behind.
+until the last parameter that has a part in it was asked for, and while nothing else has been
+written in its place. Going through them in the order in which they lie reads every chunk once, and
+leaves nothing behind.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping, Sequence, ValuesView
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class Hooks:
     ):
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         self._engine = engine
-        self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...]]] = []
-        """Modules whose forward runs, each with its guard and what autograd had made before."""
+        self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...], int]] = []
+        """Modules whose forward runs: the guard, what autograd had made before, and the thread."""
         self._announces, self._in_forward = bool(announcers), False
         self._handles: list[Any] = []
         before_backward = whole(self._before_backward)
@@ -117,7 +118,7 @@ class Hooks:
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
         left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard, _, _ in left])
+        SavingGuard.leave([guard for _, guard, *_ in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
@@ -149,7 +150,7 @@ class Hooks:
                     engine.casts.use(bound.index)
             guard = SavingGuard(engine.in_use, used, inside)
             given = _makers((args, kwargs)) if inside else ()
-            self._guards.append((module, guard, _sequence_number(), given))
+            self._guards.append((module, guard, _sequence_number(), given, get_ident()))
 
     def _after_forward(
         self,
@@ -164,9 +165,9 @@ class Hooks:
         with engine.lock:
             if not guards or guards[-1][0] is not module:
                 return None  # Its pre-hook was not reached: another hook raised before.
-            if output is None and engine.calls.elsewhere:
+            if output is None and guards[-1][-1] != get_ident():
                 return None  # Refused to this thread, and under way in another one.
-            _, guard, began, given = guards.pop()
+            _, guard, began, given, _ = guards.pop()
             guard.close()  # First, as what comes then may raise, and nobody else would.
             # An output that is a view of a weight must outlive the slot.
             single = type(output) is torch.Tensor

@@ -64,7 +64,7 @@ _told = [0]
 """How often it was so far, of those times that are told below Python."""
 
 CALLS_MAX = 1 << 16
-"""Calls that are kept: more of them than of ops, as each parameter's gradient is one."""
+"""Calls that are kept: more of them than of ops, as each larger gradient is one."""
 
 calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),

@@ -159,20 +159,25 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     So the trap is on for all that the backward calls: recomputes, and hooks of the user's.
     """
     given = _SIGNATURES[function].bind(*args, **kwargs).arguments
-    inputs, outputs = given["inputs"], next(iter(given.values()))
-    resting = list(find(inputs, RestingParameter))
+    outputs, inputs = next(iter(given)), given["inputs"]
+    resting = list(find((given[outputs], inputs), RestingParameter))
     with torch._C.DisableTorchFunctionSubclass():
-        used = list(find(outputs, RestingParameter))
-        if used or not all(one.requires_grad for one in resting):
-            return function(**given)  # Without any backward, or to be refused.
+        if not all(one.requires_grad for one in resting):
+            return function(**given)  # Which refuses it.
         edge = {id(one): get_gradient_edge(one) for one in resting}
-    given["inputs"] = tuple(edge.get(id(one), one) for one in inputs)
+    for name in (outputs, "inputs"):
+        if given[name] is not None:
+            given[name] = tuple(edge.get(id(one), one) for one in given[name])
     zeros = given.pop("materialize_grads", False)
     found = function(**given)
-    if zeros:
-        alike = (torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs)
-        return tuple(zero if one is None else one for one, zero in zip(found, alike))
-    return found
+    if not zeros or all(one is not None for one in found):
+        return found
+    if not all(isinstance(one, torch.Tensor) for one in inputs):
+        raise RuntimeError(
+            "materialize_grads cannot be used when the given input is a GradientEdge"
+        )
+    alike = (torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs)
+    return tuple(zero if one is None else one for one, zero in zip(found, alike))
 
 
 def find(tree: Any, kind: type[Found]) -> Iterable[Found]:

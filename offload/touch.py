@@ -151,12 +151,6 @@ class ParameterHome:
                 "or leave the model in torch.contiguous_format"
             )
         with self.engine.usable_lock:
-            other = self.engine.exposures.of_another(self.unit, self.index, data)
-            if other is not None:
-                raise ValueError(
-                    f"{one.name}.data was set to memory of {other}, which would make them one, but "
-                    "offloaded they would part: copy_() the values, or give it a clone()"
-                )
             if bound.buffer is None:
                 self.engine.end_abandoned()
                 self.engine.exposures.settle(self.unit)
