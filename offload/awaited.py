@@ -160,6 +160,10 @@ class Away:
 
     def leave(self, awaited: Awaited) -> None:
         """Let the parameters be awaited."""
+        with self._lock:  # Who meets it on another thread waits.
+            self._leave(awaited)
+
+    def _leave(self, awaited: Awaited) -> None:
         unit = self._bound.index
         self.arrive = awaited.meets(unit)
         for index, parameter in self._parameters.items():

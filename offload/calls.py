@@ -14,18 +14,26 @@ from types import FrameType
 
 import torch
 
+_Foreign: type = threading._DummyThread  # type: ignore[attr-defined]
+"""What Python makes of a thread that it did not start, once it is asked for its name."""
+
 _BETWEEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
 """Where the frames between a hook and the module's call come from."""
 
 
-def refuse_elsewhere(verb: str) -> None:
-    """Refuse a thread what would end the forward or backward of another one.
+def refuse_intruder(verb: str) -> None:
+    """Refuse a thread of Python's what would end the forward or backward of another one.
+
+    Those that autograd made work for whoever is inside.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: this is one of Python's.
     """
+    mine = next((one for one in threading.enumerate() if one.ident == threading.get_ident()), None)
+    if mine is None or type(mine) is _Foreign:
+        return
     raise RuntimeError(
-        f"thread {threading.current_thread().name!r} asked for weights, gradients or states of an "
+        f"thread {mine.name!r} asked for weights, gradients or states of an "
         f"offloaded model while another one was inside its {verb}: they are on their way then, and "
         "one thread at a time uses a model. Let the other thread take what is needed between two "
         "steps (p.detach().clone(), model.state_dict()); a forward that hands modules to other "

@@ -19,7 +19,7 @@ from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
 from offload.binding import BoundUnit
-from offload.calls import Calls, refuse_elsewhere
+from offload.calls import Calls, refuse_intruder
 from offload.casts import Casts
 from offload.collected import Collector, take_gradient
 from offload.executor import Executor
@@ -38,7 +38,7 @@ from offload.program import Program, Verb
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
-from offload.usable import refuse_unusable
+from offload.usable import refuse_unusable, unlock_in_children
 
 
 class Engine:
@@ -71,9 +71,9 @@ class Engine:
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._backward_thread: int | None = None
-        self.graphs: dict[int, Callable[[], object]] = {}
+        self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
         """Backwards under way: what calls back at its end, which dies with one that raised."""
+        unlock_in_children(self)
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
         atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
@@ -108,22 +108,16 @@ class Engine:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
 
-    @property
-    def usable_lock(self) -> threading.RLock:
-        """`lock`, where the engine can be used: in a forked child nobody may ever give it back."""
-        self.check()
-        return self.lock
-
     def _in_use(self, unit: int) -> bool:
         return self.units[unit].buffer is not None
 
     def refuse_elsewhere(self) -> None:
         """Refuse this thread to go on while another one is inside a forward or backward."""
         if self.calls.elsewhere:
-            refuse_elsewhere("forward")
-        others = self.graphs and self._backward_thread not in (None, threading.get_ident())
+            refuse_intruder("forward")
+        others = self.executor.device.is_host and self._backward_thread != threading.get_ident()
         if others and any(ended() is not None for ended in list(self.graphs.values())):
-            refuse_elsewhere("backward")
+            refuse_intruder("backward")
 
     def open_forward(self) -> None:
         """The model's forward begins."""
@@ -138,8 +132,7 @@ class Engine:
         if graph in self.graphs:
             return
         self.check()
-        if self.executor.device.is_host:  # Elsewhere it runs on threads of autograd's.
-            self.refuse_elsewhere()
+        self.refuse_elsewhere()
         for one in [one for one, ended in self.graphs.items() if ended() is None]:
             del self.graphs[one]
         if self.passes.verb is not Verb.BACKWARD or not self.graphs:
@@ -149,7 +142,7 @@ class Engine:
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        if self.executor.device.is_host:  # Else it is not the caller's.
+        if not self.graphs:
             self._backward_thread = threading.get_ident()
         end = whole(partial(self._graph_ended, graph))
         self.graphs[graph] = weakref.ref(end)
@@ -310,7 +303,7 @@ class Engine:
     @whole
     def values_of(self, unit: int, index: int) -> torch.Tensor:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
-        with self.usable_lock:
+        with self.lock:
             self.end_abandoned()
             if unit not in self.residents:
                 self.exposures.settle(unit)

@@ -145,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
         steps = self.steps_of(parameter)
         if not steps:
             return {}
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self.engine.settle()
             self.engine.exposures.settle(self._places[parameter][0])
             return {
@@ -176,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
             RuntimeError: inside a backward.
         """
         refuse_inside("zero_grad()")
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self._zero_grad(set_to_none)
 
     def _zero_grad(self, set_to_none: bool) -> None:
@@ -210,7 +210,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @whole
     def _take_step(self) -> None:
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self.engine.end_abandoned()
             self._structure.check()
             frozen = self._freeze()

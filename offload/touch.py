@@ -40,7 +40,7 @@ class ParameterHome:
         engines = {id(home.engine): home.engine for home in homes}
         with ExitStack() as stack:
             for _, engine in sorted(engines.items()):
-                stack.enter_context(engine.usable_lock)
+                stack.enter_context(engine.lock)
             for home in homes:
                 stack.enter_context(home.lent())
             if torch.is_grad_enabled():
@@ -83,7 +83,7 @@ class ParameterHome:
 
     def look(self, read: Callable[[Any], torch.Tensor], *, to_write: bool) -> torch.Tensor:
         """What `read` gives of the parameter, which is put at rest if its use was broken off."""
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self.engine.end_abandoned()
             bound = self.engine.units[self.unit]
             parameter: Any = bound.parameters[self.index]
@@ -99,7 +99,7 @@ class ParameterHome:
         """The gradient kept for the parameter; None inside backward."""
         if in_backward():
             return None
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self.engine.end_abandoned()
             self.engine.finality.require_step("p.grad")
             self.engine.finality.discarded()
@@ -112,7 +112,7 @@ class ParameterHome:
             RuntimeError: inside a backward.
         """
         refuse_inside("p.grad = ...")
-        with self.engine.usable_lock:
+        with self.engine.lock:
             self.engine.end_abandoned()
             self.engine.finality.require_step("p.grad = ...")
             self.engine.finality.discarded()
@@ -150,7 +150,7 @@ class ParameterHome:
                 "parameters are contiguous, with which torch computes other bits: detach() first, "
                 "or leave the model in torch.contiguous_format"
             )
-        with self.engine.usable_lock:
+        with self.engine.lock:
             if bound.buffer is None:
                 self.engine.end_abandoned()
                 self.engine.exposures.settle(self.unit)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
+from typing import Any
 
 from offload.executor import Executor
 from offload.interrupt import torn, torn_times
@@ -33,3 +36,22 @@ def refuse_unusable(executor: Executor, pid: int, torn_before: int) -> None:
             "done now: start again from the last checkpoint"
         )
     executor.check()
+
+
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def unlock_in_children(engine: Any) -> None:
+    """Give an engine another lock wherever this process forks.
+
+    Nobody gives back in a child what a thread of its parent had.
+    """
+    _engines.add(engine)
+
+
+def _forked() -> None:
+    for engine in _engines:
+        engine.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)

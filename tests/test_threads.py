@@ -212,6 +212,24 @@ def test_another_thread_is_refused_inside_a_pass(verb: str, tmp_path: Path) -> N
         plain(run, 2)
 
 
+def test_backwards_nested_deep_go_on_on_threads_of_autograd(tmp_path: Path) -> None:
+    """Past sixty torch goes on on one that it keeps for that."""
+
+    def deep(block: Any, x: torch.Tensor, depth: int) -> Any:
+        if not depth:
+            return block(x)
+        return checkpoint(deep, block, x, depth - 1, use_reentrant=True)
+
+    with attached(("cpu", "cpu", "cpu"), tmp_path, dtype=torch.float32) as run:
+        x = torch.ones(2, 32, requires_grad=True)
+        deep(run.model.blocks[0], x, 70).sum().backward()  # type: ignore[index]
+        assert x.grad is not None
+        found = x.grad.clone()
+        x.grad = None
+        run.model.blocks[0](x).sum().backward()  # type: ignore[index,operator]
+        assert torch.equal(found, x.grad)
+
+
 def test_a_forward_that_broke_off_on_another_thread_holds_up_nobody(tmp_path: Path) -> None:
     with attached(("cpu", "cpu", "cpu"), tmp_path, dtype=torch.float32) as run:
         model: Any = run.model
