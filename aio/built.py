@@ -8,10 +8,6 @@ from __future__ import annotations
 import warnings
 from types import ModuleType
 
-ENGINE_VERSION = 1
-"""Of the compiled engine, as `src/module.cpp` has it."""
-
-
 _told: list[bool] = []
 
 

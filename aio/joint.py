@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from aio.built import ENGINE_VERSION, require_version
+from aio.built import require_version
+from aio.region import ENGINE_VERSION
 from aio.ticket import SLEEP_S_MAX, LockSignal, Signal, Ticket
 
 if TYPE_CHECKING:

@@ -22,12 +22,12 @@ import numpy as np
 import numpy.typing as npt
 
 from aio import _native
-from aio.built import ENGINE_VERSION, require_version
+from aio.built import require_version
 from aio.counters import Counters
 from aio.errors import BROKEN, SHORTENED, os_error
 from aio.file import File
 from aio.part import Part, check_limits, described, verb
-from aio.region import Memory, view_of
+from aio.region import ENGINE_VERSION, Memory, view_of
 from aio.system import IO, SystemIO
 from aio.ticket import Ticket
 

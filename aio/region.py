@@ -11,12 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast
 import numpy as np
 import numpy.typing as npt
 
-from aio.built import ENGINE_VERSION, require_version
+from aio.built import require_version
 from aio.part import Part, verb
 from aio.ticket import Ticket
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
+
+ENGINE_VERSION = 1
+"""Of the compiled engine, as `src/module.cpp` has it."""
+
 try:
     from aio import _native
 

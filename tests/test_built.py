@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from aio.built import ENGINE_VERSION
+from aio.region import ENGINE_VERSION
 from cpu_adam.choice import KERNELS_VERSION
 from offload.aside import WHOLE_VERSION
 from offload.compiled import BOOKS_VERSION
@@ -53,6 +53,12 @@ def test_older_modules_are_as_if_not_compiled(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.split()) == ["aio", "offload"]  # Which know nothing of each other.
+
+
+def test_either_package_says_it_in_the_same_words() -> None:
+    """Neither may import the other."""
+    texts = {(ROOT / package / "built.py").read_text("utf-8") for package in ("aio", "cpu_adam")}
+    assert len(texts) == 1
 
 
 @pytest.mark.parametrize("folder", OFFERED)
