@@ -134,7 +134,7 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         if not self._plain:
             return super().items()
         found = {parameter: self[parameter] for parameter in self}
-        return {parameter: found[parameter] for parameter in self._stepped()}.items()
+        return {one: found[one] for one in self._optimizer.parameters() if one in found}.items()
 
     def __len__(self) -> int:
         return len(self._stepped())
