@@ -196,12 +196,12 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         waited = time.perf_counter() - since
         made.finish(mine)
         use = made.ledger.use
-    assert waited >= 0.14
+    assert waited >= 0.1  # Lanes have begun before.
     # A sleep may last longer where others want the core; what is booked has to add up all the same.
     assert use[Lane.DISK].busy_s >= 0.1
     assert use[Lane.H2D].busy_s >= 0.04
-    assert use[Lane.DISK].exposed_s >= 0.09
-    assert use[Lane.H2D].exposed_s >= 0.04
+    assert use[Lane.DISK].exposed_s >= 0.06
+    assert use[Lane.H2D].exposed_s >= 0.03
     assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
     assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
     assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
