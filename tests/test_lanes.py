@@ -187,21 +187,23 @@ def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
 
 def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
     with lanes(Lane.DISK, Lane.H2D, Lane.CPU, pace=lambda op: op.bytes / 1000) as made:
+        queued = time.perf_counter()  # Before the lanes begin.
         read = made.submit(op(Lane.DISK, 100), [], (0, 0), _nothing)
         copy = made.submit(op(Lane.H2D, 40), [read], (0, 0), _nothing)
         made.submit(op(Lane.CPU, 50), [], (0, 0), _nothing)
         mine = made.submit(op(Lane.COMPUTE), [copy], (0, 0))
         since = time.perf_counter()
         made.begin(mine)
-        waited = time.perf_counter() - since
+        ended = time.perf_counter()
+        waited = ended - since
         made.finish(mine)
         use = made.ledger.use
-    assert waited >= 0.1  # Lanes have begun before.
+    assert ended - queued >= 0.14
     # A sleep may last longer where others want the core; what is booked has to add up all the same.
     assert use[Lane.DISK].busy_s >= 0.1
     assert use[Lane.H2D].busy_s >= 0.04
-    assert use[Lane.DISK].exposed_s >= 0.06
-    assert use[Lane.H2D].exposed_s >= 0.03
+    assert use[Lane.DISK].exposed_s >= 0.09
+    assert use[Lane.H2D].exposed_s >= 0.04
     assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
     assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
     assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
