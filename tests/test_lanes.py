@@ -194,16 +194,14 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         mine = made.submit(op(Lane.COMPUTE), [copy], (0, 0))
         since = time.perf_counter()
         made.begin(mine)
-        ended = time.perf_counter()
-        waited = ended - since
+        waited, ahead = time.perf_counter() - since, since - queued
         made.finish(mine)
         use = made.ledger.use
-    assert ended - queued >= 0.14
-    # A sleep may last longer where others want the core; what is booked has to add up all the same.
-    assert use[Lane.DISK].busy_s >= 0.1
+    assert waited >= 0.14 - ahead
+    assert use[Lane.DISK].busy_s >= 0.1  # A sleep may last longer; what is booked has to add up.
     assert use[Lane.H2D].busy_s >= 0.04
-    assert use[Lane.DISK].exposed_s >= 0.09
-    assert use[Lane.H2D].exposed_s >= 0.04
+    assert use[Lane.DISK].exposed_s >= 0.099 - ahead
+    assert use[Lane.H2D].exposed_s >= 0.039 - ahead
     assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
     assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
     assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
