@@ -128,7 +128,7 @@ def told(code, *arguments):
 
 DONE = ["transfers", "syncs", "closes", "ends", "raises"]
 
-STEPS = dict.fromkeys(USABLE, 43) | dict.fromkeys(("linux_aio", "libaio"), 83)
+STEPS = dict.fromkeys(USABLE, 97) | dict.fromkeys(("linux_aio", "libaio"), 197)
 """To give a context of Linux AIO back takes the kernel 40 ms."""
 
 FINER = dict.fromkeys(USABLE, 7 * 7) | dict.fromkeys(("linux_aio", "libaio"), 7 * 41)
@@ -139,7 +139,7 @@ FINER = dict.fromkeys(USABLE, 7 * 7) | dict.fromkeys(("linux_aio", "libaio"), 7 
 def test_a_handler_that_itself_does_io_never_hangs(name, tmp_path):
     turns = told(PROGRAM, tmp_path, name, " ".join(DONE), 1, STEPS[name], "lines").split()
     assert len(turns) == len(DONE)
-    assert min(map(int, turns)) > 100
+    assert min(map(int, turns)) > 40
 
 
 @pytest.mark.slow
