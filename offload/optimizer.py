@@ -128,8 +128,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of all groups but the empty ones, which live nowhere."""
-        for group in self.param_groups:
-            yield from (parameter for parameter in group["params"] if parameter in self._places)
+        return (parameter for parameter in self._all() if parameter in self._places)
+
+    def _all(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
 
     def in_places(self) -> list[nn.Parameter]:
         """`parameters()`, in the order in which their states lie."""
@@ -184,9 +186,12 @@ class Optimizer(torch.optim.Optimizer):
         self.engine.finality.require_step("zero_grad()")
         self.engine.finality.discarded()
         mine: dict[int, list[int]] = {}
-        for parameter in self.parameters():
-            unit, index = self._places[parameter]
-            mine.setdefault(unit, []).append(index)
+        for parameter in self._all():
+            if parameter in self._places:
+                unit, index = self._places[parameter]
+                mine.setdefault(unit, []).append(index)
+            elif set_to_none:  # An empty one: zeros it has none.
+                parameter.grad = None
         for unit, indices in mine.items():
             gradients = self.engine.gradients_of(unit)
             if not set_to_none:

@@ -51,6 +51,19 @@ def test_add_param_group(tmp_path: Path) -> None:
     assert results[0] == results[1]
 
 
+def test_zero_grad_reaches_parameters_that_live_nowhere(tmp_path: Path) -> None:
+    model = small()
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
+    with optimizer.engine:
+        model.empty.sum().backward()
+        assert model.empty.grad is not None
+        optimizer.zero_grad(set_to_none=False)
+        assert model.empty.grad is not None
+        optimizer.zero_grad()
+        assert model.empty.grad is None
+
+
 def test_closure(tmp_path: Path) -> None:
     model = small()
     _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
