@@ -221,8 +221,13 @@ class Collector:
 
 
 def let_wait(now: Arrivals, parameter: int, holder: nn.Parameter) -> bool:
-    """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait]."""
-    if len(now.waiting) + len(now.arrived) >= now.waits or parameter in now.waiting:
+    """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait].
+
+    One that comes twice waits for nobody: what came first is to be sent on, or added to.
+    """
+    if len(now.waiting) + len(now.arrived) >= now.waits:
+        return False
+    if parameter in now.waiting or parameter in now.arrived:
         return False
     gradient = _GRAD.__get__(holder)
     if gradient is None or gradient.layout is not torch.strided:

@@ -43,14 +43,16 @@ class Twice(nn.Module):
         return x.sum()
 
 
-def gradients(uses: tuple[bool, ...], recompute: bool, config: Any) -> list[Any]:
+def gradients(uses: tuple[bool, ...], recompute: bool, config: Any, penalty: str = "") -> list[Any]:
     model: Any = Twice()
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if config is not None:
         model, optimizer = offload.attach(model, optimizer, config)
     for number in range(3):
         x = torch.linspace(-1, 1, 8).add(number / 7).requires_grad_()
-        model(x, uses, recompute).backward()
+        loss = model(x, uses, recompute)
+        of = [p.pow(2).sum() for name, p in model.named_parameters() if penalty in name]
+        (loss + sum(of) if penalty else loss).backward()  # What was made last comes first.
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     if config is not None:
         assert all(now.waits == 2 for now in optimizer.engine.collector.units)
@@ -61,11 +63,15 @@ def gradients(uses: tuple[bool, ...], recompute: bool, config: Any) -> list[Any]
 @pytest.mark.parametrize("tier", ["cpu", "device"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("uses", [(False,), (True, False), (False, True), (False, False)])
-def test_gradients_are_those_of_torch(uses: tuple[bool, ...], recompute: bool, tier: Any) -> None:
-    """One may come without the other, and with reentrant checkpointing twice before it."""
+@pytest.mark.parametrize("penalty", ["", "scale", "shift", "blocks"])
+def test_gradients_are_those_of_torch(
+    penalty: str, uses: tuple[bool, ...], recompute: bool, tier: Any
+) -> None:
+    """One may come without the other, twice before it, and before the unit is used (of a penalty,
+    where checkpointing is reentrant)."""
     config = offload.Config(params="cpu", gradients=tier, optimizer="cpu", cpu_memory="1MiB")
-    expected = gradients(uses, recompute, None)
-    for found, plain in zip(gradients(uses, recompute, config), expected, strict=True):
+    expected = gradients(uses, recompute, None, penalty)
+    for found, plain in zip(gradients(uses, recompute, config, penalty), expected, strict=True):
         assert (found is None) == (plain is None)
         assert found is None or torch.equal(found, plain)
 
