@@ -39,8 +39,8 @@ WAITING_BYTES_OF_ALL_MAX = 8 << 20
 
 
 @dataclass(slots=True)
-class Arrivals:
-    """The gradient of one unit."""
+class Collecting:
+    """The gradient of one unit, as far as it has come."""
 
     trainable: frozenset[int]
     waits: int
@@ -50,7 +50,7 @@ class Arrivals:
     kept: set[int] = field(default_factory=set)
     """Parameters that have a gradient."""
     arrived: set[int] = field(default_factory=set)
-    """Parameters whose gradient is in the place where it is collected."""
+    """Parameters whose gradient is in the place where it is collected, not yet sent on."""
     task: Task | None = None
     """The collecting, while it goes on."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Collector:
         self._passes = passes
         self._under_way: set[int] = set()
         """Units whose gradient is being collected."""
-        self.units: list[Arrivals] = []
+        self.units: list[Collecting] = []
         here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
         left = WAITING_BYTES_OF_ALL_MAX if here else 0
         for index, unit in enumerate(self._plan.profile.units):
@@ -75,7 +75,7 @@ class Collector:
             size = self._plan.bytes_of("gradient", index)
             waits = len(trainable) - 1 if size <= min(left, WAITING_BYTES_MAX) else 0
             left -= size if waits else 0
-            self.units.append(Arrivals(trainable, waits))
+            self.units.append(Collecting(trainable, waits))
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
@@ -117,7 +117,7 @@ class Collector:
         if len(now.arrived) == len(now.trainable):
             self.send(unit)
 
-    def _put(self, now: Arrivals, unit: int) -> None:
+    def _put(self, now: Collecting, unit: int) -> None:
         """Put what waits to what has arrived."""
         if now.task is None:
             self._acquire(unit)
@@ -220,7 +220,7 @@ class Collector:
         return run
 
 
-def let_wait(now: Arrivals, parameter: int, holder: nn.Parameter) -> bool:
+def let_wait(now: Collecting, parameter: int, holder: nn.Parameter) -> bool:
     """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait].
 
     One that comes twice waits for nobody: what came first is to be sent on, or added to.

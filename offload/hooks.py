@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, traced, usual
 from offload.binding import BoundUnit
-from offload.collected import Arrivals, let_wait, take_gradient
+from offload.collected import Collecting, let_wait, take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
 from offload.inert import InertInCopies
@@ -69,7 +69,7 @@ class Hooks:
             if module is model or any(p in streamed for p in module._parameters.values()):
                 before_load: Any = module.register_load_state_dict_pre_hook
                 keep(before_load(_refuse_assign))
-        came = _left_alone(_gradient_came)
+        lets_wait = _left_alone(_gradient_made)
         for unit in engine.units:
             if trains and unit.index in engine.residents:
                 continue
@@ -82,12 +82,12 @@ class Hooks:
                     # Torch hides what such a hook holds from the garbage collector.
                     known = weakref.ref(engine)
                     place = (known, trains, unit.index, index)
-                    arrive = _hook(_gradient_arrived, *place)
+                    collect = _hook(_collect, *place)
                     if waits:
-                        arrive = Hook(came, arrive, engine.graphs, now, index)
+                        collect = Hook(lets_wait, collect, engine.graphs, now, index)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
-                        keep(register(arrive))
+                        keep(register(collect))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -298,19 +298,19 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
     return Hook(_left_alone(whole(function, otherwise)), *args)
 
 
-def _gradient_came(
-    arrive: Hook, graphs: Container[int], now: Arrivals, index: int, parameter: nn.Parameter
+def _gradient_made(
+    collect: Hook, graphs: Container[int], now: Collecting, index: int, parameter: nn.Parameter
 ) -> None:
     """See [Note: Gradients that wait]; `graphs` are the backwards that the engine knows of."""
     plain = type(parameter) is ServedParameter and usual() and not torch.is_grad_enabled()
     if not (plain and _graph() in graphs and let_wait(now, index, parameter)):
-        arrive(parameter)
+        collect(parameter)
 
 
 _graph: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def _gradient_arrived(
+def _collect(
     known: Callable[[], Engine | None],
     trains: bool,
     unit: int,

@@ -71,7 +71,8 @@ calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 and whose they were, see `owner`. On threads other than the main one those within a call are here,
 too."""
 owner: object = None
-"""Whose the call is that is under way, and those after it that do not say."""
+"""Whose the call is that is under way, and those after it that do not say; the module that is
+compiled reads it, too."""
 
 
 def recorded() -> deque[tuple[float, float, object]]:
