@@ -249,7 +249,16 @@ class _Attaching:
             raise
         if self.optimizer is not None:
             self.optimizer.state.clear()  # From here on nothing is undone.
+        self._refuse_earlier_graphs()
         return attached
+
+    def _refuse_earlier_graphs(self) -> None:
+        """Let torch refuse a backward of what was computed before: it saved the parameters, which
+        are at rest now, as they are."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for unit in self._bound:
+                if unit.index not in self.plan.residents:
+                    torch.autograd.graph.increment_version(unit.parameters)
 
     def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""

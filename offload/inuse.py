@@ -102,17 +102,14 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        self._exposures.unreserve(bound.index)
-        weights, changed = bound.buffer, look or bound.changed
+        if (look or bound.changed) and self._weight_slot[bound.index] is not None:
+            self._keep(bound.index, bound.buffer)  # If it fails the unit stays in use: once more.
         bound.rest()
         self.units.remove(bound)
-        try:
-            if changed and self._weight_slot[bound.index] is not None:
-                self._keep(bound.index, weights)
-        finally:
-            if bound.task is not None:
-                self._executor.lanes.finish(bound.task)
-                bound.task = None
+        self._exposures.unreserve(bound.index)
+        if bound.task is not None:
+            self._executor.lanes.finish(bound.task)
+            bound.task = None
 
     def _keep(self, unit: int, weights: torch.Tensor) -> None:
         """Put home what was changed in use, and let nothing read it before.

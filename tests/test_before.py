@@ -56,3 +56,29 @@ def test_an_attach_that_fails_leaves_all_as_it_was(
     placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_half_way(placement, "cpu", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("nvme", "device", "cpu"), RESIDENT])
+def test_a_graph_of_before_has_its_gradients_or_is_refused(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """It saved parameters as they are, and the backward would find what stands in their place."""
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.arange(8).view(1, 8)
+    model(tokens).sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    loss = model(tokens).sum()
+    _, attached = offload.attach(model, optimizer, config_of(placement, tmp_path))
+    with attached.engine:
+        if placement == RESIDENT:
+            loss.backward()
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            attached.zero_grad()
+            model(tokens).sum().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(map(torch.equal, found, expected))
