@@ -4,7 +4,8 @@
 The choice is made at the first use and holds for the process: the best kernel that was compiled and
 that the processor can run, or the one that `CPU_ADAM_KERNEL` names. All give the same bits. Without
 compiled kernels the reference serves, with one warning: an installation without a compiler is a
-choice, one whose compiler failed a mistake that pip does not show.
+choice, one whose compiler failed a mistake that pip does not show. So it does on an x86 processor
+of 2011 or before that lacks SSE4.1, as the least of the kernels has it.
 """
 
 from __future__ import annotations
@@ -147,9 +148,10 @@ def _loaded() -> tuple[ModuleType | None, str]:
         assert _kernels.ADDRESS_COLUMNS == ADDRESS_COLUMNS
         _kernels.configure(places(_threads))
         _placed = True
-    return _kernels, ""
+    return (_kernels, "") if _kernels.kernel_names() else (None, _TOO_OLD)
 
 
+_TOO_OLD = "this processor lacks SSE4.1, which all compiled kernels need"
 _REINSTALL = f"reinstall ({sys.executable} -m pip install -v -e . in a checkout)"
 
 
@@ -174,7 +176,9 @@ def _chosen(asked: str | None) -> Kernel:
             f"{cause or 'this processor cannot run it'}; try: one of those, or leave it unset"
         )
     here = compiler()
-    if here is None:
+    if cause == _TOO_OLD:
+        likely, remedy = "an x86 processor of 2011 or before", "a newer one"
+    elif here is None:
         likely = "no C++ compiler when it was installed"
         remedy = f"install g++, then run make in a checkout, or {_REINSTALL}"
     else:

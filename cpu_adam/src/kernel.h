@@ -86,7 +86,8 @@ namespace portable {
 extern const Kernel kernel;
 }
 
-// The kernels that this machine can run, the best first; `count` is set to their number.
+// The kernels that this machine can run, the best first; `count` is set to their number, which may
+// be 0.
 const Kernel* const* kernels(int& count);
 
 }  // namespace cpu_adam

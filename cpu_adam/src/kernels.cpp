@@ -1,4 +1,4 @@
-// Which kernels this machine can run.
+// Which kernels this machine can run: on x86 without SSE4.1 none.
 #include "kernel.h"
 #include "processor.h"
 
@@ -13,10 +13,13 @@ struct Found {
 #if defined(__x86_64__)
         if (processor().avx512) kernels[count++] = &avx512::kernel;
         if (processor().avx2_and_f16c) kernels[count++] = &avx2::kernel;
-#elif defined(__aarch64__)
+        if (processor().sse4_1) kernels[count++] = &portable::kernel;
+#else
+#if defined(__aarch64__)
         kernels[count++] = &neon::kernel;
 #endif
         kernels[count++] = &portable::kernel;
+#endif
     }
 };
 

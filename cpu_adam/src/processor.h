@@ -8,12 +8,14 @@
 namespace cpu_adam {
 
 struct Processor {
-    bool crc32 = false, avx2_and_f16c = false, avx512 = false, wide_products = false;
+    bool crc32 = false, wide_products = false;
+    bool sse4_1 = false, avx2_and_f16c = false, avx512 = false;
 
     Processor() {
         unsigned a, b, c, d, leaf7_b, leaf7_c;
         if (!__get_cpuid(1, &a, &b, &c, &d)) return;
         crc32 = c & bit_SSE4_2;
+        sse4_1 = (c & bit_SSSE3) && (c & bit_SSE4_1);
         if (!(c & bit_OSXSAVE) || !__get_cpuid_count(7, 0, &a, &leaf7_b, &leaf7_c, &d)) return;
         unsigned saved, high;
         __asm__("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));

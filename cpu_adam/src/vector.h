@@ -3,7 +3,8 @@
 // Included by kernel.inc inside the namespace of an instruction set, so that no function compiled
 // with one set's flags can be linked into another's code. For the same reason nothing here or in
 // kernel.inc comes from the C++ library. What an x86 set has follows from its lanes (16: AVX-512,
-// 8: AVX2 and F16C, 4: what the baseline has), not from flags that a user may have added.
+// 8: AVX2 and F16C, 4: SSSE3 and SSE4.1), not from flags that a user may have added; without those
+// of its file (for any processor) the same is done in the compiler's vectors alone.
 //
 // [Note: Pairs]
 // Rules work on two registers side by side. Their 16-bit numbers fill one register: a whole one is
@@ -18,17 +19,17 @@
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
 
-// Whether it is x86's baseline, which has sixteen registers and not all operations on each width.
-#if CPU_ADAM_LANES == 4 && defined(__SSE2__)
-constexpr bool SSE2 = true;
+// Whether it is x86's narrowest set, which has sixteen registers, and overwrites what it works on.
+#if CPU_ADAM_LANES == 4 && defined(__SSE4_1__)
+constexpr bool SSE4 = true;
 #else
-constexpr bool SSE2 = false;
+constexpr bool SSE4 = false;
 #endif
 
 // The same address, unknown to the compiler where registers are few: it loads from there again,
 // and does not store what it has loaded for when it may be needed.
 template <class T> INLINE T* unknown(T* address) {
-#if CPU_ADAM_LANES == 4 && defined(__SSE2__)
+#if CPU_ADAM_LANES == 4 && defined(__SSE4_1__)
     asm("" : "+r"(address));
 #endif
     return address;
@@ -136,7 +137,7 @@ INLINE bool any_nan(F32 x) {
     return _mm512_cmp_ps_mask((__m512)x.low, (__m512)x.high, _CMP_UNORD_Q) != 0;
 #elif CPU_ADAM_LANES >= 8
     return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x.low, (__m256)x.high, _CMP_UNORD_Q)) != 0;
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return _mm_movemask_ps(_mm_cmpunord_ps((__m128)x.low, (__m128)x.high)) != 0;
 #else
     Masks nan = (Masks)(x.low != x.low) | (Masks)(x.high != x.high);
@@ -179,7 +180,7 @@ INLINE Pair<U16> joined(Bytes low, Bytes high) {
 #elif CPU_ADAM_LANES >= 8
     return {(U16)_mm256_unpacklo_epi8((__m256i)low, (__m256i)high),
             (U16)_mm256_unpackhi_epi8((__m256i)low, (__m256i)high)};
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return {(U16)_mm_unpacklo_epi8((__m128i)low, (__m128i)high),
             (U16)_mm_unpackhi_epi8((__m128i)low, (__m128i)high)};
 #elif defined(__aarch64__)
@@ -201,7 +202,7 @@ INLINE Bytes packed(Pair<U16> x) {
     return (Bytes)_mm512_packus_epi16((__m512i)x.low, (__m512i)x.high);
 #elif CPU_ADAM_LANES >= 8
     return (Bytes)_mm256_packus_epi16((__m256i)x.low, (__m256i)x.high);
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return (Bytes)_mm_packus_epi16((__m128i)x.low, (__m128i)x.high);
 #elif defined(__aarch64__)
     return (Bytes)vuzp1q_u8((uint8x16_t)x.low, (uint8x16_t)x.high);
@@ -216,7 +217,7 @@ INLINE SignedBytes nearest(Pair<I16> x) {
     return (SignedBytes)_mm512_packs_epi16((__m512i)x.low, (__m512i)x.high);
 #elif CPU_ADAM_LANES >= 8
     return (SignedBytes)_mm256_packs_epi16((__m256i)x.low, (__m256i)x.high);
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return (SignedBytes)_mm_packs_epi16((__m128i)x.low, (__m128i)x.high);
 #elif defined(__aarch64__)
     return (SignedBytes)vqmovn_high_s16(vqmovn_s16((int16x8_t)x.low), (int16x8_t)x.high);
@@ -232,17 +233,11 @@ INLINE SignedBytes nearest(Pair<I16> x) {
 }
 
 template <class V> INLINE V larger(V a, V b) { return a > b ? a : b; }
-// The larger of 1 and numbers below 128, which are the nearest to these bytes.
-INLINE SignedBytes from_1(Pair<I16> x, SignedBytes bytes) {
-    if constexpr (!SSE2) return larger(bytes, SignedBytes{} + int8_t(1));
-    Bytes from_0 = packed({(U16)x.low, (U16)x.high});  // its maximum of bytes is without signs
-    return (SignedBytes)larger(from_0, Bytes{} + uint8_t(1));
-}
 // The largest of numbers from 0 on.
 template <int N> INLINE int16_t largest_of(typename Of<N>::I16 x) {
     if constexpr (N == 1) {
         return x[0];
-#if CPU_ADAM_LANES >= 8
+#if defined(__SSE4_1__)
     } else if constexpr (N == 8) {
         __m128i least = _mm_minpos_epu16(_mm_xor_si128((__m128i)x, _mm_set1_epi16(-1)));
         return int16_t(~_mm_cvtsi128_si32(least));
@@ -264,18 +259,22 @@ INLINE Bytes only_where(Bytes others, uint8_t some, Bytes x) {
     return (Bytes)_mm512_maskz_mov_epi8(mask, (__m512i)x);
 #elif CPU_ADAM_LANES >= 8
     return (Bytes)_mm256_sign_epi8((__m256i)x, (__m256i)(others & bits));
+#elif defined(__SSE4_1__)
+    return (Bytes)_mm_sign_epi8((__m128i)x, (__m128i)(others & bits));
 #else
     return (others & bits) != 0 ? x : Bytes{};
 #endif
 }
-#if CPU_ADAM_LANES >= 8
+#if defined(__SSE4_1__)
 // What a table of 16 bytes has for each number below 16.
 INLINE Bytes looked_up(const uint8_t* table, Bytes x) {
     __m128i of = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
 #if CPU_ADAM_LANES == 16
     return (Bytes)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(of), (__m512i)x);
-#else
+#elif CPU_ADAM_LANES >= 8
     return (Bytes)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(of), (__m256i)x);
+#else
+    return (Bytes)_mm_shuffle_epi8(of, (__m128i)x);
 #endif
 }
 #endif
@@ -286,7 +285,7 @@ INLINE U16 above(U16 x, uint16_t base) {
     return (U16)_mm512_subs_epu16((__m512i)x, (__m512i)all);
 #elif CPU_ADAM_LANES >= 8
     return (U16)_mm256_subs_epu16((__m256i)x, (__m256i)all);
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return (U16)_mm_subs_epu16((__m128i)x, (__m128i)all);
 #else
     return x > all ? x - all : U16{};
@@ -299,7 +298,7 @@ INLINE Floats square_root(Floats x) {
     return (Floats)_mm512_sqrt_ps((__m512)x);
 #elif CPU_ADAM_LANES >= 8
     return (Floats)_mm256_sqrt_ps((__m256)x);
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     return (Floats)_mm_sqrt_ps((__m128)x);
 #else
     Floats root;
@@ -317,7 +316,7 @@ INLINE Pair<Of<LANES / 2>::F64> doubles(Floats x) {
 #elif CPU_ADAM_LANES >= 8
     __m128 high = _mm256_extractf128_ps((__m256)x, 1);
     return {(D)_mm256_cvtps_pd(_mm256_castps256_ps128((__m256)x)), (D)_mm256_cvtps_pd(high)};
-#elif defined(__SSE2__)
+#elif defined(__SSE4_1__)
     __m128 high = _mm_movehl_ps((__m128)x, (__m128)x);
     return {(D)_mm_cvtps_pd((__m128)x), (D)_mm_cvtps_pd(high)};
 #else
