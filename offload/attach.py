@@ -302,7 +302,8 @@ class _Attaching:
             if unit not in engine.residents:
                 parameter._offload_home = ParameterHome(engine, unit, index)  # type: ignore
         trains = self.optimizer is not None
-        self._hooks = hooks = Hooks(engine, self.model, announcers, trains=trains)
+        self._hooks = hooks = Hooks(engine, self.model)
+        hooks.put_on(self.model, announcers, trains=trains)
         optimizer = None
         if self.optimizer is not None:
             states = States(executor)
@@ -355,12 +356,30 @@ class _Attaching:
         fresh: Mapping[nn.Parameter, nn.Module],
         initialize: Callable[[nn.Module], object],
     ) -> None:
+        """Move a unit, or leave it as it was."""
+        values = [parameter.data for parameter in unit.parameters]
+        try:
+            self._gather(unit, values, executor, fresh, initialize)
+        except BaseException:
+            with torch._C.DisableTorchFunctionSubclass():
+                for parameter, value in zip(unit.parameters, values):
+                    parameter.__class__ = nn.Parameter
+                    parameter.data = value
+            raise
+
+    def _gather(
+        self,
+        unit: BoundUnit,
+        values: Sequence[torch.Tensor],
+        executor: Executor,
+        fresh: Mapping[nn.Parameter, nn.Module],
+        initialize: Callable[[nn.Module], object],
+    ) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
 
         That is on the device unless neither are they nor is their home: then nothing crosses it.
         """
         new = {p for p in unit.parameters if p in fresh}
-        values = [parameter.data for parameter in unit.parameters]
         if unit.index in self.plan.residents:
             start = partial(initialize_fresh, self.model, new, initialize, unit.parameters)
             settle(unit, self.device, new, start)

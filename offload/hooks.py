@@ -30,19 +30,12 @@ from offload.structure import Structure
 class Hooks:
     """All hooks of one engine on one model."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        model: nn.Module,
-        announcers: Mapping[nn.Module, Sequence[int]],
-        *,
-        trains: bool,
-    ):
-        """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
+    def __init__(self, engine: Engine, model: nn.Module):
+        """None is on it yet."""
         self._engine = engine
         self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...], int]] = []
         """Modules whose forward runs: the guard, what autograd had made before, and the thread."""
-        self._announces, self._in_forward = bool(announcers), False
+        self._announces = self._in_forward = False
         self._handles: list[Any] = []
         before_backward = whole(self._before_backward)
         self._announce = [
@@ -52,7 +45,14 @@ class Hooks:
         self.structure = Structure(model, engine)
         lanes = engine.executor.lanes
         self._marks = Marks(lanes.note) if lanes.ledger.trace and engine.plan.residents else None
-        keep = self._handles.append
+
+    def put_on(
+        self, model: nn.Module, announcers: Mapping[nn.Module, Sequence[int]], *, trains: bool
+    ) -> None:
+        """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
+        engine, keep = self._engine, self._handles.append
+        self._announces = bool(announcers)
+        self.structure.watch()
         enter = _hook(self._enter_root, refuses=self._announces)
         keep(model.register_forward_pre_hook(enter, prepend=True))
         for module, used in announcers.items():

@@ -28,7 +28,7 @@ class Structure:
     """The parameters of an attached model, by the modules that own them."""
 
     def __init__(self, model: nn.Module, engine: Any):
-        """Watch over `model`, which `engine` serves, from here to `release`."""
+        """Of `model`, which `engine` serves, as it is now."""
         self.engine: Callable[[], Any] = weakref.ref(engine)
         """The engine, for as long as it lives."""
         self._parameters = list(model.parameters())  # Which keeps their ids theirs.
@@ -39,9 +39,12 @@ class Structure:
             if module._parameters
         ]
         self._modules = weakref.WeakSet(model.modules())
+
+    def watch(self) -> None:
+        """Let the model be changed no more, until `release`."""
+        _listen()
         for module in self._modules:
             _watched[module] = self
-        _listen()
 
     def __contains__(self, parameter: object) -> bool:
         return id(parameter) in self._known

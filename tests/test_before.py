@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import hooks
 from offload.states import States
 from tests.training import ALL_PLACEMENTS, RESIDENT, Net, config_of, some_fast
 
@@ -82,3 +83,56 @@ def test_a_graph_of_before_has_its_gradients_or_is_refused(
             model(tokens).sum().backward()
         found = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("device", "device", "cpu")])
+def test_values_beside_one_that_cannot_be_initialised_stay(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    model = Net()
+    up = model.blocks[1].up
+    up.bias = torch.nn.Parameter(torch.zeros(up.out_features, device="meta"))
+    held = {name: p.detach().clone() for name, p in model.named_parameters() if not p.is_meta}
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def initialize(module: torch.nn.Module) -> None:
+        torch.nn.init.zeros_(module.weight)  # type: ignore[arg-type]
+        raise OSError("no such file, on purpose")
+
+    with pytest.raises(OSError, match="on purpose"):
+        offload.attach(model, optimizer, config_of(placement, tmp_path), initialize=initialize)
+    assert up.bias.is_meta
+    for name, value in held.items():
+        assert torch.equal(model.get_parameter(name), value)
+    _, attached = offload.attach(
+        model, optimizer, config_of(placement, tmp_path), initialize=lambda one: None
+    )
+    with attached.engine:
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in held.items())
+
+
+@pytest.mark.parametrize("broken", range(0, 24, 5))
+def test_hooks_that_cannot_all_be_put_on_are_taken_off(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, made = Net(), list[Any]()
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = config_of(("cpu", "cpu", "cpu"), tmp_path)
+
+    def poor(*args: Any, **options: Any) -> Any:
+        made.append(args)
+        if len(made) > broken:
+            raise MemoryError("on purpose")
+        return inner(*args, **options)
+
+    inner = hooks._hook
+    with monkeypatch.context() as patch:
+        patch.setattr(hooks, "_hook", poor)
+        with pytest.raises(MemoryError, match="on purpose"):
+            offload.attach(model, optimizer, config)
+    model.extra = torch.nn.Linear(2, 2)
+    del model.extra
+    model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    offload.attach(model, optimizer, config)[1].engine.close()
