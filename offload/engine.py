@@ -69,6 +69,7 @@ class Engine:
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
+        self.finality.reruns.ended = whole(self._function_ended)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
@@ -160,19 +161,31 @@ class Engine:
                 self._begin_final()
                 self.finality.backward_ended()
 
+    def _function_ended(self) -> None:
+        """A function that runs modules again in backward has done so."""
+        with self.lock:
+            self._begin_final()
+
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        if torch._C._current_graph_task_id() not in self.graphs:
+        graph = torch._C._current_graph_task_id()
+        if graph not in self.graphs:
             self.enter_backward()
-        self.finality.gradient_came(unit, index)
+        self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.graphs)))
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
+        outermost = next(iter(self.graphs), None)  # None: it is over.
+        if outermost not in (None, torch._C._current_graph_task_id()):
+            return
         exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
+        followed = self.gradients.followed  # Whoever holds a gradient may change it before step().
         for unit in sorted(self.finality.final):
             bound = self.units[unit]
-            if bound.buffer is None and not bound.saved and unit not in exposed:
+            if bound.buffer is not None or bound.saved or unit in exposed or unit in followed:
+                continue
+            if outermost is None or not self.finality.more_comes(unit, bound.parameters):
                 self.collector.send(unit)
                 if not self.finality.begun:
                     self.updates.settle()
@@ -193,9 +206,10 @@ class Engine:
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.finality.came |= self.collector.send_all()
-        if self.passes.verb is Verb.BACKWARD:
+        backward = self.passes.verb is Verb.BACKWARD
+        self.passes.close(finished=finished)  # An update that has begun may wait for what it drops.
+        if backward:
             self.gradients.renew_shown()
-        self.passes.close(finished=finished)
 
     def end_abandoned(self) -> None:
         """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs."""
