@@ -63,13 +63,13 @@ class Engine:
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, self.passes, exposed_bytes_max, self._in_use)
-        self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
+        self.in_use = InUse(executor, memory, self.passes, self.exposures, self, micro_batches)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
-        self.finality.reruns.ended = whole(self._function_ended)
+        self.finality.reruns.ended = whole(self._begin_final)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
@@ -161,36 +161,31 @@ class Engine:
                 self._begin_final()
                 self.finality.backward_ended()
 
-    def _function_ended(self) -> None:
-        """A function that runs modules again in backward has done so."""
-        with self.lock:
-            self._begin_final()
-
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        graph = torch._C._current_graph_task_id()
-        if graph not in self.graphs:
+        if (graph := torch._C._current_graph_task_id()) not in self.graphs:
             self.enter_backward()
         self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.graphs)))
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
-        outermost = next(iter(self.graphs), None)  # None: it is over.
-        if outermost not in (None, torch._C._current_graph_task_id()):
-            return
-        exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
-        followed = self.gradients.followed  # Whoever holds a gradient may change it before step().
-        for unit in sorted(self.finality.final):
-            bound = self.units[unit]
-            if bound.buffer is not None or bound.saved or unit in exposed or unit in followed:
-                continue
-            if outermost is None or not self.finality.more_comes(unit, bound.parameters):
+        with self.lock:  # Which a function that is over does not have.
+            outermost = next(iter(self.graphs), None)  # None: it is over.
+            if outermost not in (None, torch._C._current_graph_task_id()):
+                return
+            # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
+            held = self.exposures.exposed_units(), self.gradients.followed
+            for unit in sorted(self.finality.final):
+                bound = self.units[unit]
+                if bound.buffer is not None or bound.saved or any(unit in one for one in held):
+                    continue
+                if outermost is not None and self.finality.more_comes(unit, bound.parameters):
+                    continue
                 self.collector.send(unit)
                 if not self.finality.begun:
                     self.updates.settle()
-                turns = self.finality.begin(unit)
-                if turns:
+                if turns := self.finality.begin(unit):
                     with self._lanes.once():
                         self._begin_updates({unit: turns})
 
@@ -206,9 +201,9 @@ class Engine:
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.finality.came |= self.collector.send_all()
-        backward = self.passes.verb is Verb.BACKWARD
+        verb = self.passes.verb
         self.passes.close(finished=finished)  # An update that has begun may wait for what it drops.
-        if backward:
+        if verb is Verb.BACKWARD:
             self.gradients.renew_shown()
 
     def end_abandoned(self) -> None:
@@ -339,9 +334,8 @@ class Engine:
         self.exposures.settle_all()
         self.gradients.settle_shown()
         self.gradients.let_go()
-        if not self.finality.begun:
+        if not (begun := self.finality.begun):
             self.updates.settle()
-        begun = self.finality.begun
         due = self.finality.stepped(frozen)
         with self._lanes.once() if begun else nullcontext():
             self._begin_updates(due)
@@ -383,8 +377,8 @@ class Engine:
     def program(self) -> Program:
         """The compiled phases, in the order of use seen last."""
         orders = self.passes.orders
-        profile = profile_of(self.plan.profile.units, orders[Verb.FORWARD], orders[Verb.BACKWARD])
-        return compile_program(self.plan.reordered(profile))
+        both = orders[Verb.FORWARD], orders[Verb.BACKWARD]
+        return compile_program(self.plan.reordered(profile_of(self.plan.profile.units, *both)))
 
     def report(self) -> Report:
         """What was done and waited for since attach."""

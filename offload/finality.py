@@ -10,13 +10,16 @@ a unit goes this way in that backward:
       +---------------------------------step()-------------------------------+
 
 *All of its gradient has come* when each parameter's came as often as in the last backward that was
-finished, the unit was recomputed as often, and as many calls of it as then may be. *Its backward is
-over* when the unit is at rest, nobody holds a private copy of its weights, autograd keeps nothing
-that needs them (`BoundUnit.saved`), and the backward under way will bring no gradient of it and run
-no function in which it was called (see [Note: Reruns]). Of what is to come only the outermost
-backward can be asked, and only in it: inside another one nothing begins. Where autograd keeps
-something for longer, as for retain_graph=True or an output that no loss uses, the update begins at
-`step()`. Calls that cannot come back make no difference: evaluations, losses thrown away.
+finished, the same ones in backwards inside it, the unit was recomputed as often, and as many calls
+of it as then may be; where backwards inside brought any, it was called as often, too. Evaluations
+are no calls of these.
+
+*Its backward is over* when the unit is at rest, nobody holds a private copy of its weights or a
+gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the backward under way will
+bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
+to come only the outermost backward is asked, and only in it: inside another one nothing begins.
+Where autograd keeps something for longer, as for retain_graph=True or an output that no loss uses,
+the update begins at `step()`.
 
 What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
@@ -66,12 +69,19 @@ class _Counts:
 
     gradients: Counter[int] = field(default_factory=Counter)
     """By parameter."""
-    calls: int = 0
-    """Calls of its modules, since the backward before, that may be repeated for what is saved."""
+    calls: int = field(default=0, compare=False)
+    """Calls of its modules with a graph, since the backward before."""
+    repeatable: int = 0
+    """Those that may be repeated for what is saved."""
     recomputes: int = 0
     """Calls of its modules inside the backward."""
-    outermost: set[int] = field(default_factory=set, compare=False)
+    outermost: set[int] = field(default_factory=set)
     """Parameters whose gradient came in the backward itself, in none that it runs inside."""
+
+    @property
+    def nested(self) -> bool:
+        """Whether a gradient came in a backward inside."""
+        return self.gradients.total() > len(self.outermost)
 
 
 OTHER_STEPS = 2
@@ -122,7 +132,9 @@ class Finality:
         """`unit` is called, or a parameter of it used, in a forward."""
         if not self.counts:
             return
-        self._now[unit].calls += may_be_recomputed()
+        now = self._now[unit]
+        now.calls += torch.is_grad_enabled()
+        now.repeatable += may_be_recomputed()
         if not self.reruns.called(unit):
             self._unforeseen.add(unit)
 
@@ -157,8 +169,9 @@ class Finality:
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
         last = self._backwards + 1 == self._micro_batches
-        known = unit not in self._unforeseen
-        if last and known and self._now[unit] == self._before[unit]:
+        now, before = self._now[unit], self._before[unit]
+        same = now == before and (now.calls == before.calls or not now.nested)
+        if last and same and unit not in self._unforeseen:
             self.final.add(unit)
         else:
             self.final.discard(unit)
@@ -262,8 +275,8 @@ class Finality:
         self._begin_no_more()
         raise RuntimeError(
             f"{what} of {self._names[unit]} came inside a backward after its update had begun, "
-            "as Config.micro_batches lets it: likely a hook, or a function's backward, uses it, and "
-            "none did in the backward before. The weights are whole: step() completes this step "
+            "as Config.micro_batches lets it: likely a hook, or a function's backward, uses it "
+            "that did not before. The weights are whole: step() completes this step "
             "with the gradients that came, as torch does after a backward that raised. Go on from "
             "there, as nothing begins early any more, or leave micro_batches out"
         )

@@ -90,7 +90,7 @@ def _running() -> Iterator[Any]:
     inner: FrameType = sys._getframe(1)
     frame = inner.f_back
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if frame.f_code is APPLY:
             yield _function_of(inner)
         inner, frame = frame, frame.f_back
 
@@ -107,6 +107,7 @@ def _function_of(forward: FrameType) -> Any:
     return first if isinstance(first, torch._C._FunctionBase) else None
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+"""In whose frame a function's forward runs, and what it saves is saved."""
 _forward_gradients: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
