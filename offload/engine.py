@@ -63,7 +63,7 @@ class Engine:
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(executor, self.passes, exposed_bytes_max, self._in_use)
-        self.in_use = InUse(executor, memory, self.passes, self.exposures, self, micro_batches)
+        self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
         self.updates = Updates(executor, max_grad_norm, self.residents)

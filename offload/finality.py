@@ -10,16 +10,17 @@ a unit goes this way in that backward:
       +---------------------------------step()-------------------------------+
 
 *All of its gradient has come* when each parameter's came as often as in the last backward that was
-finished, the same ones in backwards inside it, the unit was recomputed as often, and as many calls
-of it as then may be; where backwards inside brought any, it was called as often, too. Evaluations
-are no calls of these.
+finished, and the unit was recomputed as often, of as many calls that may be. Evaluations are none,
+and neither is a loss thrown away, but inside saved-tensor hooks (a checkpoint that is not
+reentrant), which may run a forward again.
 
 *Its backward is over* when the unit is at rest, nobody holds a private copy of its weights or a
 gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the backward under way will
 bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
 to come only the outermost backward is asked, and only in it: inside another one nothing begins.
 Where autograd keeps something for longer, as for retain_graph=True or an output that no loss uses,
-the update begins at `step()`.
+the update begins at `step()`; so it does, from then on, where a backward inside brings a gradient
+and no such function runs.
 
 What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
@@ -69,19 +70,12 @@ class _Counts:
 
     gradients: Counter[int] = field(default_factory=Counter)
     """By parameter."""
-    calls: int = field(default=0, compare=False)
-    """Calls of its modules with a graph, since the backward before."""
     repeatable: int = 0
-    """Those that may be repeated for what is saved."""
+    """Calls of its modules, since the backward before, that may be repeated for what is saved."""
     recomputes: int = 0
     """Calls of its modules inside the backward."""
-    outermost: set[int] = field(default_factory=set)
+    outermost: set[int] = field(default_factory=set, compare=False)
     """Parameters whose gradient came in the backward itself, in none that it runs inside."""
-
-    @property
-    def nested(self) -> bool:
-        """Whether a gradient came in a backward inside."""
-        return self.gradients.total() > len(self.outermost)
 
 
 OTHER_STEPS = 2
@@ -108,7 +102,7 @@ class Finality:
         self.reruns = Reruns()
         """Functions that may call units again."""
         self._unforeseen: set[int] = set()
-        """Units of which nobody can tell what is to come."""
+        """Units of which nobody can tell what is to come; they begin at `step()`."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -132,11 +126,8 @@ class Finality:
         """`unit` is called, or a parameter of it used, in a forward."""
         if not self.counts:
             return
-        now = self._now[unit]
-        now.calls += torch.is_grad_enabled()
-        now.repeatable += may_be_recomputed()
-        if not self.reruns.called(unit):
-            self._unforeseen.add(unit)
+        self._now[unit].repeatable += may_be_recomputed()
+        self.reruns.called(unit)
 
     def recomputed(self, unit: int) -> None:
         """A module of `unit` is called inside backward.
@@ -164,14 +155,15 @@ class Finality:
         came[parameter] = came.get(parameter, 0) + 1
         if outermost:
             self._now[unit].outermost.add(parameter)
+        elif not self.reruns.running(unit):
+            self._unforeseen.add(unit)
         self._judge(unit)
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
         last = self._backwards + 1 == self._micro_batches
-        now, before = self._now[unit], self._before[unit]
-        same = now == before and (now.calls == before.calls or not now.nested)
-        if last and same and unit not in self._unforeseen:
+        known = unit not in self._unforeseen
+        if last and known and self._now[unit] == self._before[unit]:
             self.final.add(unit)
         else:
             self.final.discard(unit)

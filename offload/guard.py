@@ -8,9 +8,7 @@ unit is in use again, or into a private copy when it is not: a stale read is imp
 also notes the parameter's version, as torch's own check does not look at packed tensors. What is
 no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
 so the guard composes with them in whatever order they are entered. Both hold on to the unit's
-`Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over;
-so does what an `autograd.Function` saves, which may run the unit's code again in its backward, as
-reentrant checkpoints do.
+`Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
 
 [Note: Guards left behind]
 Ctrl-C in a module skips its hooks, and leaves its guard on torch's stack of hooks. Each `with` of
@@ -22,7 +20,6 @@ with it: there nothing is left.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -31,7 +28,6 @@ import torch
 
 from offload.aside import unseen
 from offload.interrupt import whole
-from offload.reruns import APPLY
 from offload.served import ServedParameter
 
 
@@ -69,9 +65,6 @@ class Handle(NamedTuple):
 class Locator(Protocol):
     """Knows the tensors that need a handle."""
 
-    counts: bool
-    """Whether it is asked when the backward of a unit is over."""
-
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in a unit's weights, else None."""
 
@@ -96,12 +89,11 @@ class Savers(Protocol):
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saving guard]."""
 
-    __slots__ = ("_counts", "_in_backward", "_locator", "_outer", "_pair", "_stack", "_units")
+    __slots__ = ("_in_backward", "_locator", "_outer", "_pair", "_stack", "_units")
 
     def __init__(self, locator: Locator, units: Sequence[Savers], inside: bool):
         """Guard what is saved from here to `close`, while `units` are used; `inside` a backward."""
         self._locator = locator
-        self._counts = locator.counts
         self._units = units
         self._in_backward = inside
         self._outer: Any = _top(False)
@@ -150,8 +142,6 @@ class SavingGuard:
         if handle is not None:
             return handle
         if self._outer is None:
-            if self._counts and sys._getframe(1).f_code is APPLY:
-                return (tensor, *(unit.saving() for unit in self._units))
             return tensor
         # Hooks around ours may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
@@ -161,7 +151,7 @@ class SavingGuard:
             with packed.engine.lock:
                 return packed.engine.tensor_of(packed)
         if self._outer is None:
-            return packed[0] if type(packed) is tuple else packed  # type: ignore[no-any-return]
+            return packed  # type: ignore[no-any-return]
         return self._outer[1](packed[0])  # type: ignore[no-any-return]
 
 

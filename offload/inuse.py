@@ -23,10 +23,8 @@ class InUse:
         passes: Passes,
         exposures: Exposures,
         resolver: Resolver,
-        micro_batches: int | None,
     ):
         """No unit is in use; `resolver` turns handles back into tensors."""
-        self.counts = micro_batches is not None
         self._resolver = resolver
         self._exposures = exposures
         self._executor = executor

@@ -32,25 +32,32 @@ class Reruns:
         """Called inside backward whenever one of them is over; set by the engine."""
         self._by_unit: dict[int, weakref.WeakSet[Any]] = {}
         self._all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        """In the backward under way."""
         self._over: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Of the backward under way."""
+        """Of these."""
 
-    def called(self, unit: int) -> bool:
-        """A unit is called in a forward; False where nobody can tell when it is called again."""
+    def called(self, unit: int) -> None:
+        """A unit is called in a forward."""
         if _forward_gradients():
-            return True
-        for function in _running():
-            if function is None:
-                return False
+            return
+        for function in _in_forward():
             if function not in self._all:
                 self._all.add(function)
-                function.register_hook(partial(_is_over, weakref.ref(self), weakref.ref(function)))
+                mine = weakref.ref(self), weakref.ref(function)
+                function.register_prehook(partial(_begins, *mine))
+                function.register_hook(partial(_is_over, *mine))
             self._by_unit.setdefault(unit, weakref.WeakSet()).add(function)
-        return True
 
     def backward_began(self) -> None:
         """An outermost backward begins."""
+        self._begun.clear()
         self._over.clear()
+
+    def running(self, unit: int) -> bool:
+        """Whether one of them runs."""
+        functions = self._by_unit.get(unit, ())
+        return any(one in self._begun and one not in self._over for one in functions)
 
     def pending(self, unit: int) -> bool:
         """Whether one of them has yet to run in the backward that asks, or runs."""
@@ -76,6 +83,12 @@ def _will_execute(node: Any) -> bool:
         return True
 
 
+def _begins(known: Callable[[], Reruns | None], function: Callable[[], object], *_: object) -> None:
+    reruns, one = known(), function()
+    if reruns is not None and one is not None:
+        reruns._begun.add(one)
+
+
 def _is_over(
     known: Callable[[], Reruns | None], function: Callable[[], object], *_: object
 ) -> None:
@@ -85,13 +98,13 @@ def _is_over(
         reruns.ended()
 
 
-def _running() -> Iterator[Any]:
-    """The functions whose forward runs on this thread; None for one that cannot be known."""
+def _in_forward() -> Iterator[Any]:
+    """The functions whose forward runs on this thread, but those that are not given to it."""
     inner: FrameType = sys._getframe(1)
     frame = inner.f_back
     while frame is not None:
-        if frame.f_code is APPLY:
-            yield _function_of(inner)
+        if frame.f_code is _APPLY and (function := _function_of(inner)) is not None:
+            yield function
         inner, frame = frame, frame.f_back
 
 
@@ -107,7 +120,6 @@ def _function_of(forward: FrameType) -> Any:
     return first if isinstance(first, torch._C._FunctionBase) else None
 
 
-APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
-"""In whose frame a function's forward runs, and what it saves is saved."""
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 _forward_gradients: Callable[[], bool] = torch._C._is_fwd_grad_enabled
 _top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]

@@ -196,7 +196,6 @@ class _Lent:
 
     def __init__(self, homes: Sequence[ParameterHome]):
         self._homes = homes
-        self.counts = False
 
     def handle_of(self, tensor: torch.Tensor) -> Handle | None:
         """The handle of a tensor that lies in a lent copy, else None."""

@@ -146,6 +146,8 @@ class Net(nn.Module):
             x = x * self.blocks[0].norm.weight  # type: ignore[union-attr, operator]
         if self.raw == 2:
             x = again(self.how, lambda x: x + self.blocks[-1].shift, x)  # type: ignore
+        if self.raw == 3:
+            x = x + self.blocks[0].gain  # type: ignore[operator]
         return self.head(x)  # type: ignore[no-any-return]
 
 
@@ -266,7 +268,7 @@ def branch(side: Side, r: random.Random) -> None:
 
 
 def flags(side: Side, r: random.Random) -> None:
-    side.model.raw, side.model.peeks = r.randrange(3), r.random() < 0.5
+    side.model.raw, side.model.peeks = r.randrange(4), r.random() < 0.5
 
 
 def freeze(side: Side, r: random.Random) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,7 +149,7 @@ def test_pressed_in_nested_units_nothing_is_left(tmp_path: Path) -> None:
 
 def test_a_guard_is_taken_out_from_below_others() -> None:
     _, mine = counting()
-    guard = SavingGuard(SimpleNamespace(counts=False), [], False)  # type: ignore[arg-type]
+    guard = SavingGuard(None, [], False)  # type: ignore[arg-type]
     with saved_tensors_hooks(*mine):
         guard.close()
         assert stack() == [mine[0]]
