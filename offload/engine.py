@@ -358,18 +358,16 @@ class Engine:
 
     @whole
     def settle(self) -> None:
-        """Block until every update is done, and raise what went wrong.
-
-        Raises:
-            EngineError: a lane failed.
-        """
-        self._require_step()
-        self.updates.settle()
+        """Block until every update is done; an EngineError tells what went wrong."""
+        with self.lock:
+            self._require_step()
+            self.updates.settle()
 
     @whole
     def _require_step(self) -> None:
-        self.end_abandoned()
-        self.finality.require_step("a look at the whole state")
+        with self.lock:
+            self.end_abandoned()
+            self.finality.require_step("a look at the whole state")
 
     # -- reports and the end ---------------------------------------------------------------------
 

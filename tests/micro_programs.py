@@ -85,7 +85,9 @@ def again(how: str, run: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.
     return {"by hand": Again, "apart": AgainApart}[how].apply(run, x)  # type: ignore
 
 
-WAYS = ("", "checkpoint", "to the end", "reentrant", "by hand", "apart")
+TO_AUTOGRAD = ("", "checkpoint", "to the end")
+"""Ways of which autograd knows all."""
+WAYS = (*TO_AUTOGRAD, "reentrant", "by hand", "apart")
 
 
 class Block(nn.Module):
@@ -232,9 +234,7 @@ def part(side: Side, r: random.Random) -> None:
 
 
 def higher(side: Side, r: random.Random) -> None:
-    if side.model.how in ("", "checkpoint", "to the end") and not any(
-        one.how not in ("", "checkpoint", "to the end") for one in side.model.blocks
-    ):
+    if all(one.how in TO_AUTOGRAD for one in (side.model, *side.model.blocks)):
         loss = side.loss(r)
         leaves = [one for one in side.model.parameters() if one.requires_grad]
         found = torch.autograd.grad(loss, leaves, allow_unused=True) if leaves else ()
@@ -369,7 +369,9 @@ def hooked(side: Side, r: random.Random) -> None:
                 side.block(random.Random(seed))(side.ones()).sum().backward()
         return gradient + more
 
-    if not where.requires_grad:
+    # Of a unit that runs again inside its own forward, a hook may not use another one then.
+    alone = all(one.how in TO_AUTOGRAD for one in side.model.blocks)
+    if not where.requires_grad or not (alone or what == 0):
         plain(side, r)
         return
     left = [hook]
@@ -479,6 +481,6 @@ def differs(seed: int, directory: Any) -> tuple[Counter[str], str]:
     program.run(plain)
     assert plain.at == len(plain.refused)
     for number, (one, other) in enumerate(zip(attached.seen, plain.seen, strict=True)):
-        if not same_bits(one, other):
+        if not same_bits(one.nan_to_num(0.5), other.nan_to_num(0.5)):  # No NaN is that of another.
             return attached.told, f"{number} of {len(plain.seen)} seen"
     return attached.told, ""
