@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.micro_programs import WAYS, Net, differs
+from tests.micro_programs import WAYS, Net, again, differs
 from tests.training import (
     RESIDENT,
     Run,
@@ -22,6 +22,7 @@ from tests.training import (
     attached,
     fp32,
     plain,
+    same_bits,
     some_fast,
     train,
     train_alone,
@@ -164,6 +165,44 @@ def test_what_comes_is_known_before_it_comes(name: str, tmp_path: Path) -> None:
     options = fp32(build=partial(Net, kinds, False), steps=len(changes) + 1)
     early = train(PLACEMENT, tmp_path, changed, micro_batches=1, **options)
     assert_same(early, train(RESIDENT, tmp_path, changed, **options))
+
+
+@pytest.mark.parametrize("how", some_fast(["reentrant", *WAYS]))
+def test_two_engines_in_one_backward(how: str, tmp_path: Path) -> None:
+    """A function runs modules of both again, once more in the last step than before."""
+
+    def result(micro_batches: int | None) -> list[torch.Tensor]:
+        with ExitStack() as stack:
+            one, other = (
+                stack.enter_context(
+                    attached(
+                        PLACEMENT,
+                        tmp_path,
+                        build=partial(Net, THRICE, False),
+                        dtype=torch.float32,
+                        micro_batches=micro_batches,
+                    )
+                )
+                for _ in range(2)
+            )
+            mine, its = one.model, other.model
+
+            def both(x: torch.Tensor) -> torch.Tensor:
+                return its.blocks[0](mine.blocks[0](x))  # type: ignore
+
+            for times in (1, 1, 2, 1):
+                x = mine.embed(torch.arange(6).view(2, 3))  # type: ignore[operator]
+                with torch.no_grad():
+                    both(x)
+                for _ in range(times):
+                    x = again(how, both, x)
+                its.head(mine.blocks[1](x)).pow(2).sum().backward()  # type: ignore
+                one.step()
+                other.step()
+            return [*mine.state_dict().values(), *its.state_dict().values()]
+
+    for one, other in zip(result(1), result(None), strict=True):
+        assert same_bits(one, other)
 
 
 def begun_in(run: Run, backward: Callable[[], object]) -> int:
