@@ -201,6 +201,11 @@ class Side:
         self.seen.append(loss.detach())
         return loss
 
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        """One that counts, so the step is frozen in it."""
+        self.rate = self.optimizer.param_groups[0]["lr"]
+        loss.backward(**options)
+
     def block(self, r: random.Random) -> Any:
         return self.model.blocks[r.randrange(len(self.model.blocks))]
 
@@ -306,7 +311,7 @@ def failed(side: Side, r: random.Random) -> None:
     register = (one.register_forward_pre_hook, one.register_forward_hook, None)[when]
     handle = one.norm.weight.register_hook(boom) if register is None else register(boom)
     try:
-        side.attempt(lambda: side.loss(r).backward())
+        side.attempt(lambda: side.backward(side.loss(r)))
     except ZeroDivisionError:
         if r.random() < 0.7:
             side.attempt(side.optimizer.zero_grad)
@@ -327,30 +332,31 @@ def plain(side: Side, r: random.Random) -> None:
     loss = side.loss(r)
     if r.random() < 0.3:
         evaluate(side, r)
-    loss.backward()
+    side.backward(loss)
 
 
 def summed(side: Side, r: random.Random) -> None:
-    (side.loss(r) + side.loss(r)).backward()
+    side.backward(side.loss(r) + side.loss(r))
 
 
 def penalty(side: Side, r: random.Random) -> None:
-    (side.loss(r) + side.parameter(r).float().pow(2).sum() * 0.01).backward()
+    side.backward(side.loss(r) + side.parameter(r).float().pow(2).sum() * 0.01)
 
 
 def of_a_block(side: Side, r: random.Random) -> None:
     x = side.ones()
-    side.block(r)(side.model.embed(torch.zeros(1, 3, dtype=torch.long)) + x).sum().backward()
+    y = side.block(r)(side.model.embed(torch.zeros(1, 3, dtype=torch.long)) + x)
+    side.backward(y.sum())
 
 
 def retained(side: Side, r: random.Random) -> None:
     side.kept["retained"] = loss = side.loss(r)
-    loss.backward(retain_graph=True)
+    side.backward(loss, retain_graph=True)
 
 
 def of_the_kept(side: Side, r: random.Random) -> None:
     loss = side.kept.pop("thrown", None)
-    (side.loss(r) if loss is None else loss).backward()
+    side.backward(side.loss(r) if loss is None else loss)
 
 
 def hooked(side: Side, r: random.Random) -> None:
@@ -382,7 +388,7 @@ def hooked(side: Side, r: random.Random) -> None:
     loss = side.loss(r)
     handle = where.register_hook(once)
     try:
-        loss.backward()
+        side.backward(loss)
     finally:
         handle.remove()
 
@@ -456,8 +462,6 @@ class Program:
                     step(side, r)
                 else:
                     side.attempt(partial(ACTIONS[name], side, r))
-                if name == "part":
-                    side.rate = side.optimizer.param_groups[0]["lr"]
             except Refused as refusal:
                 side.told[str(refusal)] += 1
         side.kept.clear()
