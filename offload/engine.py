@@ -35,6 +35,7 @@ from offload.passes import Passes, in_backward
 from offload.phases import compile_program
 from offload.profile import profile_of
 from offload.program import Program, Verb
+from offload.reruns import retains
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
@@ -172,7 +173,7 @@ class Engine:
         """Begin the updates of units whose gradient is final and whose backward is over."""
         with self.lock:  # Which a function that is over does not have.
             outermost = next(iter(self.graphs), None)  # None: it is over.
-            if outermost not in (None, torch._C._current_graph_task_id()):
+            if outermost not in (None, torch._C._current_graph_task_id()) or retains():
                 return
             # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
             held = self.exposures.exposed_units(), self.gradients.followed

@@ -18,9 +18,9 @@ reentrant), which may run a forward again.
 gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the backward under way will
 bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
 to come only the outermost backward is asked, and only in it: inside another one nothing begins.
-Where autograd keeps something for longer, as for retain_graph=True or an output that no loss uses,
-the update begins at `step()`; so it does, from then on, where a backward inside brings a gradient
-and no such function runs.
+Where autograd keeps something for longer, as for an output that no loss uses, the update begins at
+`step()`; so do all after retain_graph=True, which says that another backward follows; and so it
+does, from then on, where a backward inside brings a gradient and no such function runs.
 
 What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward

@@ -71,6 +71,11 @@ def will_accumulate(parameter: torch.Tensor) -> bool:
         return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
 
 
+def retains() -> bool:
+    """Whether the backward that asks keeps its graph, for another one to follow."""
+    return bool(_keeps_graph())
+
+
 def may_be_recomputed() -> bool:
     """Whether what is saved now goes to hooks, which may run the forward again to have it."""
     return torch.is_grad_enabled() and _top_hooks(False) is not None
@@ -121,5 +126,7 @@ def _function_of(forward: FrameType) -> Any:
 
 
 _APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 _forward_gradients: Callable[[], bool] = torch._C._is_fwd_grad_enabled
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+_top_hooks: Callable[[bool], object] = _autograd._top_saved_tensors_default_hooks
