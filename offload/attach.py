@@ -119,10 +119,10 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         ValueError: the model is not attached.
     """
     engine = engine_of(model)
-    engine.settle()
-    streamed = [bound for bound in engine.units if bound.index not in engine.residents]
-    places = [(bound, index) for bound in streamed for index in range(len(bound.parameters))]
-    with torch.inference_mode(False):
+    with engine.lock, torch.inference_mode(False):  # Steps of other threads come before or after.
+        engine.settle()
+        streamed = [bound for bound in engine.units if bound.index not in engine.residents]
+        places = [(bound, index) for bound in streamed for index in range(len(bound.parameters))]
         values = [engine.values_of(bound.index, index) for bound, index in places]
         take = whole(engine.gradients.hand_over)
         gradients = [gradient for bound in streamed for gradient in take(bound.index)]

@@ -133,7 +133,7 @@ class Config:
     max_grad_norm, whose factor is known only then, they start at step() all the same. Between the
     last backward and step() nothing else is possible, not even when that backward raised (Ctrl-C,
     out of memory): step() must complete it, with the gradients that came. `zero_grad` or `p.grad`
-    before the last backward start the count again."""
+    before the last backward start the count again. Evaluations before it change nothing."""
 
     exposed_memory: int | str | None = None
     """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward,

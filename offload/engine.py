@@ -35,6 +35,7 @@ from offload.passes import Passes, in_backward
 from offload.phases import compile_program
 from offload.profile import profile_of
 from offload.program import Program, Verb
+from offload.reruns import retains
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
@@ -69,6 +70,7 @@ class Engine:
         self.updates = Updates(executor, max_grad_norm, self.residents)
         names = [unit.name for unit in self.plan.profile.units]
         self.finality = Finality(micro_batches, names, early=max_grad_norm is None)
+        self.finality.reruns.ended = whole(self._begin_final)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
@@ -162,22 +164,29 @@ class Engine:
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        if torch._C._current_graph_task_id() not in self.graphs:
+        if (graph := torch._C._current_graph_task_id()) not in self.graphs:
             self.enter_backward()
-        self.finality.gradient_came(unit, index)
+        self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.graphs)))
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
-        exposed = self.exposures.exposed_units()  # Whoever holds a copy sees whole steps only.
-        for unit in sorted(self.finality.final):
-            bound = self.units[unit]
-            if bound.buffer is None and not bound.saved and unit not in exposed:
+        with self.lock:  # Which a function that is over does not have.
+            outermost = next(iter(self.graphs), None)  # None: it is over.
+            if outermost not in (None, torch._C._current_graph_task_id()) or retains():
+                return
+            # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
+            held = self.exposures.exposed_units(), self.gradients.followed
+            for unit in sorted(self.finality.final):
+                bound = self.units[unit]
+                if bound.buffer is not None or bound.saved or any(unit in one for one in held):
+                    continue
+                if outermost is not None and self.finality.more_comes(unit, bound.parameters):
+                    continue
                 self.collector.send(unit)
                 if not self.finality.begun:
                     self.updates.settle()
-                turns = self.finality.begin(unit)
-                if turns:
+                if turns := self.finality.begin(unit):
                     with self._lanes.once():
                         self._begin_updates({unit: turns})
 
@@ -193,9 +202,10 @@ class Engine:
                 for parameter in bound.parameters:
                     take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
         self.finality.came |= self.collector.send_all()
-        if self.passes.verb is Verb.BACKWARD:
+        verb = self.passes.verb
+        self.passes.close(finished=finished)  # An update that has begun may wait for what it drops.
+        if verb is Verb.BACKWARD:
             self.gradients.renew_shown()
-        self.passes.close(finished=finished)
 
     def end_abandoned(self) -> None:
         """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs."""
@@ -325,9 +335,8 @@ class Engine:
         self.exposures.settle_all()
         self.gradients.settle_shown()
         self.gradients.let_go()
-        if not self.finality.begun:
+        if not (begun := self.finality.begun):
             self.updates.settle()
-        begun = self.finality.begun
         due = self.finality.stepped(frozen)
         with self._lanes.once() if begun else nullcontext():
             self._begin_updates(due)
@@ -350,18 +359,16 @@ class Engine:
 
     @whole
     def settle(self) -> None:
-        """Block until every update is done, and raise what went wrong.
-
-        Raises:
-            EngineError: a lane failed.
-        """
-        self._require_step()
-        self.updates.settle()
+        """Block until every update is done; an EngineError tells what went wrong."""
+        with self.lock:
+            self._require_step()
+            self.updates.settle()
 
     @whole
     def _require_step(self) -> None:
-        self.end_abandoned()
-        self.finality.require_step("a look at the whole state")
+        with self.lock:
+            self.end_abandoned()
+            self.finality.require_step("a look at the whole state")
 
     # -- reports and the end ---------------------------------------------------------------------
 
@@ -369,8 +376,8 @@ class Engine:
     def program(self) -> Program:
         """The compiled phases, in the order of use seen last."""
         orders = self.passes.orders
-        profile = profile_of(self.plan.profile.units, orders[Verb.FORWARD], orders[Verb.BACKWARD])
-        return compile_program(self.plan.reordered(profile))
+        both = orders[Verb.FORWARD], orders[Verb.BACKWARD]
+        return compile_program(self.plan.reordered(profile_of(self.plan.profile.units, *both)))
 
     def report(self) -> Report:
         """What was done and waited for since attach."""

@@ -10,12 +10,21 @@ a unit goes this way in that backward:
       +---------------------------------step()-------------------------------+
 
 *All of its gradient has come* when each parameter's came as often as in the last backward that was
-finished, and the unit's modules were called as often, before it and inside it (recomputes). *Its
-backward is over* when the unit is at rest, nobody holds a private copy of its weights, and autograd
-keeps nothing that needs them (`BoundUnit.saved`). Where autograd keeps something for longer, as for
-retain_graph=True or an output that no loss uses, the update begins at `step()`. A call or gradient
-that comes after the update has begun is an error. Only reentrant checkpoints can bring one, of
-which autograd knows nothing before they run, and only when as many calls as before meant less.
+finished, and the unit was recomputed as often, of as many calls that may be. Evaluations are none,
+and neither is a loss thrown away, but inside saved-tensor hooks (a checkpoint that is not
+reentrant), which may run a forward again.
+
+*Its backward is over* when the unit is at rest, nobody holds a private copy of its weights or a
+gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the backward under way will
+bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
+to come only the outermost backward is asked, and only in it: inside another one nothing begins.
+Where autograd keeps something for longer, as for an output that no loss uses, the update begins at
+`step()`; so do all after retain_graph=True, which says that another backward follows; and so it
+does, from then on, where a backward inside brings a gradient and no such function runs.
+
+What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
+which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
+ends as any in which a hook raised: `step()` completes it. Nothing begins early from then on.
 
 What each event does to the books, which are kept here and nowhere else:
 
@@ -49,7 +58,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from offload.frozen import Frozen, Turn
+from offload.reruns import Reruns, may_be_recomputed, will_accumulate
 
 
 @dataclass(slots=True)
@@ -58,10 +70,12 @@ class _Counts:
 
     gradients: Counter[int] = field(default_factory=Counter)
     """By parameter."""
-    calls: int = 0
-    """Calls of its modules since the backward before."""
+    repeatable: int = 0
+    """Calls of its modules, since the backward before, that may be repeated for what is saved."""
     recomputes: int = 0
     """Calls of its modules inside the backward."""
+    outermost: set[int] = field(default_factory=set, compare=False)
+    """Parameters whose gradient came in the backward itself, in none that it runs inside."""
 
 
 OTHER_STEPS = 2
@@ -85,6 +99,10 @@ class Finality:
         """Whether calls and gradients are counted, so that updates begin early."""
         self.came = False
         """Whether a gradient came in the backward under way."""
+        self.reruns = Reruns()
+        """Functions that may call units again."""
+        self._unforeseen: set[int] = set()
+        """Units of which nobody can tell what is to come; they begin at `step()`."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -105,9 +123,11 @@ class Finality:
     # -- what happens ----------------------------------------------------------------------------
 
     def called(self, unit: int) -> None:
-        """A module of `unit` is called in a forward."""
-        if self.counts:
-            self._now[unit].calls += 1
+        """`unit` is called, or a parameter of it used, in a forward."""
+        if not self.counts:
+            return
+        self._now[unit].repeatable += may_be_recomputed()
+        self.reruns.called(unit)
 
     def recomputed(self, unit: int) -> None:
         """A module of `unit` is called inside backward.
@@ -121,8 +141,8 @@ class Finality:
         self._now[unit].recomputes += 1
         self._judge(unit)
 
-    def gradient_came(self, unit: int, parameter: int) -> None:
-        """The backward under way has produced a gradient of a parameter.
+    def gradient_came(self, unit: int, parameter: int, *, outermost: bool) -> None:
+        """The backward under way, or one inside the `outermost`, has produced a gradient.
 
         Raises:
             RuntimeError: the unit's update has begun without it.
@@ -133,15 +153,31 @@ class Finality:
         self._require_open(unit, "another gradient")
         came = self._now[unit].gradients
         came[parameter] = came.get(parameter, 0) + 1
+        if outermost:
+            self._now[unit].outermost.add(parameter)
+        elif not self.reruns.running(unit):
+            self._unforeseen.add(unit)
         self._judge(unit)
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
         last = self._backwards + 1 == self._micro_batches
-        if last and self._now[unit] == self._before[unit]:
+        known = unit not in self._unforeseen
+        if last and known and self._now[unit] == self._before[unit]:
             self.final.add(unit)
         else:
             self.final.discard(unit)
+
+    def more_comes(self, unit: int, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the outermost backward, which asks, will use a FINAL unit again."""
+        if self.reruns.pending(unit):
+            return True
+        came = self._now[unit].outermost
+        left = (one for index, one in enumerate(parameters) if index not in came)
+        if any(will_accumulate(one) for one in left):
+            self.final.remove(unit)  # What comes is more than came the last time.
+            return True
+        return False
 
     def begin(self, unit: int) -> Mapping[int, Turn]:
         """Freeze the update of a FINAL unit whose backward is over; nothing where none is due."""
@@ -157,7 +193,9 @@ class Finality:
         self.came = False
         for now in self._now if self.counts else ():
             now.gradients.clear()
+            now.outermost.clear()
             now.recomputes = 0
+        self.reruns.backward_began()
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
@@ -224,12 +262,24 @@ class Finality:
     # -- what is refused -------------------------------------------------------------------------
 
     def _require_open(self, unit: int, what: str) -> None:
-        if unit in self.begun:
-            raise RuntimeError(
-                f"{what} of {self._names[unit]} came after its update had begun: the parameters "
-                "are used more often than in the backward before, and the weights are now wrong. "
-                "Leave Config.micro_batches out for such a loop, and start from the last checkpoint"
-            )
+        if unit not in self.begun:
+            return
+        self._begin_no_more()
+        raise RuntimeError(
+            f"{what} of {self._names[unit]} came inside a backward after its update had begun, "
+            "as Config.micro_batches lets it: likely a hook, or a function's backward, uses it "
+            "that did not before. The weights are whole: step() completes this step "
+            "with the gradients that came, as torch does after a backward that raised. Go on from "
+            "there, as nothing begins early any more, or leave micro_batches out"
+        )
+
+    def _begin_no_more(self) -> None:
+        """What came could not be foreseen, and will be no error another time."""
+        self._unforeseen.update(range(len(self._names)))
+        self.notice = (
+            "Config.micro_batches: no update begins inside a backward any more, as code in a hook "
+            "or in a function's backward used a unit after its update had begun; leave it out"
+        )
 
     def require_whole(self, unit: int, what: str) -> None:
         """The weights of one unit are asked for, inside a backward.
@@ -237,8 +287,7 @@ class Finality:
         Raises:
             RuntimeError: its update has begun.
         """
-        if unit in self.begun:
-            self.require_step(f"{what} of {self._names[unit]}")
+        self._require_open(unit, what)
 
     def require_step(self, what: str) -> None:
         """Something is asked that makes no sense between an early update and its step.

@@ -36,7 +36,7 @@ that share memory in one place; here that is refused when a backward begins.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
 
@@ -68,6 +68,14 @@ class Gradients:
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
         return self._collector.has(unit, parameter)
+
+    @property
+    def followed(self) -> Container[int]:
+        """Units of whose gradients somebody may hold what was shown, and change it until `step()`.
+
+        As the backward began; until that is over nothing is shown.
+        """
+        return self._units
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 

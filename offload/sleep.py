@@ -55,8 +55,9 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
             "with Config(nvme_path=...), which alone puts nothing there that fits elsewhere, or "
             "let it sleep in cpu memory"
         )
-    entry.engine.settle()
-    _put_to_sleep(entry.engine, TIERS[: TIERS.index(tier)], directories)
+    with entry.engine.lock:  # A step of another thread's comes before, or finds it asleep.
+        entry.engine.settle()
+        _put_to_sleep(entry.engine, TIERS[: TIERS.index(tier)], directories)
 
 
 def wake(model: nn.Module) -> None:
@@ -69,10 +70,13 @@ def wake(model: nn.Module) -> None:
         OSError: the drive failed; the model sleeps on.
     """
     engine = attached(model).engine
-    bed = engine.executor.bed
-    if bed is None:
-        raise RuntimeError("offload.wake: the model is not asleep: offload.sleep(model) goes first")
-    _wake_up(engine, bed)
+    with engine.lock:
+        bed = engine.executor.bed
+        if bed is None:
+            raise RuntimeError(
+                "offload.wake: the model is not asleep: offload.sleep(model) goes first"
+            )
+        _wake_up(engine, bed)
 
 
 @whole

@@ -68,6 +68,7 @@ class ParameterHome:
             engine.finality.recomputed(self.unit)  # What no hook announces may be one.
         else:
             engine.finality.require_step("a touch of a parameter")
+            engine.finality.called(self.unit)
         copy = engine.exposures.tensor(self.unit, self.index)
         bound.lend(self.index, copy)
         try:

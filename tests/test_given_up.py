@@ -348,6 +348,7 @@ def read_in_backward(run: Run, number: int) -> None:
     run.step()
 
 
+@pytest.mark.filterwarnings("ignore:Config.micro_batches=1 declares so many")  # Of `retained`.
 @pytest.mark.parametrize("feature", some_fast([uncalled, retained, kept_output, read_in_backward]))
 def test_loops_that_begin_late(feature: Callable[[Run, int], None], tmp_path: Path) -> None:
     early = train(PLACEMENT, tmp_path, feature, micro_batches=1, build=Net)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -253,3 +254,52 @@ def test_a_forward_that_broke_off_on_another_thread_holds_up_nobody(tmp_path: Pa
         elsewhere(broken)
         assert model.head.weight.detach().isfinite().all()
         plain(run, 0)
+
+
+MOMENTS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "sleep": (lambda run: offload.sleep(run.model), "offload.sleep._home"),
+    "wake": (lambda run: offload.wake(run.model), "offload.sleep._home"),
+    "detach": (lambda run: offload.detach(run.model), "offload.engine.Engine.values_of"),
+    "settle": (lambda run: run.engine.settle(), "offload.updates.Updates.settle"),
+    "stream_weights": (lambda run: next(run.engine.stream_weights()), "offload.engine.in_backward"),
+}
+"""What takes a while, and what it calls in the middle."""
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_a_step_of_another_thread_comes_before_or_after(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle some values would be of before it, and some of after it, in silence."""
+    what, inner = MOMENTS[name]
+    with attached(("device", "cpu", "cpu"), tmp_path) as run:
+        run.loss().backward()
+        if name == "wake":
+            offload.sleep(run.model)
+        came: list[str] = []
+
+        def step() -> None:
+            try:
+                run.optimizer.step()
+            except (RuntimeError, offload.EngineError) as error:
+                came.append(str(error))
+            else:
+                came.append("")
+
+        other = threading.Thread(target=step)
+        home, _, attribute = inner.rpartition(".")
+        owner: Any = pkgutil.resolve_name(home)
+        function = getattr(owner, attribute)
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            if other.ident is None:
+                other.start()
+                other.join(0.2)
+                assert not came
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, attribute, slowly)
+        what(run)
+        other.join(10)
+        assert len(came) == 1
+        assert ("asleep" in came[0], "closed" in came[0]) == (name == "sleep", name == "detach")

@@ -61,7 +61,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lanes",),
     ("bounce",),
     ("bed",),
-    ("executor", "totals", "calls"),
+    ("executor", "totals", "calls", "reruns"),
     ("homes", "usable"),
     ("known",),
     ("states", "exposure", "passes", "resting", "marks"),

@@ -1,0 +1,132 @@
+"""What code of the user's may bring inside a backward, of which autograd knows nothing before.
+
+[Note: Reruns]
+A reentrant checkpoint is an `autograd.Function` that runs modules without a graph, and runs them
+again in its backward, inside a backward of its own. So which function a module is called in is
+found in the frames; that it runs is told by forward-mode gradients, which torch switches off for
+it, and `no_grad` does not. Autograd tells whether the backward under way will execute a function's
+node, and a hook on the node that it has. What is never backpropagated (an evaluation, a loss thrown
+away) is in no backward, so it makes no difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+
+class Reruns:
+    """The functions in which units were called, which may call them again in backward."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self.ended: Callable[[], object] = lambda: None
+        """Called inside backward whenever one of them is over; set by the engine."""
+        self._by_unit: dict[int, weakref.WeakSet[Any]] = {}
+        self._all: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
+        """In the backward under way."""
+        self._over: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Of these."""
+
+    def called(self, unit: int) -> None:
+        """A unit is called in a forward."""
+        if _forward_gradients():
+            return
+        for function in _in_forward():
+            if function not in self._all:
+                self._all.add(function)
+                mine = weakref.ref(self), weakref.ref(function)
+                function.register_prehook(partial(_begins, *mine))
+                function.register_hook(partial(_is_over, *mine))
+            self._by_unit.setdefault(unit, weakref.WeakSet()).add(function)
+
+    def backward_began(self) -> None:
+        """An outermost backward begins."""
+        self._begun.clear()
+        self._over.clear()
+
+    def running(self, unit: int) -> bool:
+        """Whether one of them runs."""
+        functions = self._by_unit.get(unit, ())
+        return any(one in self._begun and one not in self._over for one in functions)
+
+    def pending(self, unit: int) -> bool:
+        """Whether one of them has yet to run in the backward that asks, or runs."""
+        functions = self._by_unit.get(unit, ())
+        return any(one not in self._over and _will_execute(one) for one in functions)
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the backward that asks has executed, or will, what puts a gradient on a leaf."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.requires_grad and _will_execute(get_gradient_edge(parameter).node)
+
+
+def retains() -> bool:
+    """Whether the backward that asks keeps its graph, for another one to follow."""
+    return bool(_keeps_graph())
+
+
+def may_be_recomputed() -> bool:
+    """Whether what is saved now goes to hooks, which may run the forward again to have it."""
+    return torch.is_grad_enabled() and _top_hooks(False) is not None
+
+
+def _will_execute(node: Any) -> bool:
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # A leaf that autograd.grad() asks for, of which it does not tell.
+        return True
+
+
+def _begins(known: Callable[[], Reruns | None], function: Callable[[], object], *_: object) -> None:
+    reruns, one = known(), function()
+    if reruns is not None and one is not None:
+        reruns._begun.add(one)
+
+
+def _is_over(
+    known: Callable[[], Reruns | None], function: Callable[[], object], *_: object
+) -> None:
+    reruns, one = known(), function()
+    if reruns is not None and one is not None:
+        reruns._over.add(one)
+        reruns.ended()
+
+
+def _in_forward() -> Iterator[Any]:
+    """The functions whose forward runs on this thread, but those that are not given to it."""
+    inner: FrameType = sys._getframe(1)
+    frame = inner.f_back
+    while frame is not None:
+        if frame.f_code is _APPLY and (function := _function_of(inner)) is not None:
+            yield function
+        inner, frame = frame, frame.f_back
+
+
+def _function_of(forward: FrameType) -> Any:
+    """What a function's forward was given first: its node; None where `setup_context` has it."""
+    code = forward.f_code
+    if code.co_argcount:
+        first = forward.f_locals[code.co_varnames[0]]
+    elif code.co_flags & inspect.CO_VARARGS:
+        first = next(iter(forward.f_locals[code.co_varnames[code.co_kwonlyargcount]]), None)
+    else:
+        return None
+    return first if isinstance(first, torch._C._FunctionBase) else None
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+_keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+_forward_gradients: Callable[[], bool] = torch._C._is_fwd_grad_enabled
+_top_hooks: Callable[[bool], object] = _autograd._top_saved_tensors_default_hooks
