@@ -32,6 +32,7 @@ _PAGE_BYTES = mmap.PAGESIZE
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _WORKSPACE = Place("device", "workspace")
 _SUMS = Place("device", "sums")
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
@@ -171,7 +172,7 @@ class Arena:
         """
         pinned, self._pinned = self._pinned, []
         with contextlib.ExitStack() as each:
-            each.callback(setattr, self, "tensor", torch.empty(0, dtype=torch.uint8))  # The last.
+            each.callback(setattr, self, "tensor", _NOTHING)  # The last.
             for address, _ in reversed(pinned):
                 assert self._driver is not None
                 each.callback(self._driver.unpin, address)

@@ -63,7 +63,9 @@ class Engine:
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
-        self.exposures = Exposures(executor, self.passes, exposed_bytes_max, self._in_use)
+        self.exposures = Exposures(
+            executor, self.passes, exposed_bytes_max, lambda unit: units[unit].buffer is not None
+        )
         self.in_use = InUse(executor, memory, self.passes, self.exposures, self)
         self.collector = Collector(executor, self.passes)
         self.gradients = Gradients(executor, self.collector, exposed_bytes_max)
@@ -109,9 +111,6 @@ class Engine:
         if lanes.ended or not near or os.getpid() != self._pid or torn_times() != self._torn:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
-
-    def _in_use(self, unit: int) -> bool:
-        return self.units[unit].buffer is not None
 
     def refuse_elsewhere(self) -> None:
         """Refuse this thread to go on while another one is inside a forward or backward."""
@@ -315,10 +314,12 @@ class Engine:
         """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
         with self.lock:
             self.end_abandoned()
-            if unit not in self.residents:
-                self.exposures.settle(unit)
-                return self.exposures.read(unit, index)
-            return self.residents.value(unit, index)
+            if unit in self.residents:
+                return self.residents.value(unit, index)
+            if (bound := self.units[unit]).buffer is not None:
+                return bound.views[index].clone()  # With what its own forward has changed.
+            self.exposures.settle(unit)
+            return self.exposures.read(unit, index)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
         """Who has the gradients of a unit."""

@@ -61,7 +61,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.frozen import Frozen, Turn
-from offload.reruns import Reruns, may_be_recomputed, will_accumulate
+from offload.reruns import Reruns, may_be_recomputed, runs_inside, will_accumulate
 
 
 @dataclass(slots=True)
@@ -103,6 +103,8 @@ class Finality:
         """Functions that may call units again."""
         self._unforeseen: set[int] = set()
         """Units of which nobody can tell what is to come; they begin at `step()`."""
+        self._inside = False
+        """Whether the backward under way may be inside one that has not shown itself yet."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
@@ -161,7 +163,7 @@ class Finality:
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
-        last = self._backwards + 1 == self._micro_batches
+        last = self._backwards + 1 == self._micro_batches and not self._inside
         known = unit not in self._unforeseen
         if last and known and self._now[unit] == self._before[unit]:
             self.final.add(unit)
@@ -196,10 +198,13 @@ class Finality:
             now.outermost.clear()
             now.recomputes = 0
         self.reruns.backward_began()
+        self._inside = self.counts and runs_inside()
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
+        if self._inside:  # The one around it is what counts.
+            return
         self._backwards += self.came
         if self.came and self.counts:
             self._before, self._now = self._now, [_Counts() for _ in self._names]

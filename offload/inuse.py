@@ -102,14 +102,18 @@ class InUse:
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
-        if (look or bound.changed) and self._weight_slot[bound.index] is not None:
-            self._keep(bound.index, bound.buffer)  # If it fails the unit stays in use: once more.
+        self._exposures.unreserve(bound.index)
+        weights, changed = bound.buffer, look or bound.changed
         bound.rest()
         self.units.remove(bound)
-        self._exposures.unreserve(bound.index)
-        if bound.task is not None:
-            self._executor.lanes.finish(bound.task)
-            bound.task = None
+        try:
+            if changed and self._weight_slot[bound.index] is not None:
+                with self._executor.lanes.once():  # Else slot, home and copies might part.
+                    self._keep(bound.index, weights)
+        finally:
+            if bound.task is not None:
+                self._executor.lanes.finish(bound.task)
+                bound.task = None
 
     def _keep(self, unit: int, weights: torch.Tensor) -> None:
         """Put home what was changed in use, and let nothing read it before.
@@ -123,17 +127,23 @@ class InUse:
         changed = False
         for piece, (offset, size) in enumerate(self._executor.plan.profile.units[unit].pieces):
             value, now = Value("weight", unit, piece), weights[offset : offset + size]
-            home = self._executor.peek(value)
-            here = self._executor.device.holds(home)
-            self._executor.lanes.drain()
-            with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
-                same = torch.equal(home, now.to(home.device))
-            if not same:
+            if self._differs(value, now):
                 self._executor.poke(value, now)
                 changed = True
         if changed:
             self._passes.invalidate(unit)  # Served apart, its slot may hold what was at home.
             self._exposures.renew(unit)
+
+    def _differs(self, value: Value, now: torch.Tensor) -> bool:
+        """Whether a value is not what is at home; so it is where that cannot be looked at."""
+        try:
+            home = self._executor.peek(value)
+        except (OSError, MemoryError):
+            return True
+        here = self._executor.device.holds(home)
+        self._executor.lanes.drain()
+        with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
+            return not torch.equal(home, now.to(home.device))
 
     def release_all(self, *, look: bool) -> None:
         """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""

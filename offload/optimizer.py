@@ -218,6 +218,7 @@ class Optimizer(torch.optim.Optimizer):
         with self.engine.lock:
             self.engine.end_abandoned()
             self._structure.check()
+            self.engine.collector.send_all()  # In a hook inside a backward: what still waits.
             frozen = self._freeze()
             self.engine.step(frozen)
             for unit, turns in frozen.items():

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -103,29 +103,49 @@ def _is_over(
         reruns.ended()
 
 
+def runs_inside() -> bool:
+    """Whether the backward that asks was called inside another one, of which this thread knows."""
+    return sum(frame.f_code is _RUN for frame in _frames()) > 1
+
+
 def _in_forward() -> Iterator[Any]:
     """The functions whose forward runs on this thread, but those that are not given to it."""
-    inner: FrameType = sys._getframe(1)
-    frame = inner.f_back
+    forwards = set(_forwards(torch.autograd.Function))
+    for frame in _frames():
+        if frame.f_code in forwards:  # To look into a frame keeps what is in it to its end.
+            first = _given_first(frame)
+            if isinstance(first, torch._C._FunctionBase):
+                yield first
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY and (function := _function_of(inner)) is not None:
-            yield function
-        inner, frame = frame, frame.f_back
+        yield frame
+        frame = frame.f_back
 
 
-def _function_of(forward: FrameType) -> Any:
-    """What a function's forward was given first: its node; None where `setup_context` has it."""
-    code = forward.f_code
+def _forwards(kind: Any) -> Iterator[CodeType]:
+    """The code of all kinds of functions, as torch finds it."""
+    for one in kind.__subclasses__():
+        code = getattr(getattr(one, "forward", None), "__code__", None)
+        if code is not None:
+            yield code
+        yield from _forwards(one)
+
+
+def _given_first(frame: FrameType) -> object:
+    """What a call was given first; of a function's forward its node, where it is given that."""
+    code = frame.f_code
     if code.co_argcount:
-        first = forward.f_locals[code.co_varnames[0]]
-    elif code.co_flags & inspect.CO_VARARGS:
-        first = next(iter(forward.f_locals[code.co_varnames[code.co_kwonlyargcount]]), None)
-    else:
-        return None
-    return first if isinstance(first, torch._C._FunctionBase) else None
+        return frame.f_locals.get(code.co_varnames[0])
+    if code.co_flags & inspect.CO_VARARGS:
+        return next(iter(frame.f_locals.get(code.co_varnames[code.co_kwonlyargcount], ())), None)
+    return None
 
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+_RUN = torch.autograd.graph._engine_run_backward.__code__  # type: ignore[attr-defined]
+"""In whose frame a backward runs."""
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 _keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 _forward_gradients: Callable[[], bool] = torch._C._is_fwd_grad_enabled

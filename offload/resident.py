@@ -227,12 +227,15 @@ class Residents:
                 offset = bound.spec.gradient_offset(index)
                 yield parameter, typed(flat, one.dtype, offset, one.shape)
 
-    def rest(self, home_of: Callable[[int, int], Any], refuse: Callable[[], None]) -> None:
+    def rest(
+        self, home_of: Callable[[int, int], Any], refuse: Callable[[nn.Parameter], None]
+    ) -> None:
         """Give the memory back that only the parameters hold; any use is refused from here on.
 
         Args:
             home_of: the home of a parameter, by unit and index.
-            refuse: raises; called where a backward brings a gradient.
+            refuse: raises; called where a backward brings a gradient. What it holds torch hides
+                from the garbage collector.
         """
         for bound in self._units.values():  # All look first: some may hold what others have.
             for parameter, one in zip(bound.parameters, bound.spec.parameters):
@@ -241,10 +244,13 @@ class Residents:
             for index, parameter in enumerate(bound.parameters):
                 if parameter.requires_grad:
                     register: Any = parameter.register_post_accumulate_grad_hook
-                    self._asleep[parameter].guard = register(lambda _: refuse())
+                    self._asleep[parameter].guard = register(refuse)
                 parameter.grad = None
                 parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
             bound.rest()
+            # A graph of before has saved the parameters as they are: till `wake` torch refuses it.
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.autograd.graph.increment_version(bound.parameters)
 
     def take_room(self) -> None:
         """Take memory again for what `rest` has given back.
@@ -271,6 +277,7 @@ class Residents:
                 parameter.data = kept.weight
                 parameter.__class__ = nn.Parameter
                 parameter.grad = kept.gradient
+                _autograd._unsafe_set_version_counter([parameter], [kept.version])
             del parameter._offload_home  # type: ignore[attr-defined]
         self._asleep.clear()
 
@@ -295,10 +302,17 @@ class _Asleep:
     """What is kept of a parameter whose engine sleeps."""
 
     def __init__(
-        self, weight: torch.Tensor | None, gradient: torch.Tensor | None, *, has_gradient: bool
+        self,
+        weight: torch.Tensor | None,
+        gradient: torch.Tensor | None,
+        version: int,
+        *,
+        has_gradient: bool,
     ):
         """Weight and gradient where somebody else has them, too; else None."""
         self.weight, self.gradient = weight, gradient
+        self.version = version
+        """Changes of the parameter that torch has counted."""
         self.guard: Any = None
         """The hook that refuses a gradient."""
         self._has_gradient = has_gradient
@@ -311,7 +325,8 @@ class _Asleep:
         other = not trainable or getattr(parameter.grad, "dtype", None) != parameter.dtype
         gradient = parameter.grad if mine[1:] != idle[1:] or other else None
         weight = parameter.data if mine[0] != idle[0] else None
-        return cls(weight, gradient, has_gradient=parameter.grad is not None)
+        has_gradient = parameter.grad is not None
+        return cls(weight, gradient, parameter._version, has_gradient=has_gradient)
 
     def held(self, value: Value) -> bool:
         """Whether somebody has kept the weight, or the gradient, where it is."""
@@ -334,6 +349,9 @@ class _Asleep:
             self.weight = None
         if not self._held[1]:
             self.gradient = None
+
+
+_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 def in_order(numbers: Iterable[float]) -> float:

@@ -12,6 +12,8 @@ others have taken leaves it asleep.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -79,6 +81,13 @@ def wake(model: nn.Module) -> None:
         _wake_up(engine, bed)
 
 
+def _refuse(known: Callable[[], Engine | None], _: nn.Parameter) -> None:
+    """A gradient comes to a parameter of an engine that sleeps."""
+    engine = known()
+    if engine is not None:
+        engine.check()
+
+
 @whole
 def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
     executor = engine.executor
@@ -91,7 +100,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
     except BaseException:
         bed.left()
         raise
-    engine.residents.rest(partial(ParameterHome, engine), engine.check)
+    engine.residents.rest(partial(ParameterHome, engine), partial(_refuse, weakref.ref(engine)))
     for tier in given:
         executor.memory.give_back(tier)
     executor.bed = bed

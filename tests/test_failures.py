@@ -16,9 +16,11 @@ import torch
 
 import aio
 import offload
+from offload.executor import Executor
 from offload.lanes import EngineError
-from offload.program import Lane, Op, Verb
+from offload.program import Lane, Op, Value, Verb
 from offload.store import Store
+from tests import training
 from tests.faults import nothing_leaks
 from tests.training import Net, Run, batch, loss_of, some_fast
 
@@ -256,3 +258,54 @@ def test_a_pass_half_queued_ends_every_wait(
         monkeypatch.setattr(lanes, "issue_all", issue_all)
         with pytest.raises(EngineError):
             loss_of(run.model, batch(run.generator))
+
+
+# -- edits in a forward, put home when it is over ------------------------------------------------
+
+
+def edited(run: Run) -> Any:
+    return run.model.blocks[2].up.weight  # type: ignore[index,union-attr]
+
+
+def edited_where(name: str, error: BaseException, patched: pytest.MonkeyPatch, run: Run) -> None:
+    """A forward that edits a weight, where the executor fails once to `peek` at or `poke` one."""
+    inner, errors = getattr(Executor, name), [error]
+
+    def failing(executor: Executor, value: Value, *content: torch.Tensor) -> Any:
+        if value.kind == "weight" and errors:
+            raise errors.pop()
+        return inner(executor, value, *content)
+
+    blocks: Any = run.model.blocks
+    hook = blocks[2].register_forward_pre_hook(lambda module, args: module.up.weight.mul_(0.5))
+    patched.setattr(Executor, name, failing)
+    with torch.no_grad():
+        run.model(training.batch(run.generator))
+    hook.remove()
+
+
+@pytest.mark.parametrize("placement", [("nvme",) * 3, ("cpu", "cpu", "nvme")])
+@pytest.mark.parametrize("error", [OSError, MemoryError])
+def test_a_change_counts_where_home_cannot_be_looked_at(
+    error: Any, placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def feature(run: Run, number: int) -> None:
+        with monkeypatch.context() as patched:
+            edited_where("peek", error("on purpose"), patched, run)
+        run.extra.append(edited(run).detach().sum().item())
+        training.plain(run, number)
+
+    found = training.train(placement, tmp_path, feature)
+    training.assert_same(found, training.train_alone(feature))
+
+
+def test_a_change_that_cannot_go_home_ends_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with training.attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        training.plain(run, 0)
+        with pytest.raises(OSError, match="on purpose"), monkeypatch.context() as patched:
+            edited_where("poke", OSError("on purpose"), patched, run)
+        for use in (run.loss, run.model.state_dict, run.step, edited(run).detach):
+            with pytest.raises(EngineError, match="on purpose"):
+                use()

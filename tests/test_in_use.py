@@ -6,7 +6,6 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,34 +90,6 @@ def test_a_change_in_its_own_pass_counts(
 ) -> None:
     feature = when(edit)
     found = training.train(placement, tmp_path, feature, build=build)
-    training.assert_same(found, training.train_alone(feature, build=build))
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("error", [OSError, MemoryError])
-def test_a_change_whose_way_home_fails_once_counts(
-    error: Any, placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a drive that cannot be read, or of memory: told, and put home with the next use."""
-    inner, errors = Executor.peek, [error("once")]
-
-    def failing(executor: Executor, value: Value) -> torch.Tensor:
-        if value.kind == "weight" and errors:
-            raise errors.pop()
-        return inner(executor, value)
-
-    def feature(run: Run, number: int) -> None:
-        blocks: Any = run.model.blocks
-        hook = blocks[2].register_forward_pre_hook(lambda module, args: multiply(module.up.weight))
-        with suppress(OSError, MemoryError), monkeypatch.context() as patched, torch.no_grad():
-            patched.setattr(Executor, "peek", failing)
-            run.model(training.batch(run.generator))
-        hook.remove()
-        run.extra.append(up(run).detach().sum().item())
-        training.plain(run, number)
-
-    found = training.train(placement, tmp_path, feature, build=build)
-    assert not errors or placement == training.RESIDENT
     training.assert_same(found, training.train_alone(feature, build=build))
 
 

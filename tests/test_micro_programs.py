@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -238,6 +239,38 @@ def test_two_forwards_before_two_backwards_delay_nothing(tmp_path: Path) -> None
             one.backward()
             assert begun_in(run, other.backward) >= 6 * (number > 0)
             run.step()
+
+
+def test_a_backward_inside_one_that_has_shown_nothing_yet(tmp_path: Path) -> None:
+    """It ends before the one around it begins, for all that the engine sees."""
+
+    def nested(run: Run, number: int) -> None:
+        loss, other = run.loss(), run.loss()
+
+        def inside(gradient: torch.Tensor) -> None:
+            other.backward()
+
+        loss.register_hook(inside)
+        loss.backward()
+        run.step()
+
+    early = train(PLACEMENT, tmp_path, nested, micro_batches=1, **fp32(steps=4))
+    assert_same(early, train_alone(nested, **fp32(steps=4)))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_to_look_for_functions_keeps_nothing_alive(reentrant: bool, tmp_path: Path) -> None:
+    """Before Python 3.13 what is looked at of a frame stays to its end."""
+    build = partial(Plain, checkpointed=reentrant, reentrant=reentrant)
+    with attached(PLACEMENT, tmp_path, build=build, micro_batches=1) as run:
+        mine = torch.ones(1)
+        known = weakref.ref(mine)
+        run.loss()
+        with torch.inference_mode():
+            run.model(torch.zeros(1, 4, dtype=torch.long))
+        del mine
+        assert known() is None
 
 
 @pytest.mark.parametrize("assigned", [False, True])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import itertools
 import os
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
@@ -341,3 +343,39 @@ def test_sleep_waits_for_a_copy_into_a_slot(
         go_on.set()
         asleep.result()
         offload.wake(run.model)
+
+
+@pytest.mark.parametrize("placement", [RESIDENT, ("device", "device", "cpu"), ("cpu",) * 3])
+def test_a_graph_of_before_is_refused_asleep_and_right_after(
+    placement: Any, tmp_path: Path
+) -> None:
+    """Also its gradient of a plain input, which comes to no parameter."""
+    with attached(placement, tmp_path, **fp32()) as run:
+        norm: Any = run.model.norm
+        plain_norm = torch.nn.LayerNorm(norm.normalized_shape)  # As a fresh one is.
+        hidden = torch.randn(2, *norm.normalized_shape, requires_grad=True)
+        outs = [(one(hidden) * hidden).sum() for one in (norm, plain_norm)]
+        offload.sleep(run.model, "nvme")
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"asleep|modified by an inplace operation"):
+                torch.autograd.grad(outs[0], hidden, retain_graph=True)
+        offload.wake(run.model)
+        assert same_bits(*(torch.autograd.grad(out, hidden)[0] for out in outs))
+
+
+def test_dropped_in_its_sleep(tmp_path: Path) -> None:
+    """Nothing keeps an engine whose model trained on the device, but who holds the model."""
+    before = set(threading.enumerate())
+    model: Any = Net()
+    _, optimizer = offload.attach(
+        model, adamw(model), config(("device", "device", "cpu"), tmp_path)
+    )
+    torch_step(model, optimizer)
+    offload.sleep(model)
+    del model, optimizer
+    for _ in range(100):
+        gc.collect()
+        if set(threading.enumerate()) <= before:
+            break
+        time.sleep(0.05)
+    assert set(threading.enumerate()) <= before

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from cpu_adam import CPUAdam
 from offload import collected
 
 
@@ -86,3 +87,21 @@ def test_large_gradients_do_not_wait(
     _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
     assert {now.waits for now in optimizer.engine.collector.units} == {waits}
     optimizer.engine.close()
+
+
+def test_a_step_in_a_hook_has_what_waits() -> None:
+    """As torch: every parameter steps whose gradient has come."""
+    results = []
+    for attached in (False, True):
+        model: Any = Twice()
+        optimizer: Any = CPUAdam(model.parameters(), lr=1e-2)
+        if attached:
+            config = offload.Config(params="cpu", gradients="cpu", cpu_memory="1MiB")
+            model, optimizer = offload.attach(model, optimizer, config)
+        model.blocks[0].scale.register_hook(lambda gradient: optimizer.step() and None)  # noqa: B023
+        model(torch.linspace(-1, 1, 8), (True,), False).backward()
+        results.append([p.detach().clone() for p in model.parameters()])
+        if attached:
+            optimizer.engine.close()
+    assert not torch.equal(results[0][1], Twice().blocks[0].shift)
+    assert all(map(torch.equal, *results))
