@@ -10,17 +10,17 @@ a unit goes this way in that backward:
       +---------------------------------step()-------------------------------+
 
 *All of its gradient has come* when each parameter's came as often as in the last backward that was
-finished, and the unit was recomputed as often, of as many calls that may be. Evaluations are none,
-and neither is a loss thrown away, but inside saved-tensor hooks (a checkpoint that is not
-reentrant), which may run a forward again.
+finished, and its modules were called as often: inside the backward, and before it where what they
+save goes to hooks (a checkpoint that is not reentrant), which may run a forward again. Evaluations
+do not count there, nor does another loss that is thrown away.
 
 *Its backward is over* when the unit is at rest, nobody holds a private copy of its weights or a
 gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the backward under way will
 bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
 to come only the outermost backward is asked, and only in it: inside another one nothing begins.
 Where autograd keeps something for longer, as for an output that no loss uses, the update begins at
-`step()`; so do all after retain_graph=True, which says that another backward follows; and so it
-does, from then on, where a backward inside brings a gradient and no such function runs.
+`step()`. All do after retain_graph=True, which says that another backward follows. And a unit of
+which a backward inside brings a gradient, while no such function runs, does from then on.
 
 What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
@@ -272,8 +272,8 @@ class Finality:
         self._begin_no_more()
         raise RuntimeError(
             f"{what} of {self._names[unit]} came inside a backward after its update had begun, "
-            "as Config.micro_batches lets it: likely a hook, or a function's backward, uses it "
-            "that did not before. The weights are whole: step() completes this step "
+            "as Config.micro_batches lets it: likely code in a hook, or in a function's backward, "
+            "that used it for the first time. The weights are whole: step() completes this step "
             "with the gradients that came, as torch does after a backward that raised. Go on from "
             "there, as nothing begins early any more, or leave micro_batches out"
         )

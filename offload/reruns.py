@@ -39,7 +39,7 @@ class Reruns:
 
     def called(self, unit: int) -> None:
         """A unit is called in a forward."""
-        if _forward_gradients():
+        if _forward_gradients() or torch.is_inference_mode_enabled():  # Which has no functions.
             return
         for function in _in_forward():
             if function not in self._all:
@@ -109,7 +109,8 @@ def runs_inside() -> bool:
 
 
 def _in_forward() -> Iterator[Any]:
-    """The functions whose forward runs on this thread, but those that are not given to it."""
+    """The functions whose forward runs on this thread, but of those written with `setup_context`,
+    whose forward is not given its node."""
     forwards = set(_forwards(torch.autograd.Function))
     for frame in _frames():
         if frame.f_code in forwards:  # To look into a frame keeps what is in it to its end.

@@ -170,6 +170,9 @@ class Side:
     rate: float = 0.0
     """With which an update may have begun."""
     at: int = 0
+    declared: int = 0
+    backwards: int = 0
+    """Since the last step; before the last of those declared nothing may be refused."""
 
     def attempt(self, what: Callable[[], Any], *, hook: bool = False) -> Any:
         """What something gives that may be refused; then nothing of it is done.
@@ -186,7 +189,8 @@ class Side:
         try:
             return what()
         except RuntimeError as error:
-            if not any(one in str(error) for one in (*REFUSALS, *[UNFORESEEN] * hook)):
+            known = any(one in str(error) for one in (*REFUSALS, *[UNFORESEEN] * hook))
+            if not known or self.backwards + hook < self.declared:
                 raise
             self.refused[at] = True
             del self.seen[seen:]
@@ -204,7 +208,12 @@ class Side:
     def backward(self, loss: torch.Tensor, **options: Any) -> None:
         """One that counts, so the step is frozen in it."""
         self.rate = self.optimizer.param_groups[0]["lr"]
-        loss.backward(**options)
+        try:
+            loss.backward(**options)
+        except (Refused, ZeroDivisionError):  # In a hook: else it was not begun.
+            self.backwards += 1
+            raise
+        self.backwards += 1
 
     def block(self, r: random.Random) -> Any:
         return self.model.blocks[r.randrange(len(self.model.blocks))]
@@ -412,6 +421,7 @@ def step(side: Side, r: random.Random) -> None:
     except Refused:
         group["lr"] = side.rate
         side.attempt(side.optimizer.step)
+    side.backwards = 0
     side.kept = {"old": list(side.kept.values()), "gradients": side.kept.get("gradients", ())}
     if r.random() < 0.9:
         side.attempt(partial(side.optimizer.zero_grad, set_to_none=r.random() < 0.8))
@@ -478,7 +488,7 @@ def differs(seed: int, directory: Any) -> tuple[Counter[str], str]:
     program = Program(seed)
     model, optimizer = program.start()
     asked = config_of(program.placement, directory, micro_batches=program.count)
-    attached = Side(*offload.attach(model, optimizer, asked))
+    attached = Side(*offload.attach(model, optimizer, asked), declared=program.count)
     with attached.optimizer.engine:
         program.run(attached)
     plain = Side(*program.start(), refused=attached.refused, attached=False)

@@ -98,7 +98,7 @@ def test_a_step_in_a_hook_has_what_waits() -> None:
         if attached:
             config = offload.Config(params="cpu", gradients="cpu", cpu_memory="1MiB")
             model, optimizer = offload.attach(model, optimizer, config)
-        model.blocks[0].scale.register_hook(lambda gradient: optimizer.step() and None)  # noqa: B023
+        model.blocks[0].scale.register_hook(lambda _, of=optimizer: of.step() and None)
         model(torch.linspace(-1, 1, 8), (True,), False).backward()
         results.append([p.detach().clone() for p in model.parameters()])
         if attached:
