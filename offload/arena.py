@@ -194,6 +194,8 @@ class Memory:
         self._slots: dict[Place, torch.Tensor] = {}
         self._whole: dict[Use, torch.Tensor] = {}
         """Values at the places where they were asked for, each from its first byte to its last."""
+        self._more: list[tuple[Tier, Arena]] = []
+        """Taken beyond the plan."""
         for tier in _TIERS:
             self.take(tier)
 
@@ -229,9 +231,36 @@ class Memory:
             del self._slots[place]
         if tier == "device":
             self._device.settle()
+        for arena in [arena for its, arena in self._more if its == tier]:
+            self.less(arena)
         self.arenas.pop(tier).close()
         if tier == "device":
             self._device.trim()
+
+    def more(self, tier: Tier, size: int) -> Arena:
+        """Take memory of a tier beyond what the plan has.
+
+        Raises:
+            MemoryError: it is not there.
+        """
+        if tier == "cpu":
+            arena = Arena(size, CPU, driver=self._device.driver)
+        else:
+            arena = Arena(size, self._device)
+        self._more.append((tier, arena))
+        return arena
+
+    def less(self, arena: Arena) -> None:
+        """Give back what `more` has given."""
+        self._more = [one for one in self._more if one[1] is not arena]
+        arena.close()
+
+    def move(self, kind: Kind, unit: int, to: Arena | None) -> None:
+        """Let a home be in what `more` has given, or again where the plan has it."""
+        home = self._plan.homes[kind, unit]
+        here = self.arenas[home.tier].view(home) if to is None else to.tensor
+        self._homes[kind, unit] = here
+        self._whole.pop(Use(self._plan.home(kind, unit), Value(kind, unit)), None)
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -283,7 +312,7 @@ class Memory:
             self._device.settle()
         self._homes, self._slots, self._whole = {}, {}, {}
         with contextlib.ExitStack() as each:
-            for arena in self.arenas.values():
+            for arena in (*self.arenas.values(), *(arena for _, arena in self._more)):
                 each.callback(arena.close)
 
 

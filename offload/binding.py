@@ -126,6 +126,7 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 
 
 _version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+_use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
 
 
 class Weights(NamedTuple):
@@ -249,6 +250,14 @@ class BoundUnit:
                 view.data = view.clone()
         self._given = [one for one in self._given if one[0] != parameter]
         return True
+
+    @property
+    def kept_by_graph(self) -> bool:
+        """Whether autograd has saved a parameter as it is, and no handle; for a backward to see.
+
+        Else it is held by what is Python's, and by what accumulates its gradient.
+        """
+        return any(_use_count(one) > 1 + one.requires_grad for one in self.parameters)
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""

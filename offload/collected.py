@@ -174,6 +174,11 @@ class Collector:
         for now in self.units:
             now.views.clear()
 
+    def home_moved(self, unit: int) -> None:
+        """The home of a unit's gradients is not where it was."""
+        self.units[unit].views.clear()
+        self._passes.known.homes_moved()
+
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]

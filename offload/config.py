@@ -137,8 +137,8 @@ class Config:
 
     exposed_memory: int | str | None = None
     """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward,
-    and as much again for gradients that `p.grad` shows from nvme or an accelerator. Not given: a
-    tenth of what is free, at least 256 MiB."""
+    and as much again for gradients that `p.grad` shows from nvme or an accelerator, or of which
+    views are kept. Not given: a tenth of what is free, at least 256 MiB."""
 
     trace: bool = True
     """Keep what ran last in memory, for `offload report`: some megabytes, and far below a hundredth

@@ -153,7 +153,7 @@ class Engine:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
             self.graphs.pop(graph, None)
-            self._release_held()
+            self.in_use.release_held(nested=bool(self.graphs))
             if not self.graphs:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
@@ -242,23 +242,12 @@ class Engine:
 
     def hold(self, bound: BoundUnit) -> None:
         """The backward of a unit is next; that of the units held need not, but may, be over."""
-        self._release_held(but=bound)
+        self.in_use.release_held(but=bound, nested=len(self.graphs) > 1)
         if self.finality.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if bound.index not in self.finality.begun:  # Else nothing that comes needs its weights.
             bound.held = True
             self._use(bound)
-
-    def _release_held(self, but: BoundUnit | None = None) -> None:
-        """Put the units held at rest, but lasting ones, which stay to the end of the pass.
-
-        With `but` in another's forward, or the other way round, one's backward is in the other's.
-        """
-        for bound in list(self.in_use.units):
-            nested = but is not None and (bound.index in but.around or but.index in bound.around)
-            if bound is not but and not nested and not bound.spec.lasting:
-                bound.held = False
-                self.in_use.release(bound)
 
     def _use(self, bound: BoundUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
@@ -346,6 +335,7 @@ class Engine:
             self._lanes.ledger.stepped(self.steps, self.passes.misses)
             for unit in self.exposures.exposed_units():
                 self.exposures.renew(unit)
+        self.gradients.wait_where_viewed()
 
     def _begin_updates(self, frozen: Frozen) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""

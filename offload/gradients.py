@@ -7,22 +7,25 @@ is known here, by parameter:
     HIDDEN     nobody has asked, or nobody holds what was shown any more
     IN PLACE   a view of the home, in memory that the host can read
     IN A COPY  a view of a copy of the unit's gradients, whose home is elsewhere
-    APART      memory of its own: the user's, see below, or what was held when a step took the home
+    APART      memory of its own: the user's, see below, or what was held when a step took the home,
+               or the home itself, or a copy, that has been left to who has views of it
 
     what happens         HIDDEN        IN PLACE               IN A COPY           APART
     p.grad               IN PLACE or   -                      -                   -
                          IN A COPY
-    p.grad = other       APART         left, APART            left, APART         APART
+    p.grad = other       APART         lost, APART            lost, APART         APART
     a backward begins    -             HIDDEN if let go of    put home; HIDDEN    put home; HIDDEN
                                                               if let go of        if let go of
     it ends              -             -                      renewed             renewed
-    step(), sleep()      -             left                   put home            put home
-    zero_grad()          -             left                   left                HIDDEN
+    step(), sleep()      -             left, or waited for    put home            put home
+    zero_grad()          -             lost, HIDDEN           lost, HIDDEN        HIDDEN
 
-*Left*: a tensor that somebody holds gets memory of its own (it is APART then; after zero_grad() it
-is no longer followed). One of which somebody has a view cannot move, and stays where it is. *Let go
-of*: neither the tensor, in Python or as another tensor's gradient, nor its memory is held by
-anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
+*Left*: a tensor that somebody holds gets memory of its own (it is APART then). Where somebody has a
+view it cannot move: it stays, and `step()` waits for the update that reads it. *Lost*: it is
+followed no longer; one that somebody holds gets memory of its own, and where somebody has a view
+the home, or the copy, of all of the unit's gradients moves instead (`places`), so those that are
+shown are APART then. *Let go of*: neither the tensor, in Python or in torch, nor its memory is held
+by anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
 (`.data`, numpy), and what would tell lies beyond the bus; a second copy to compare with would take
 the memory twice.
 
@@ -35,7 +38,6 @@ that share memory in one place; here that is refused when a backward begins.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Container, Iterable
 
 import torch
@@ -44,9 +46,11 @@ from offload.arena import host_tensor
 from offload.collected import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
-from offload.extents import Named, sharing
+from offload.exposure import use_count
+from offload.extents import Named, expanded
+from offload.places import Places
 from offload.program import Value
-from offload.shown import Showing, Shown, is_same, lies_in, may_be_shown
+from offload.shown import ALONE, SharingLook, Showing, Shown, is_same, lies_in, may_be_shown
 
 
 class Gradients:
@@ -60,10 +64,8 @@ class Gradients:
         self._limit_bytes = limit_bytes
         self._units: dict[int, Showing] = {}
         """Those of which anything is shown."""
-        self._looked: list[tuple[int, torch.Size, tuple[int, ...]]] = []
-        """Where the gradients lay that were found to share nothing."""
-        self._told = False
-        """Whether the user was told of views that somebody has."""
+        self._look = SharingLook()
+        self._places = Places(executor)
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
@@ -90,7 +92,7 @@ class Gradients:
         self._executor.quiesce("gradient", unit)
         now = self._showing(unit)
         if parameter not in now.shown:
-            now.shown[parameter] = Shown(self._seen(unit, parameter), apart=False)
+            now.shown[parameter] = Shown.of(self._seen(unit, parameter))
         return now.shown[parameter].tensor
 
     def replace(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
@@ -115,27 +117,24 @@ class Gradients:
             return  # As `p.grad *= 2` ends.
         self._executor.quiesce("gradient", unit)
         window = self._seen(unit, parameter)
-        same = is_same(gradient, window)  # `p.grad = p.grad.detach()`
-        if same:
-            self._leave(unit, parameter)
-        else:
-            if lies_in(gradient, window):  # `p.grad = p.grad.t()`
-                with torch.no_grad():
-                    gradient.data = gradient.clone()
+        if lies_in(gradient, window) and expanded(gradient):  # `p.grad[:1].expand_as(p.grad)`
+            gradient.data = gradient.clone()
+        shows, same = may_be_shown(gradient, window), is_same(gradient, window)
+        if not same:  # Else `p.grad = p.grad.detach()`.
             self._lose(unit, parameter)
+            window = self._seen(unit, parameter)
+            if not shows:
+                self._executor.copy_now(window, gradient)
         self._collector.assigned(unit, parameter)
-        shows = may_be_shown(gradient, window)
-        now.shown[parameter] = Shown(gradient if shows else window, apart=shows and not same)
-        if not same and not shows:
-            self._executor.copy_now(window, gradient)
+        now.shown[parameter] = Shown.of(gradient if shows else window, apart=shows and not same)
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
+        if unit in self._units:
+            self._lose(unit, parameter)
         self._collector.give_up(unit, parameter)
         if unit not in self._units:
             return
-        self._lose(unit, parameter)
-        self._units[unit].shown.pop(parameter, None)
         if not self._collector.has_any(unit):
             self._units[unit].copied = None
         self._tidy(unit)
@@ -163,7 +162,7 @@ class Gradients:
     def hand_over(self, unit: int) -> list[torch.Tensor | None]:
         """The gradients of a unit in memory of their own, whatever the limit; None where none is.
 
-        What somebody holds is handed over itself.
+        What somebody holds, or has a view of, is handed over itself.
         """
         found: list[torch.Tensor | None] = [None] * len(self._plan.profile.units[unit].parameters)
         if not self._collector.has_any(unit):
@@ -175,7 +174,7 @@ class Gradients:
             if self._collector.has(unit, parameter):
                 self._leave(unit, parameter)
                 shown = self._showing(unit).shown.get(parameter)
-                if shown is not None and shown.apart:
+                if shown is not None:
                     found[parameter] = shown.tensor
                 else:
                     found[parameter] = self._collector.shaped(flat, unit, parameter).clone()
@@ -195,28 +194,13 @@ class Gradients:
             now.shown = {at: shown for at, shown in now.shown.items() if shown.followed}
             self._tidy(unit)
         if self._units:
-            self._refuse_shared(others)
-
-    def _refuse_shared(self, others: Iterable[Named]) -> None:
-        """Look for gradients that share memory, where one has moved since the last look."""
-        ours = [
-            (self._plan.profile.units[unit].parameters[parameter].name, shown.tensor)
-            for unit, now in self._units.items()
-            for parameter, shown in now.shown.items()
-        ]
-        named = [*ours, *others]
-        places = [(one.data_ptr(), one.shape, one.stride()) for _, one in named]
-        if places == self._looked:
-            return
-        mine = {id(tensor) for _, tensor in ours}
-        for (one, first), (other, second) in sharing(named):
-            if id(first) in mine or id(second) in mine:  # Torch adds to its own as it does.
-                raise RuntimeError(
-                    f"the gradients of {one} and {other} share memory (one was assigned to "
-                    "p.grad of both, likely), and a backward would add both sums there, but "
-                    "offloaded ones are added apart: assign a clone() to one of them"
-                )
-        self._looked = places
+            units = self._plan.profile.units
+            shown = [
+                (units[unit].parameters[parameter].name, one.tensor)
+                for unit, now in self._units.items()
+                for parameter, one in now.shown.items()
+            ]
+            self._look.refuse(shown, others)
 
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
@@ -246,6 +230,22 @@ class Gradients:
                 self._leave(unit, parameter)
             self._tidy(unit)
 
+    def wait_where_viewed(self) -> None:
+        """Updates are queued: wait for those of gradients that could be changed at home."""
+        for unit, now in self._units.items():
+            if now.copied is None and not all(shown.apart for shown in now.shown.values()):
+                self._executor.quiesce("gradient", unit)
+
+    def forget_places(self, tiers: Container[str]) -> None:
+        """Memory tiers are given back; who has views of what was there keeps it."""
+        home = self._plan.home
+        units = range(len(self._plan.profile.units))
+        gone = {unit for unit in units if home("gradient", unit).tier in tiers}
+        self._places.forget(gone)
+        for now in (now for unit, now in self._units.items() if unit in gone):
+            for shown in now.shown.values() if now.copied is None else ():
+                shown.apart = True
+
     # -- one unit, one gradient ------------------------------------------------------------------
 
     def _showing(self, unit: int) -> Showing:
@@ -256,10 +256,14 @@ class Gradients:
         if not self._units[unit].shown:
             del self._units[unit]
 
+    def _name(self, unit: int) -> str:
+        return self._plan.profile.units[unit].name
+
     def _seen(self, unit: int, parameter: int) -> torch.Tensor:
         """A gradient as `p.grad` shows it: by a storage of its own, so that views are counted."""
+        window, copied = self._window(unit), self._showing(unit).copied
         with torch.inference_mode(False):
-            own = torch.from_numpy(self._window(unit).numpy())
+            own = torch.from_numpy(self._places.array(unit) if copied is None else window.numpy())
             # Torch's views keep what they were made of, whatever their data becomes.
             return self._collector.shaped(own, unit, parameter).data
 
@@ -273,21 +277,30 @@ class Gradients:
         if home.tier == "cpu" or (home.tier == "device" and self._executor.device.is_host):
             return self._executor.peek(value)
         if now.copied is None:
-            size = self._plan.bytes_of("gradient", unit)
-            held = sum(one.copied.nbytes for one in self._units.values() if one.copied is not None)
-            if held + size > self._limit_bytes:
-                raise MemoryError(
-                    f"showing the gradients of {self._plan.profile.units[unit].name} needs a copy "
-                    f"of {format_bytes(size)} from {home.tier}; copies of {format_bytes(held)} are "
-                    f"held and exposed_memory is {format_bytes(self._limit_bytes)}. Clip with "
-                    "Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu "
-                    "memory with Config(gradients='cpu'), or raise Config.exposed_memory"
-                )
-            copied = host_tensor(size)
+            what = f"showing the gradients of {self._name(unit)} needs a copy from {home.tier}"
+            remedy = (
+                "Clip with Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients "
+                "in cpu memory with Config(gradients='cpu')"
+            )
+            self._make_room(self._plan.bytes_of("gradient", unit), what, remedy)
+            copied = host_tensor(self._plan.bytes_of("gradient", unit))
             if self._collector.has_any(unit):
                 self._executor.copy_now(copied, self._executor.peek(value))
             now.copied = copied  # Last: what could not be read is not shown, nor put home.
         return now.copied
+
+    def _make_room(self, size: int, what: str, remedy: str) -> None:
+        """Refuse more memory than the user has granted."""
+        copied = (one.copied for one in self._units.values())
+        held = sum(one.nbytes for one in copied if one is not None) + self._places.bytes
+        if held + size > self._limit_bytes:
+            held -= self._places.trim()
+        if held + size > self._limit_bytes:
+            raise MemoryError(
+                f"{what}: {format_bytes(size)} beside {format_bytes(held)} that are held so, and "
+                f"exposed_memory is {format_bytes(self._limit_bytes)}. {remedy}, or raise "
+                "Config.exposed_memory"
+            )
 
     def _come(self, unit: int, parameter: int) -> None:
         """Wait for what the device may still copy into a gradient that was shown.
@@ -313,10 +326,11 @@ class Gradients:
                     "gradient of the parameter's shape"
                 )
             if not is_same(shown.tensor, here):
-                if lies_in(shown.tensor, here):  # `p.grad.t_()`
-                    shown.leave()
+                if not shown.apart and self._others_view(unit):  # `p.grad.t_()`, or its data set.
+                    self._part(unit)
+                    here = self._at_home(unit, parameter)
                 here.copy_(shown.tensor)
-                shown.apart = True  # By `p.grad.data = ...`, where it was not yet.
+                shown.apart = True
         if now.copied is not None:
             self._executor.poke(Value("gradient", unit), now.copied)
 
@@ -325,26 +339,52 @@ class Gradients:
         self._come(unit, parameter)
         now = self._showing(unit)
         shown = now.shown.get(parameter)
-        in_place = shown is not None and not shown.apart and now.copied is None
-        if shown is not None and in_place and shown.viewed and not self._told:
-            self._told = True
-            name = self._plan.profile.units[unit].parameters[parameter].name
-            warnings.warn(
-                f"a view of the gradient of {name} is held (p.grad.detach(), .data, .view(), "
-                "p.grad[0]) while zero_grad() or an assignment gives the gradient up: it lies "
-                "where the next one will come, and will show that. Likely it was kept for "
-                "later, or is a variable of a loop; keep p.grad itself, or a clone()",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        self._leave(unit, parameter)
+        if shown is not None and not shown.apart:
+            if shown.viewed:
+                self._part(unit)
+            elif shown.held:
+                shown.leave()
+        now.shown.pop(parameter, None)
 
     def _leave(self, unit: int, parameter: int) -> None:
-        """What was shown of one gradient is its holder's, if there is one."""
+        """What was shown of one gradient is its holder's, if there is one; else it is hidden."""
         shown = self._showing(unit).shown.get(parameter)
-        if shown is None or shown.apart:
+        if shown is None or shown.apart or shown.viewed:
             return
         if shown.held:
             shown.leave()
-        elif not shown.viewed:
+        else:
             del self._showing(unit).shown[parameter]
+
+    def _part(self, unit: int) -> None:
+        """Leave the home of a unit's gradients, or the copy of it, to who has views of that.
+
+        Raises:
+            MemoryError: there is no room for another home.
+        """
+        self._executor.quiesce("gradient", unit)
+        now = self._showing(unit)
+        if now.copied is not None:
+            self._executor.poke(Value("gradient", unit), now.copied)
+            now.copied = None
+        else:
+            if size := self._places.needs(unit):
+                what = (
+                    f"a view of the gradient of a parameter in {self._name(unit)} (p.grad.data, "
+                    ".detach(), .view(), p.grad[0]) is held while the gradient is given up; to "
+                    "leave that memory to it takes other memory for the next one"
+                )
+                self._make_room(size, what, "Let go of it before, or keep p.grad or a clone()")
+            self._places.move(unit)
+            self._collector.home_moved(unit)
+        for shown in now.shown.values():
+            shown.apart = True
+
+    def _others_view(self, unit: int) -> bool:
+        """Whether anybody has a view of where a unit's gradients are shown, but of none shown."""
+        now, shown = self._showing(unit), 0
+        for parameter, one in now.shown.items():
+            shown += not one.apart and is_same(one.tensor, self._at_home(unit, parameter))
+        if now.copied is not None:
+            return use_count(now.copied) - ALONE > shown
+        return self._places.viewed(unit, shown)

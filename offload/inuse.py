@@ -145,6 +145,20 @@ class InUse:
         with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
             return not torch.equal(home, now.to(home.device))
 
+    def release_held(self, *, nested: bool, but: BoundUnit | None = None) -> None:
+        """Put the units held at rest, but lasting ones, which stay to the end of the pass.
+
+        With `but` in another's forward, or the other way round, one's backward is in the other's.
+        Where backwards are `nested` one that goes on may have weights of a unit that it has run
+        again with nobody's guard around it, in a checkpoint of the unit's own: they stay.
+        """
+        for bound in list(self.units):
+            around = but is not None and (bound.index in but.around or but.index in bound.around)
+            if bound is but or around or bound.spec.lasting or (nested and bound.kept_by_graph):
+                continue
+            bound.held = False
+            self.release(bound)
+
     def release_all(self, *, look: bool) -> None:
         """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""
         for bound in list(self.units):

@@ -52,6 +52,10 @@ class KnownOps:
             lambda: self._all(carry_out(self._plan, unit, deadline, first=first)),
         )
 
+    def homes_moved(self) -> None:
+        """The homes of gradients are not where they were."""
+        self._carries.clear()
+
     def collecting(self, unit: int) -> Use:
         """Where the gradient of a unit is collected."""
         place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from offload.exposure import use_count
-from offload.extents import expanded
+from offload.extents import Named, expanded, sharing
 
 _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
 
-_ALONE = use_count(torch.empty(1))
+ALONE = use_count(torch.empty(1))
 """Use count of the memory of a tensor of which there is no other."""
 
 
@@ -24,23 +25,34 @@ class Shown:
     tensor: torch.Tensor
     apart: bool
     """Whether it has memory of its own."""
+    made_at: int
+    """Its address in memory of the engine's; 0 where the user made it."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, apart: bool = False) -> Shown:
+        """Where a gradient is shown; `apart` in memory of the user's."""
+        return cls(tensor, apart, 0 if apart else tensor.data_ptr())
 
     @property
     def held(self) -> bool:
-        """Whether anybody else holds it, in Python or as the gradient of another tensor."""
-        counts: int = self.tensor._use_count()  # type: ignore[attr-defined]
-        return sys.getrefcount(self.tensor) > _OWN_REFERENCES or counts > 1
+        """Whether anybody else holds it in Python."""
+        return sys.getrefcount(self.tensor) > _OWN_REFERENCES
 
     @property
     def viewed(self) -> bool:
-        """Whether anybody has a view of it."""
-        return use_count(self.tensor) > _ALONE
+        """Whether anybody may have a view of it.
+
+        What holds it in torch may be a view that torch did not make (DLPack), or have its address.
+        """
+        counts: int = self.tensor._use_count()  # type: ignore[attr-defined]
+        return counts > 1 or use_count(self.tensor) > ALONE
 
     @property
     def followed(self) -> bool:
         """Whether anybody else holds it, or may have its memory."""
-        # That of an array, which grows at no time, is counted by nobody.
-        own = not self.apart or self.tensor.untyped_storage().resizable()
+        # That of an array of others, which grows at no time, is counted by nobody.
+        ours = not self.apart or self.tensor.data_ptr() == self.made_at
+        own = ours or self.tensor.untyped_storage().resizable()
         return self.held or self.viewed or not own
 
     def leave(self) -> None:
@@ -58,6 +70,35 @@ class Showing:
     """By parameter."""
     copied: torch.Tensor | None = None
     """The unit's gradients in CPU memory, where their home is elsewhere."""
+
+
+class SharingLook:
+    """Looks for gradients that share memory, where one has moved since the last look."""
+
+    def __init__(self) -> None:
+        """None was looked at."""
+        self._looked: list[tuple[int, torch.Size, tuple[int, ...]]] = []
+        """Where the gradients lay that were found to share nothing."""
+
+    def refuse(self, ours: Sequence[Named], others: Iterable[Named]) -> None:
+        """Refuse one of `ours` that shares memory with another.
+
+        Raises:
+            RuntimeError: one does.
+        """
+        named = [*ours, *others]
+        places = [(one.data_ptr(), one.shape, one.stride()) for _, one in named]
+        if places == self._looked:
+            return
+        mine = {id(tensor) for _, tensor in ours}
+        for (one, first), (other, second) in sharing(named):
+            if id(first) in mine or id(second) in mine:  # Torch adds to its own as it does.
+                raise RuntimeError(
+                    f"the gradients of {one} and {other} share memory (one was assigned to "
+                    "p.grad of both, likely), and a backward would add both sums there, but "
+                    "offloaded ones are added apart: assign a clone() to one of them"
+                )
+        self._looked = places
 
 
 def is_same(gradient: torch.Tensor, window: torch.Tensor) -> bool:

@@ -103,6 +103,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
     engine.residents.rest(partial(ParameterHome, engine), partial(_refuse, weakref.ref(engine)))
     for tier in given:
         executor.memory.give_back(tier)
+    engine.gradients.forget_places(given)
     executor.bed = bed
     bed.asleep()
 

@@ -384,9 +384,7 @@ def hooked(side: Side, r: random.Random) -> None:
                 side.block(random.Random(seed))(side.ones()).sum().backward()
         return gradient + more
 
-    # Of a unit that runs again inside its own forward, a hook may not use another one then.
-    alone = all(one.how in TO_AUTOGRAD for one in side.model.blocks)
-    if not where.requires_grad or not (alone or what == 0):
+    if not where.requires_grad:
         plain(side, r)
         return
     left = [hook]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import offload
-from offload import extents, gradients
+from offload import extents, shown
 from tests.small import adamw, config, small, tokens
 from tests.training import (
     RESIDENT,
@@ -286,7 +286,7 @@ def test_two_residents_may_share_one_gradient_beside_an_assigned_one(tmp_path: P
             return extents.sharing(named)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gradients, "sharing", counted)
+            patch.setattr(shown, "sharing", counted)
             for _ in range(3):
                 run.loss().backward()
             assert len(looks) == 1

@@ -20,7 +20,6 @@ from tests.training import RESIDENT, SAMPLED, Result, assert_same, batch, train
 pytestmark = [
     *needs_cuda,
     pytest.mark.filterwarnings("ignore:Detected call of:UserWarning"),
-    pytest.mark.filterwarnings("ignore:a view of the gradient:RuntimeWarning"),
 ]
 
 LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {

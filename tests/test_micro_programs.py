@@ -294,6 +294,31 @@ def test_a_gradient_that_is_held_may_change_until_the_step(assigned: bool, tmp_p
     assert_same(early, train_alone(scaled, **fp32(steps=4)))
 
 
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("micro_batches", [None, 1])
+def test_a_hook_goes_backward_while_a_unit_runs_again_inside_itself(
+    how: str, micro_batches: int | None, tmp_path: Path
+) -> None:
+    """The unit has weights that its own recompute has saved, so it is not put at rest."""
+
+    def hooked(run: Run, number: int) -> None:
+        model: Any = run.model
+        inside(how)(model)
+
+        def hook(_: object) -> None:
+            with torch.enable_grad():
+                model.blocks[1](torch.ones(1, 3, 8)).sum().backward()
+
+        handle = model.blocks[0].up.weight.register_hook(hook)
+        model(torch.arange(6).view(2, 3)).pow(2).sum().backward()
+        handle.remove()
+        run.step()
+
+    options = fp32(build=partial(Net, ["inner", "plain"], False), steps=2)
+    early = train(PLACEMENT, tmp_path, hooked, micro_batches=micro_batches, **options)
+    assert_same(early, train_alone(hooked, **options))
+
+
 LATE: dict[str, Callable[[Any], object]] = {
     "an evaluation": lambda model: model.blocks[4](torch.ones(1, 32)),
     "a look": lambda model: model.blocks[4].up.weight.sum(),

@@ -68,6 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("served", "guard"),
     ("collected", "extents"),
     ("shown",),
+    ("places",),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("awaited",),
     ("inuse", "casts", "resident"),

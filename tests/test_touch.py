@@ -428,20 +428,6 @@ def test_the_data_of_a_gradient_can_be_assigned(run: Run) -> None:
     assert same_bits(weight.detach(), before)
 
 
-def test_a_view_of_a_gradient_that_is_given_up_is_told_of_once(tmp_path: Path) -> None:
-    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
-        for number in range(2):
-            run.loss().backward()
-            views = [p.grad.detach() for p in run.model.parameters()]
-            run.optimizer.step()
-            if number:
-                run.optimizer.zero_grad()
-            else:
-                with pytest.warns(RuntimeWarning, match=r"a view of the gradient of \S+ is held"):
-                    run.optimizer.zero_grad()
-        assert views
-
-
 def test_the_model_keeps_saying_what_it_is(tmp_path: Path) -> None:
     with attached(("nvme", "nvme", "nvme"), tmp_path) as run:
         identity = [id(p) for p in run.model.parameters()]

@@ -1,0 +1,193 @@
+"""Gradients that are edited, assigned, and seen through views: bit for bit as in plain torch."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from tests.gradient_programs import differs
+from tests.training import (
+    RESIDENT,
+    Run,
+    assert_same,
+    attached,
+    fp32,
+    in_turn,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
+
+CPU = ("cpu", "cpu", "cpu")
+PLACEMENTS = [CPU, ("cpu", "device", "cpu"), ("nvme", "nvme", "nvme"), RESIDENT]
+
+
+# -- random programs -------------------------------------------------------------------------------
+
+
+def run_programs(seeds: Sequence[int], directory: Path) -> Counter[str]:
+    """Run them all; what was refused."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    told: Counter[str] = Counter()
+    try:
+        for seed in seeds:
+            refused, where = differs(seed, directory)
+            assert not where, f"program {seed}: {where}"
+            told += refused
+    finally:
+        torch.set_num_threads(threads)
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:Config.micro_batches", "ignore:grad and param do not obey")
+def test_a_sample_of_programs(tmp_path: Path) -> None:
+    assert run_programs(range(20), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Config.micro_batches", "ignore:grad and param do not obey")
+@pytest.mark.parametrize("start", range(1000, 4000, 500))
+def test_thousands_of_programs(start: int, tmp_path: Path) -> None:
+    run_programs(range(start, start + 500), tmp_path)
+
+
+# -- single ones -----------------------------------------------------------------------------------
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "itself": lambda g: g,
+    "view": lambda g: g.view(-1),
+    "detach": lambda g: g.detach(),
+    "array": lambda g: g.numpy(),
+    "dlpack": lambda g: torch.utils.dlpack.from_dlpack(g),
+}
+
+
+@pytest.mark.parametrize(("how", "placement"), in_turn(VIEWS, PLACEMENTS))
+@pytest.mark.parametrize("micro_batches", [None, 1])
+def test_a_view_that_is_kept_stays_one_of_the_gradient(
+    how: str, placement: tuple[str, str, str], micro_batches: int | None, tmp_path: Path
+) -> None:
+    """So what is written to it before each step counts, and it shows each next gradient."""
+    kept: list[Any] = []
+
+    def scaled(run: Run, number: int) -> None:
+        run.loss().backward()
+        if not number:
+            kept[:] = [VIEWS[how](one.grad) for one in run.model.parameters()]  # type: ignore
+        for one in kept:
+            one *= 0.5
+        run.optimizer.step()
+        for one in kept:
+            one *= 0.5
+        run.extra.append([one.sum().item() for one in kept])
+        if number % 2:
+            run.optimizer.zero_grad(set_to_none=False)
+
+    early = train(placement, tmp_path, scaled, micro_batches=micro_batches, **fp32(steps=4))
+    alone = train_alone(scaled, **fp32(steps=4))
+    assert_same(*(without_idle_states(one) for one in (early, alone)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_a_view_of_a_gradient_that_is_given_up_keeps_it(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """And what is written to it counts no longer."""
+
+    def logged(run: Run, number: int) -> None:
+        parameters: Any = list(run.model.parameters())
+        run.loss().backward()
+        held = parameters[1].grad
+        views = [one.grad.detach().view(-1) for one in parameters]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        for _ in range(2):
+            run.loss().backward()
+            for one in views:
+                one.mul_(0.5)
+        run.extra += [[one.tolist() for one in views], held.tolist()]
+        run.extra.append([one.grad.tolist() for one in parameters])
+        run.step()
+
+    ours = train(placement, tmp_path, logged, **fp32())
+    assert_same(*(without_idle_states(one) for one in (ours, train_alone(logged, **fp32()))))
+
+
+@pytest.mark.parametrize("placement", [CPU, ("cpu", "device", "cpu")], ids="-".join)
+def test_homes_go_to_and_fro_between_two_places(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """The variable of a loop is bound anew in each step, so memory is taken once."""
+    with attached(placement, tmp_path) as run:
+        places = run.engine.gradients._places
+        for number in range(6):
+            run.loss().backward()
+            views = [one.grad.data for one in run.model.parameters()]  # type: ignore[union-attr]
+            run.step()
+            if not number:
+                taken = places.bytes
+        assert 0 < taken == places.bytes
+        del views
+        gc.collect()
+        assert places.trim() == taken
+        assert not places.bytes
+
+
+def test_a_view_for_whose_memory_there_is_no_room_is_refused(tmp_path: Path) -> None:
+    """And all is as before: without it the gradient is given up."""
+    with attached(CPU, tmp_path, exposed_memory=2048) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        run.loss().backward()
+        view, value = weight.grad.view(-1), weight.grad.clone()
+        for give_up in (run.optimizer.zero_grad, lambda: setattr(weight, "grad", value)):
+            with pytest.raises(MemoryError, match=r"a view of the gradient .* in head .*Let go of"):
+                give_up()
+        assert same_bits(weight.grad, value)
+        view.zero_()
+        assert not weight.grad.any()
+        del view
+        run.optimizer.zero_grad()
+        assert weight.grad is None
+
+
+def test_what_shares_memory_with_a_gradient_by_assignment_goes_on_to(tmp_path: Path) -> None:
+    with attached(CPU, tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        run.loss().backward()
+        held = weight.grad
+        weight.grad = held.detach()
+        run.loss().backward()
+        held.mul_(0.5)
+        assert weight.grad is not held
+        assert torch.equal(held, weight.grad)
+
+
+@pytest.mark.parametrize("placement", [CPU, ("device", "device", "cpu"), RESIDENT], ids="-".join)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_view_stays_one_over_sleep_and_detach(
+    placement: tuple[str, str, str], tier: Any, tmp_path: Path
+) -> None:
+    with attached(placement, tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        run.loss().backward()
+        view = weight.grad.view(-1)
+        offload.sleep(run.model, tier)
+        view.fill_(0.25)
+        offload.wake(run.model)
+        assert weight.grad.eq(0.25).all()
+        run.loss().backward()
+        assert torch.equal(view, weight.grad.view(-1))
+        run.optimizer.step()
+        offload.detach(run.model)
+        view.fill_(0.5)
+        assert weight.grad.eq(0.5).all()
