@@ -100,7 +100,8 @@ class Engine:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences."""
-        return tuple(n for n in (*self._notices, self.casts.notice, self.finality.notice) if n)
+        found = *self._notices, self.casts.notice, *self.finality.notices
+        return tuple(notice for notice in found if notice)
 
     # -- passes ----------------------------------------------------------------------------------
 

@@ -117,10 +117,17 @@ class Finality:
         """Whether the count has started again since the last step."""
         self._other_steps = 0
         """In a row, after another number of backward calls than was declared."""
-        self.notice: str | None = None
-        """What the user should know of how the declared number is kept."""
+        self._told_other: str | None = None
+        """What the user was told of another number of backwards."""
+        self._told_no_more: str | None = None
+        """Why nothing begins early any more."""
         self._aborted = False
         """Whether the last backward ended with an exception after updates had begun."""
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know of how the declared number is kept."""
+        return tuple(one for one in (self._told_other, self._told_no_more) if one is not None)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -249,20 +256,20 @@ class Finality:
         known = not (self.begun or self._aborted or self._again)
         other = declared is not None and found not in (0, declared) and known
         self._other_steps, self._again = self._other_steps + 1 if other else 0, False
-        if self._other_steps < OTHER_STEPS or self.notice is not None or declared is None:
+        if self._other_steps < OTHER_STEPS or self._told_other is not None or declared is None:
             return
         idle = ": no update begins inside a backward then" if self.counts else ""
         cause, remedy = f"the loop accumulates {found}", f"micro_batches={found}"
         if found == 1:
             cause = "step() is called after each backward, as that of DeepSpeed's engine is"
             remedy = f"step() after every {declared} backward calls, or micro_batches=1"
-        self.notice = (
+        self._told_other = (
             f"Config.micro_batches={declared} declares so many backward calls before each step(), "
             f"but {OTHER_STEPS} steps in a row came after {'fewer' if found < declared else 'more'}"
             f", the last after {found}{idle}; likely {cause}; try {remedy}, or leave it out where "
             "the number varies"
         )
-        warnings.warn(self.notice, RuntimeWarning, stacklevel=2)
+        warnings.warn(self._told_other, RuntimeWarning, stacklevel=2)
 
     # -- what is refused -------------------------------------------------------------------------
 
@@ -281,7 +288,7 @@ class Finality:
     def _begin_no_more(self) -> None:
         """What came could not be foreseen, and will be no error another time."""
         self._unforeseen.update(range(len(self._names)))
-        self.notice = (
+        self._told_no_more = (
             "Config.micro_batches: no update begins inside a backward any more, as code in a hook "
             "or in a function's backward used a unit after its update had begun; leave it out"
         )

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.finality import Finality
+from offload.finality import OTHER_STEPS, Finality
 from tests.training import (
     RESIDENT,
     Net,
@@ -312,7 +312,7 @@ def test_too_few_backward_calls_are_told_once(tmp_path: Path) -> None:
                 run.optimizer.zero_grad()
 
         steps(3, 2, 3, 1, 3)
-        assert not run.engine.finality.notice
+        assert not run.engine.finality.notices
         with pytest.warns(RuntimeWarning, match="came after fewer, the last after 2: no update"):
             steps(2, 2)
         steps(2, 2)  # Warnings are errors here.
@@ -343,6 +343,32 @@ def test_with_clipping_another_number_of_backward_calls_is_told(
             step(count)
         step(count)  # Warnings are errors here.
         assert told in run.engine.notices[-1]
+
+
+def test_one_thing_that_is_told_does_not_keep_another_from_being_told() -> None:
+    """Whichever comes first: code that nothing tells of, or another number of backwards."""
+
+    def refused(finality: Finality) -> None:
+        finality.begun = {0: {}}
+        with pytest.raises(RuntimeError, match="after its update had begun"):
+            finality.gradient_came(0, 0, outermost=True)
+        finality.stepped({0: {}})
+
+    def another_number(finality: Finality) -> None:
+        for _ in range(OTHER_STEPS):
+            finality.backward_began()
+            finality.gradient_came(0, 0, outermost=True)
+            finality.backward_ended()
+            finality.stepped({})
+
+    for first, second in ((refused, another_number), (another_number, refused)):
+        finality = Finality(2, ["unit"])
+        with pytest.warns(RuntimeWarning, match="declares so many backward calls"):
+            first(finality)
+            second(finality)
+        number, no_more = finality.notices
+        assert "steps in a row came after fewer" in number
+        assert "no update begins inside a backward any more" in no_more
 
 
 def test_without_micro_batches_nothing_is_counted() -> None:
