@@ -20,6 +20,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 
@@ -111,12 +112,10 @@ def runs_inside() -> bool:
 def _in_forward() -> Iterator[Any]:
     """The functions whose forward runs on this thread, but of those written with `setup_context`,
     whose forward is not given its node."""
-    forwards = set(_forwards(torch.autograd.Function))
+    forwards = _forwards.codes()
     for frame in _frames():
         if frame.f_code in forwards:  # To look into a frame keeps what is in it to its end.
-            first = _given_first(frame)
-            if isinstance(first, torch._C._FunctionBase):
-                yield first
+            yield from (one for one in _given(frame) if isinstance(one, torch._C._FunctionBase))
 
 
 def _frames() -> Iterator[FrameType]:
@@ -126,25 +125,46 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _forwards(kind: Any) -> Iterator[CodeType]:
-    """The code of all kinds of functions, as torch finds it."""
-    for one in kind.__subclasses__():
-        code = getattr(getattr(one, "forward", None), "__code__", None)
-        if code is not None:
-            yield code
-        yield from _forwards(one)
+class _Forwards:
+    """The code of the forwards of all kinds of functions, as torch finds it."""
+
+    def __init__(self) -> None:
+        """Of none yet."""
+        self._count = 0
+        self._last: Callable[[], object] = lambda: None
+        self._codes: frozenset[CodeType] = frozenset()
+
+    def codes(self) -> frozenset[CodeType]:
+        """All of it; looked at anew once there is another kind of function.
+
+        Torch makes a class of each kind's nodes as it is defined; it is the last then.
+        """
+        nodes = BackwardCFunction.__subclasses__()
+        if len(nodes) != self._count or nodes[-1] is not self._last():
+            found = (_code(getattr(one, "_forward_cls", None)) for one in nodes)
+            self._codes = frozenset(code for code in found if code is not None)
+            self._count, self._last = len(nodes), weakref.ref(nodes[-1])
+        return self._codes
 
 
-def _given_first(frame: FrameType) -> object:
-    """What a call was given first; of a function's forward its node, where it is given that."""
-    code = frame.f_code
-    if code.co_argcount:
-        return frame.f_locals.get(code.co_varnames[0])
+def _code(kind: object) -> CodeType | None:
+    forward: Any = getattr(kind, "forward", None)
+    while isinstance(forward, partial):
+        forward = forward.func
+    return getattr(forward, "__code__", None)
+
+
+def _given(frame: FrameType) -> Iterator[object]:
+    """What a call was given by place; among that of a function's forward is its node, where it is
+    given that."""
+    code, found = frame.f_code, frame.f_locals
+    names = code.co_varnames
+    yield from (found.get(name) for name in names[: code.co_argcount])
     if code.co_flags & inspect.CO_VARARGS:
-        return next(iter(frame.f_locals.get(code.co_varnames[code.co_kwonlyargcount], ())), None)
-    return None
+        yield from found.get(names[code.co_argcount + code.co_kwonlyargcount], ())
 
 
+_forwards = _Forwards()
 _RUN = torch.autograd.graph._engine_run_backward.__code__  # type: ignore[attr-defined]
 """In whose frame a backward runs."""
 _autograd: Any = torch._C._autograd  # type: ignore[attr-defined]

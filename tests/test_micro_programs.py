@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections import Counter
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from offload.reruns import Reruns, _forwards
 from tests.micro_programs import WAYS, Net, again, differs
 from tests.training import (
     RESIDENT,
@@ -271,6 +273,42 @@ def test_to_look_for_functions_keeps_nothing_alive(reentrant: bool, tmp_path: Pa
             run.model(torch.zeros(1, 4, dtype=torch.long))
         del mine
         assert known() is None
+
+
+def calls_inside(reruns: Reruns, how: str) -> type[torch.autograd.Function]:
+    """A kind of function, made now, in whose forward a unit is called."""
+
+    def called(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        reruns.called(0)
+        return x * 2
+
+    forwards: dict[str, Any] = {
+        "plain": called,
+        "a partial": partial(lambda factor, ctx, x: called(ctx, x) * factor, 2),
+        "by name": partial(called),
+        "any number": lambda *given: called(*given),
+    }
+    members = {
+        "forward": staticmethod(forwards[how]),
+        "backward": staticmethod(lambda ctx, gradient: gradient),
+    }
+    return type("Kind", (torch.autograd.Function,), members)
+
+
+@pytest.mark.parametrize("how", ["plain", "a partial", "by name", "any number"])
+def test_kinds_of_functions_are_known_once_they_are_defined(how: str) -> None:
+    """And they are looked at once, and not kept."""
+    reruns, x = Reruns(), torch.ones(1, requires_grad=True)
+    codes = _forwards.codes()
+    assert _forwards.codes() is codes
+    kind = calls_inside(reruns, how)
+    made = kind.apply(x)
+    assert list(reruns._by_unit[0]) == [made.grad_fn]
+    assert _forwards.codes() is not codes
+    known = weakref.ref(kind)
+    del kind, made
+    gc.collect()
+    assert known() is None
 
 
 @pytest.mark.parametrize("assigned", [False, True])
