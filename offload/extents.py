@@ -9,7 +9,12 @@ from typing import NoReturn
 import torch
 from torch import nn
 
+from offload.exposure import use_count
+
 Named = tuple[str, torch.Tensor]
+
+ALONE = use_count(torch.empty(1))
+"""Use count of the memory of a tensor of which there is no other."""
 
 
 def sharing(named: Iterable[Named]) -> Iterator[tuple[Named, Named]]:
@@ -70,6 +75,23 @@ def dense(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is all that lies between its first and its last element."""
     start, stop = _extent(tensor)
     return tensor.nbytes == stop - start and not expanded(tensor)
+
+
+def require_apart(updated: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+    """Refuse what is updated by lanes, as the flag says, in memory of another that is updated.
+
+    Raises:
+        RuntimeError: there is such.
+    """
+    held = [(name, one, lanes) for name, one, lanes in updated if use_count(one) > ALONE]
+    by_lanes = {name for name, _, lanes in held if lanes}
+    for (one, _), (other, _) in sharing((name, it) for name, it, _ in held if by_lanes):
+        if one in by_lanes or other in by_lanes:
+            raise RuntimeError(
+                f"{one} and {other} share memory (the data of one was set to that of the other, "
+                "likely), and step() would update both there at once: give one a clone(), tie "
+                "them before attach, or keep their states on the device, Config(optimizer='device')"
+            )
 
 
 def require_dense(name: str, gradient: torch.Tensor) -> None:

@@ -47,10 +47,10 @@ from offload.collected import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
-from offload.extents import Named, expanded
+from offload.extents import ALONE, Named, expanded
 from offload.places import Places
 from offload.program import Value
-from offload.shown import ALONE, SharingLook, Showing, Shown, is_same, lies_in, may_be_shown
+from offload.shown import SharingLook, Showing, Shown, is_same, lies_in, may_be_shown
 
 
 class Gradients:

@@ -40,7 +40,7 @@ from offload.awaited import Awaited, holders, idle_parameter
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
-from offload.extents import require_dense
+from offload.extents import require_apart, require_dense
 from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
@@ -126,14 +126,16 @@ class Residents:
         """Look whether what is to be updated is still what the states are for.
 
         Raises:
-            RuntimeError: a parameter is not.
+            RuntimeError: a parameter is not, or lies where another one does.
             ValueError: a gradient is sparse.
         """
+        updated = list[tuple[str, nn.Parameter, bool]]()
         for unit in self._units.keys() & frozen.keys():
-            for index in frozen[unit]:
-                _check(self._units[unit], index, self._executor.device.torch_device)
-                if unit in self.awaited:
-                    _check_dtype(self._units[unit], index)
+            bound, by_lanes = self._units[unit], unit in self.awaited
+            for at in frozen[unit]:
+                _check(bound, at, self._executor.device.torch_device, by_lanes=by_lanes)
+                updated.append((bound.spec.parameters[at].name, bound.parameters[at], by_lanes))
+        require_apart(updated)
 
     def squares(self, ops: Sequence[Op], frozen: Frozen) -> list[float]:
         """The sum of the squares of the chunk of each op; the device is waited for once."""
@@ -362,8 +364,11 @@ def in_order(numbers: Iterable[float]) -> float:
     return total
 
 
-def _check(bound: BoundUnit, index: int, device: torch.device) -> None:
-    """Raise where a parameter, or its gradient, is not what its states are for."""
+def _check(bound: BoundUnit, index: int, device: torch.device, *, by_lanes: bool) -> None:
+    """Raise where a parameter, or its gradient, is not what its states are for.
+
+    One that lanes take is of the dtype of its place there.
+    """
     _check_values(bound, index, device)
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     assert parameter.grad is not None
@@ -373,6 +378,12 @@ def _check(bound: BoundUnit, index: int, device: torch.device) -> None:
             f"the gradient of {one.name} is {tuple(parameter.grad.shape)} of "
             f"{parameter.grad.dtype}, and its states are for {one.shape}: likely something was "
             "written to its data; assign a gradient of the parameter's shape"
+        )
+    if by_lanes and parameter.grad.dtype != parameter.dtype:
+        raise ValueError(
+            f"the gradient of {one.name} is of {parameter.grad.dtype}, the parameter of "
+            f"{one.dtype}: likely p.grad_dtype was set; leave it alone, or keep its states on the "
+            "device, Config(optimizer='device'), where such a gradient is used as it is"
         )
 
 
@@ -386,15 +397,4 @@ def _check_values(bound: BoundUnit, index: int, device: torch.device) -> None:
             f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "
             f"a contiguous {wanted}: likely the model was converted after attach; leave that out, "
             "or detach() before it"
-        )
-
-
-def _check_dtype(bound: BoundUnit, index: int) -> None:
-    """Raise where a gradient that a lane takes is of another dtype than its place there."""
-    one, gradient = bound.spec.parameters[index], bound.parameters[index].grad
-    if gradient is not None and gradient.dtype != getattr(torch, one.dtype):
-        raise ValueError(
-            f"the gradient of {one.name} is of {gradient.dtype}, and the parameter of {one.dtype}: "
-            "likely p.grad_dtype was set; leave it alone, or keep the optimizer's states on the "
-            "device, Config(optimizer='device'), where such a gradient is used as it is"
         )

@@ -9,13 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.exposure import use_count
-from offload.extents import Named, expanded, sharing
+from offload.extents import ALONE, Named, expanded, sharing
 
 _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
-
-ALONE = use_count(torch.empty(1))
-"""Use count of the memory of a tensor of which there is no other."""
 
 
 @dataclass(slots=True)

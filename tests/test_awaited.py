@@ -442,3 +442,24 @@ def test_a_gradient_of_another_dtype_is_refused(tmp_path: Path) -> None:
         weight.grad = None
         weight.grad_dtype = torch.bfloat16
         run.step()
+
+
+def test_two_parameters_in_one_memory_are_refused_and_nothing_is_done(tmp_path: Path) -> None:
+    """Lanes would update both there at once; pieces of one buffer share nothing."""
+
+    def apart(run: Run, number: int) -> None:
+        one, other = (block.up.weight for block in run.model.blocks[:2])  # type: ignore
+        if not number:
+            both = torch.stack((one.data, other.data))
+            one.data, other.data = both.unbind()
+        run.loss().backward()
+        if hasattr(run.optimizer, "engine"):
+            kept = other.data
+            other.data = one.data
+            with pytest.raises(RuntimeError, match=r"up\.weight and .*up\.weight share memory"):
+                run.optimizer.step()
+            other.data = kept
+        run.step()
+
+    ours, alone = train(ON_CPU, tmp_path, apart), train_alone(apart)
+    assert_same(*(without_idle_states(one) for one in (ours, alone)))
