@@ -191,3 +191,24 @@ def test_a_view_stays_one_over_sleep_and_detach(
         offload.detach(run.model)
         view.fill_(0.5)
         assert weight.grad.eq(0.5).all()
+
+
+@pytest.mark.parametrize("placement", [CPU, ("device", "device", "cpu"), RESIDENT], ids="-".join)
+def test_edits_count_after_sleep_beside_a_view_from_before(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """What is shown then is where the home is now, and not where that view lies."""
+
+    def slept(run: Run, number: int) -> None:
+        run.loss().backward()
+        norm: Any = run.model.norm
+        view = norm.bias.grad.view(-1)
+        if hasattr(run.optimizer, "engine"):
+            offload.sleep(run.model, "nvme")
+            offload.wake(run.model)
+        view.mul_(0.5)
+        norm.weight.grad.mul_(0.5)
+        run.step()
+
+    ours, alone = train(placement, tmp_path, slept, **fp32()), train_alone(slept, **fp32())
+    assert_same(*(without_idle_states(one) for one in (ours, alone)))
