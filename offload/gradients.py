@@ -50,7 +50,7 @@ from offload.exposure import use_count
 from offload.extents import ALONE, Named, expanded
 from offload.places import Places
 from offload.program import Value
-from offload.shown import SharingLook, Showing, Shown, is_same, lies_in, may_be_shown
+from offload.shown import SharingLook, Showing, Shown, is_same, lies_in, may_be_shown, zero
 
 
 class Gradients:
@@ -150,7 +150,7 @@ class Gradients:
         for parameter in kept:
             if parameter not in hidden and (shown := self.show(unit, parameter)) is not None:
                 self._come(unit, parameter)
-                shown.zero_()
+                zero(shown)
         if hidden:
             value = Value("gradient", unit)
             self._executor.quiesce("gradient", unit)
@@ -159,6 +159,7 @@ class Gradients:
                 self._collector.shaped(flat, unit, parameter).zero_()
             self._executor.poke(value, flat)
 
+    @torch.no_grad()
     def hand_over(self, unit: int) -> list[torch.Tensor | None]:
         """The gradients of a unit in memory of their own, whatever the limit; None where none is.
 
@@ -202,6 +203,7 @@ class Gradients:
             ]
             self._look.refuse(shown, others)
 
+    @torch.no_grad()
     def settle_shown(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
         if self._units:  # Copies into it are asynchronous where its memory is pinned.
@@ -209,6 +211,7 @@ class Gradients:
         for unit in self._units:
             self._settle(unit)
 
+    @torch.no_grad()
     def renew_shown(self) -> None:
         """After a backward: gradients that are still held show what was added to them."""
         for unit, now in self._units.items():

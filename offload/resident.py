@@ -45,6 +45,7 @@ from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
+from offload.shown import zero
 
 
 class Residents:
@@ -106,13 +107,8 @@ class Residents:
         """Make gradients zeros."""
         mine = self._units[unit].parameters
         for gradient in (mine[parameter].grad for parameter in parameters):
-            if gradient is None:
-                continue
-            if gradient.grad_fn is not None:  # As torch.optim has it: a view cannot be detached.
-                gradient.detach_()
-            else:
-                gradient.requires_grad_(False)
-            gradient.zero_()
+            if gradient is not None:
+                zero(gradient)
 
     # -- weights ---------------------------------------------------------------------------------
 

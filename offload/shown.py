@@ -113,5 +113,14 @@ def may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:
     """Whether `p.grad` can be what was assigned, and the sum in `window` be written to it."""
     if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
         return False
-    apart = gradient.requires_grad or gradient.is_inference() or expanded(gradient)
+    apart = gradient.is_inference() or expanded(gradient)
     return gradient.dtype == window.dtype and not apart
+
+
+def zero(gradient: torch.Tensor) -> None:
+    """Make a gradient zeros, as torch.optim does: a view cannot be detached."""
+    if gradient.grad_fn is not None:
+        gradient.detach_()
+    else:
+        gradient.requires_grad_(False)
+    gradient.zero_()

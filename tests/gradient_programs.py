@@ -145,10 +145,12 @@ def hold_in_another(side: Side, r: random.Random) -> None:
 
 
 def value(kept: Any) -> Any:
-    kept = kept.grad if isinstance(kept, torch.Tensor) and kept.requires_grad else kept
-    return torch.from_numpy(kept) if isinstance(kept, np.ndarray) else kept
+    if isinstance(kept, np.ndarray):
+        return torch.from_numpy(kept)
+    return kept.grad if kept.is_leaf and kept.requires_grad else kept
 
 
+@torch.no_grad()
 def edit(side: Side, r: random.Random) -> None:
     if side.kept:
         one = value(r.choice(side.kept))
@@ -156,6 +158,7 @@ def edit(side: Side, r: random.Random) -> None:
         change(one)
 
 
+@torch.no_grad()
 def edit_all(side: Side, r: random.Random) -> None:
     for one in side.kept:
         value(one).mul_(0.5)
@@ -165,6 +168,7 @@ def drop(side: Side, r: random.Random) -> None:
     del side.kept[: r.randint(0, len(side.kept))]
 
 
+@torch.no_grad()
 def look(side: Side, r: random.Random) -> None:
     side.seen += [value(one).clone() for one in side.kept]
     if r.random() < 0.5:
@@ -175,7 +179,7 @@ def look(side: Side, r: random.Random) -> None:
 
 
 def assign(side: Side, r: random.Random) -> None:
-    one, how = side.with_gradient(r), r.randrange(8)
+    one, how = side.with_gradient(r), r.randrange(9)
     if one is None:
         return
     if how == 0:
@@ -193,6 +197,9 @@ def assign(side: Side, r: random.Random) -> None:
         one.grad = one.grad.view(-1).view(one.shape)
     elif how == 6:
         one.grad = torch.full_like(one, 0.5)
+    elif how == 7:  # As autograd.grad(create_graph=True) gives it.
+        side.kept.append((one * 0.5).clone())
+        one.grad = side.kept[-1]
     else:
         one.grad *= 2
 
@@ -225,6 +232,7 @@ def turn(side: Side, r: random.Random) -> None:
         side.turned.append(one.grad.t_())
 
 
+@torch.no_grad()
 def clip(side: Side, r: random.Random) -> None:
     if r.random() < 0.5:
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
@@ -232,6 +240,7 @@ def clip(side: Side, r: random.Random) -> None:
         torch.nn.utils.clip_grad_value_(side.model.parameters(), 0.1)
 
 
+@torch.no_grad()
 def loop(side: Side, r: random.Random) -> None:
     """Which leaves its variable behind."""
     last = [p.grad.data for p in side.model.parameters() if p.grad is not None]
