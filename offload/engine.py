@@ -161,6 +161,7 @@ class Engine:
                     self.exposures.settle(unit)  # Copies that only the backward has used go.
                 self._begin_final()
                 self.finality.backward_ended()
+                self.gradients.written.refuse()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""

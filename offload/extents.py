@@ -77,6 +77,15 @@ def dense(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == stop - start and not expanded(tensor)
 
 
+def zero(gradient: torch.Tensor) -> None:
+    """Make a gradient zeros, as torch.optim does: a view cannot be detached."""
+    if gradient.grad_fn is not None:
+        gradient.detach_()
+    else:
+        gradient.requires_grad_(False)
+    gradient.zero_()
+
+
 def require_apart(updated: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
     """Refuse what is updated by lanes, as the flag says, in memory of another that is updated.
 

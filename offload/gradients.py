@@ -38,7 +38,7 @@ that share memory in one place; here that is refused when a backward begins.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 import torch
 
@@ -47,10 +47,15 @@ from offload.collected import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
-from offload.extents import ALONE, Named, expanded
+from offload.extents import ALONE, Named, expanded, zero
 from offload.places import Places
 from offload.program import Value
-from offload.shown import SharingLook, Showing, Shown, is_same, lies_in, may_be_shown, zero
+from offload.shown import SharingLook, Showing, Shown, WrittenInside, is_same, lies_in, may_be_shown
+
+_NO_COPY = (
+    "Clip with Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu memory "
+    "with Config(gradients='cpu')"
+)
 
 
 class Gradients:
@@ -65,6 +70,7 @@ class Gradients:
         self._units: dict[int, Showing] = {}
         """Those of which anything is shown."""
         self._look = SharingLook()
+        self.written = WrittenInside()
         self._places = Places(executor)
 
     def has(self, unit: int, parameter: int) -> bool:
@@ -194,14 +200,16 @@ class Gradients:
             now = self._units[unit]
             now.shown = {at: shown for at, shown in now.shown.items() if shown.followed}
             self._tidy(unit)
-        if self._units:
-            units = self._plan.profile.units
-            shown = [
-                (units[unit].parameters[parameter].name, one.tensor)
-                for unit, now in self._units.items()
-                for parameter, one in now.shown.items()
-            ]
-            self._look.refuse(shown, others)
+        if named := list(self._named()):
+            self._look.refuse([(name, shown.tensor) for name, shown in named], others)
+        for _, shown in named:
+            shown.version = shown.tensor._version
+
+    def _named(self) -> Iterator[tuple[str, Shown]]:
+        """What is shown, by name."""
+        for unit, now in self._units.items():
+            for parameter, shown in now.shown.items():
+                yield self._plan.profile.units[unit].parameters[parameter].name, shown
 
     @torch.no_grad()
     def settle_shown(self) -> None:
@@ -214,6 +222,7 @@ class Gradients:
     @torch.no_grad()
     def renew_shown(self) -> None:
         """After a backward: gradients that are still held show what was added to them."""
+        self.written.look(self._named())
         for unit, now in self._units.items():
             self._executor.quiesce("gradient", unit)
             if now.copied is not None:
@@ -241,9 +250,8 @@ class Gradients:
 
     def forget_places(self, tiers: Container[str]) -> None:
         """Memory tiers are given back; who has views of what was there keeps it."""
-        home = self._plan.home
-        units = range(len(self._plan.profile.units))
-        gone = {unit for unit in units if home("gradient", unit).tier in tiers}
+        every, home = range(len(self._plan.profile.units)), self._plan.home
+        gone = {unit for unit in every if home("gradient", unit).tier in tiers}
         self._places.forget(gone)
         for now in (now for unit, now in self._units.items() if unit in gone):
             for shown in now.shown.values() if now.copied is None else ():
@@ -281,11 +289,7 @@ class Gradients:
             return self._executor.peek(value)
         if now.copied is None:
             what = f"showing the gradients of {self._name(unit)} needs a copy from {home.tier}"
-            remedy = (
-                "Clip with Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients "
-                "in cpu memory with Config(gradients='cpu')"
-            )
-            self._make_room(self._plan.bytes_of("gradient", unit), what, remedy)
+            self._make_room(self._plan.bytes_of("gradient", unit), what, _NO_COPY)
             copied = host_tensor(self._plan.bytes_of("gradient", unit))
             if self._collector.has_any(unit):
                 self._executor.copy_now(copied, self._executor.peek(value))
@@ -374,8 +378,7 @@ class Gradients:
             if size := self._places.needs(unit):
                 what = (
                     f"a view of the gradient of a parameter in {self._name(unit)} (p.grad.data, "
-                    ".detach(), .view(), p.grad[0]) is held while the gradient is given up; to "
-                    "leave that memory to it takes other memory for the next one"
+                    ".view(), p.grad[0]) is held as that is given up, and takes its memory along"
                 )
                 self._make_room(size, what, "Let go of it before, or keep p.grad or a clone()")
             self._places.move(unit)

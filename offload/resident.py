@@ -40,12 +40,11 @@ from offload.awaited import Awaited, holders, idle_parameter
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
-from offload.extents import require_apart, require_dense
+from offload.extents import require_apart, require_dense, zero
 from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
 from offload.resting import RestingParameter
-from offload.shown import zero
 
 
 class Residents:

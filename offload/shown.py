@@ -24,6 +24,8 @@ class Shown:
     """Whether it has memory of its own."""
     made_at: int
     """Its address in memory of the engine's; 0 where the user made it."""
+    version: int = 0
+    """Changes of it that torch had counted as a backward began."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, apart: bool = False) -> Shown:
@@ -52,11 +54,16 @@ class Shown:
         own = ours or self.tensor.untyped_storage().resizable()
         return self.held or self.viewed or not own
 
+    @property
+    def written(self) -> bool:
+        """Whether torch has counted a change since, where it counts those of this one only."""
+        return self.tensor.data_ptr() == self.made_at and self.tensor._version != self.version
+
     def leave(self) -> None:
         """Get memory of its own."""
         with torch.no_grad():
             self.tensor.data = self.tensor.clone()
-        self.apart = True
+        self.apart, self.made_at = True, self.tensor.data_ptr()
 
 
 @dataclass(slots=True)
@@ -67,6 +74,33 @@ class Showing:
     """By parameter."""
     copied: torch.Tensor | None = None
     """The unit's gradients in CPU memory, where their home is elsewhere."""
+
+
+class WrittenInside:
+    """Gradients of before that were changed inside a backward, which adds to them elsewhere."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        self._found: list[str] = []
+
+    def look(self, named: Iterable[tuple[str, Shown]]) -> None:
+        """As a backward ends."""
+        self._found = [name for name, shown in named if shown.written]
+
+    def refuse(self) -> None:
+        """Refuse it once, when all else is done.
+
+        Raises:
+            RuntimeError: one was changed.
+        """
+        found, self._found = self._found, []
+        if found:
+            raise RuntimeError(
+                f"the gradient of {found[0]} was changed inside the backward, likely by a hook "
+                "that holds it, or a view of it, from before: what the backward brings is added "
+                "elsewhere, so the change may be lost. zero_grad() and take the step anew; change "
+                "it after backward, or what comes by p.register_hook()"
+            )
 
 
 class SharingLook:
@@ -115,12 +149,3 @@ def may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:
         return False
     apart = gradient.is_inference() or expanded(gradient)
     return gradient.dtype == window.dtype and not apart
-
-
-def zero(gradient: torch.Tensor) -> None:
-    """Make a gradient zeros, as torch.optim does: a view cannot be detached."""
-    if gradient.grad_fn is not None:
-        gradient.detach_()
-    else:
-        gradient.requires_grad_(False)
-    gradient.zero_()

@@ -212,3 +212,29 @@ def test_edits_count_after_sleep_beside_a_view_from_before(
 
     ours, alone = train(placement, tmp_path, slept, **fp32()), train_alone(slept, **fp32())
     assert_same(*(without_idle_states(one) for one in (ours, alone)))
+
+
+@pytest.mark.parametrize("placement", [CPU, ("nvme", "nvme", "nvme")], ids="-".join)
+@pytest.mark.parametrize("how", ["itself", "view"])
+def test_a_gradient_of_before_that_a_hook_changes_is_refused_as_the_backward_ends(
+    how: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    with attached(placement, tmp_path) as run, attached(RESIDENT, tmp_path) as b:
+        run.loss().backward()
+        model: Any = run.model
+        view = VIEWS[how](model.head.weight.grad)
+
+        def halve(_: object) -> None:
+            view.mul_(0.5)
+
+        handle = model.embed.weight.register_hook(halve)
+        with pytest.raises(RuntimeError, match=r"head\.weight was changed inside the backward"):
+            run.loss().backward()
+        handle.remove()
+        run.optimizer.zero_grad()
+        b.generator = torch.Generator().set_state(run.generator.get_state())
+        for one in (run, b):
+            one.loss().backward()
+            one.step()
+        for name, value in b.model.state_dict().items():
+            assert same_bits(value, run.model.state_dict()[name])
