@@ -347,7 +347,8 @@ class Gradients:
         now = self._showing(unit)
         shown = now.shown.get(parameter)
         if shown is not None and not shown.apart:
-            if shown.viewed:
+            here = is_same(shown.tensor, self._at_home(unit, parameter))  # Else its data was set.
+            if shown.viewed if here else self._others_view(unit):
                 self._part(unit)
             elif shown.held:
                 shown.leave()
