@@ -14,7 +14,7 @@ from torch import nn
 from offload.accepted import rule_of
 from offload.arena import Memory, zeros_on
 from offload.before import Before
-from offload.binding import BoundUnit, Group, partition
+from offload.binding import BoundUnit, Group, count_change, make_plain, partition
 from offload.checks import check_arguments, check_model, check_ways
 from offload.config import TIERS, Config
 from offload.device import CPU, Device, compute_device
@@ -143,11 +143,8 @@ def _hand_back(
     hooks.remove()
     for (bound, index), value, gradient in zip(places, values, gradients):
         parameter = bound.parameters[index]
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.__class__ = nn.Parameter
-            parameter.data = value
-            parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
-        vars(parameter).pop("_offload_home", None)
+        make_plain(parameter, value)
+        parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
     engine.close()
     return original
 
@@ -255,10 +252,9 @@ class _Attaching:
     def _refuse_earlier_graphs(self) -> None:
         """Let torch refuse a backward of what was computed before: it saved the parameters, which
         are at rest now, as they are."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for unit in self._bound:
-                if unit.index not in self.plan.residents:
-                    torch.autograd.graph.increment_version(unit.parameters)
+        for unit in self._bound:
+            if unit.index not in self.plan.residents:
+                count_change(unit.parameters)
 
     def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
@@ -361,10 +357,8 @@ class _Attaching:
         try:
             self._gather(unit, values, executor, fresh, initialize)
         except BaseException:
-            with torch._C.DisableTorchFunctionSubclass():
-                for parameter, value in zip(unit.parameters, values):
-                    parameter.__class__ = nn.Parameter
-                    parameter.data = value
+            for parameter, value in zip(unit.parameters, values):
+                make_plain(parameter, value)
             raise
 
     def _gather(

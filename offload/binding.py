@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,6 +126,20 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 
 
 _version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+
+
+def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let an offloaded parameter be one of torch's own again, with `data`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_data(parameter, data)  # First: another thread may look at the class.
+        parameter.__class__ = nn.Parameter
+    vars(parameter).pop("_offload_home", None)
+
+
+def count_change(parameters: Sequence[nn.Parameter]) -> None:
+    """Let torch count a change of each: it refuses the backward of graphs that have saved them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(parameters)
 
 
 class Weights(NamedTuple):

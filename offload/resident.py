@@ -37,7 +37,7 @@ from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.reference import cut, put_sum_of_squares
 from offload.arena import typed, zeros_on
 from offload.awaited import Awaited, holders, idle_parameter
-from offload.binding import BoundUnit
+from offload.binding import BoundUnit, count_change, make_plain
 from offload.device import Device
 from offload.executor import Executor
 from offload.extents import require_dense
@@ -249,8 +249,7 @@ class Residents:
                 parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
             bound.rest()
             # A graph of before has saved the parameters as they are: till `wake` torch refuses it.
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.autograd.graph.increment_version(bound.parameters)
+            count_change(bound.parameters)
 
     def take_room(self) -> None:
         """Take memory again for what `rest` has given back.
@@ -273,12 +272,9 @@ class Residents:
             assert kept.weight is not None
             if kept.guard is not None:
                 kept.guard.remove()
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.data = kept.weight
-                parameter.__class__ = nn.Parameter
-                parameter.grad = kept.gradient
-                _autograd._unsafe_set_version_counter([parameter], [kept.version])
-            del parameter._offload_home  # type: ignore[attr-defined]
+            make_plain(parameter, kept.weight)
+            parameter.grad = kept.gradient
+            _autograd._unsafe_set_version_counter([parameter], [kept.version])
         self._asleep.clear()
 
 
