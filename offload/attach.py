@@ -29,7 +29,7 @@ from offload.optimizer import Optimizer
 from offload.plan import plan
 from offload.profile import Unit, Wanted, lay_out_unit, profile_of
 from offload.program import Op, Value
-from offload.resident import settle
+from offload.resident import give_memory
 from offload.shared import Share, SharedBudget
 from offload.states import States
 from offload.store import Store
@@ -376,7 +376,7 @@ class _Attaching:
         new = {p for p in unit.parameters if p in fresh}
         if unit.index in self.plan.residents:
             start = partial(initialize_fresh, self.model, new, initialize, unit.parameters)
-            settle(unit, self.device, new, start)
+            give_memory(unit, self.device, new, start)
             return
         crosses = self.plan.home("weight", unit.index).tier == "device" or new
         on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU

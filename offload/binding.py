@@ -343,6 +343,22 @@ class BoundUnit:
         same = self._counted[handle.parameter]._version == handle.version
         return self._shown.get(handle[2:7]) if same else None
 
+    def require_form(self, parameter: int, device: torch.device) -> None:
+        """Refuse a plain parameter that is not what its states are for.
+
+        Raises:
+            RuntimeError: it has another shape, dtype, device or order of its elements.
+        """
+        one, mine = self.spec.parameters[parameter], self.parameters[parameter]
+        found = (tuple(mine.shape), mine.dtype, mine.device)
+        wanted = (one.shape, getattr(torch, one.dtype), device)
+        if found != wanted or not mine.is_contiguous():
+            raise RuntimeError(
+                f"{one.name} is {found} with strides {mine.stride()} now, but its states are for "
+                f"a contiguous {wanted}: likely the model was converted after attach; leave that "
+                "out, or detach() before it"
+            )
+
     def close(self) -> None:
         """Let go of all views."""
         self.kept = None

@@ -70,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shown",),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("awaited",),
+    ("asleep",),
     ("inuse", "casts", "resident"),
     ("updates",),
     ("engine",),
