@@ -27,7 +27,7 @@ from offload.store import Store
 from tests.faults import nothing_leaks
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
-ATTACH = import_module("offload.attach")
+ATTACHING = import_module("offload.attaching")
 SLACK_BYTES = 128 << 20
 
 # -- memory that is really taken --------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(io: aio.SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, depth=1))
+        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, depth=1))
         return offload.attach(model, optimizer, config(tmp_path))
 
     whole = aio.SimulatedIO(0)
@@ -312,7 +312,7 @@ def test_a_drive_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     io = aio.SimulatedIO(0, inner=aio.MemoryIO(capacity_bytes=100 << 10))
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
@@ -330,7 +330,7 @@ def test_memory_that_is_refused_leaves_the_model_as_it_was(
     def refuse(*_: Any) -> None:
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(ATTACH, "Memory", refuse)
+    monkeypatch.setattr(ATTACHING, "Memory", refuse)
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(MemoryError, match="on purpose"):

@@ -77,6 +77,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("touch", "hooks"),
     ("optimizer",),
     ("checks", "recorded", "meta", "before"),
+    ("attaching",),
     ("attach",),
     ("sleep",),
     ("__init__",),
