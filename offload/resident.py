@@ -248,7 +248,8 @@ class Residents:
                 parameter.grad = None
                 parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
             bound.rest()
-            # A graph of before has saved the parameters as they are: till `wake` torch refuses it.
+            # Earlier graphs have saved the parameters themselves, which show NaN now: counted as a
+            # change, torch refuses them until `wake`.
             with torch._C.DisableTorchFunctionSubclass():
                 torch.autograd.graph.increment_version(bound.parameters)
 
@@ -277,7 +278,8 @@ class Residents:
                 parameter.data = kept.weight
                 parameter.__class__ = nn.Parameter
                 parameter.grad = kept.gradient
-                _autograd._unsafe_set_version_counter([parameter], [kept.version])
+                now = parameter._version
+                _autograd._unsafe_set_version_counter([parameter], [now - 1])  # One is of `rest`.
             del parameter._offload_home  # type: ignore[attr-defined]
         self._asleep.clear()
 
@@ -305,13 +307,11 @@ class _Asleep:
         self,
         weight: torch.Tensor | None,
         gradient: torch.Tensor | None,
-        version: int,
         *,
         has_gradient: bool,
     ):
         """Weight and gradient where somebody else has them, too; else None."""
         self.weight, self.gradient = weight, gradient
-        self.version = version
         """Changes of the parameter that torch has counted."""
         self.guard: Any = None
         """The hook that refuses a gradient."""
@@ -326,7 +326,7 @@ class _Asleep:
         gradient = parameter.grad if mine[1:] != idle[1:] or other else None
         weight = parameter.data if mine[0] != idle[0] else None
         has_gradient = parameter.grad is not None
-        return cls(weight, gradient, parameter._version, has_gradient=has_gradient)
+        return cls(weight, gradient, has_gradient=has_gradient)
 
     def held(self, value: Value) -> bool:
         """Whether somebody has kept the weight, or the gradient, where it is."""
