@@ -121,7 +121,8 @@ class ResidentsAsleep:
                 kept.guard.remove()
             make_plain(parameter, kept.weight)
             parameter.grad = kept.gradient
-            _autograd._unsafe_set_version_counter([parameter], [kept.version])
+            now = parameter._version
+            _autograd._unsafe_set_version_counter([parameter], [now - 1])  # One is of `rest`.
         self._kept.clear()
 
 
@@ -132,14 +133,11 @@ class _Kept:
         self,
         weight: torch.Tensor | None,
         gradient: torch.Tensor | None,
-        version: int,
         *,
         has_gradient: bool,
     ):
         """Weight and gradient where somebody else has them, too; else None."""
         self.weight, self.gradient = weight, gradient
-        self.version = version
-        """Changes of the parameter that torch has counted."""
         self.guard: Any = None
         """The hook that refuses a gradient."""
         self._has_gradient = has_gradient
@@ -153,7 +151,7 @@ class _Kept:
         gradient = parameter.grad if mine[1:] != idle[1:] or other else None
         weight = parameter.data if mine[0] != idle[0] else None
         has_gradient = parameter.grad is not None
-        return cls(weight, gradient, parameter._version, has_gradient=has_gradient)
+        return cls(weight, gradient, has_gradient=has_gradient)
 
     def held(self, value: Value) -> bool:
         """Whether somebody has kept the weight, or the gradient, where it is."""

@@ -233,13 +233,6 @@ class Engine:
         self._use(bound)
         bound.depth += 1
 
-    def leave(self, bound: BoundUnit) -> None:
-        """A module that uses a unit has run; see `InUse.leave` for what it refuses."""
-        bound.depth = max(0, bound.depth - 1)
-        if bound.buffer is not None:
-            bound.held = bound.held or bound.spec.lasting
-            self.in_use.leave(bound)
-
     def hold(self, bound: BoundUnit) -> None:
         """The backward of a unit is next; that of the units held need not, but may, be over."""
         self._release_held(but=bound)

@@ -182,10 +182,12 @@ class Hooks:
                         for bound in used:
                             if (backward := self._announce[bound.index]) is not None:
                                 _announce(leaf, backward)
-            if not guards and not self._in_forward:
+            last = not guards and not self._in_forward
+            if last:
                 engine.calls.end()
-            for bound in used:
-                engine.leave(bound)
+            engine.in_use.leave(used)
+            if last and _graph() < 0:  # Nothing tells of the end of such a pass.
+                engine.in_use.release_lasting()
             return output
 
     def _before_backward(self, bound: BoundUnit, gradient: torch.Tensor) -> None:
