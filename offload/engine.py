@@ -25,6 +25,7 @@ from offload.collected import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
+from offload.fork import unlock_in_children
 from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
@@ -39,7 +40,7 @@ from offload.reruns import retains
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
-from offload.usable import refuse_unusable, unlock_in_children
+from offload.usable import refuse_unusable
 
 
 class Engine:

@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed", "deepspeed_optimizer"),
     ("runs", "disks"),
     ("breakdown",),
-    ("interrupt", "outputs", "config", "profile", "records", "scoreboard", "numa"),
+    ("interrupt", "fork", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
     ("rows", "blocks", "accepted", "frozen"),
     ("sizes",),
