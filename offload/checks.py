@@ -13,7 +13,7 @@ from offload.accepted import check_optimizer
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
-from offload.extents import dense, refuse_sparse, sharing
+from offload.extents import refuse_sparse, reordered, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer
@@ -205,8 +205,7 @@ def check_ways(model: nn.Module, *, trains: bool) -> None:
     """
     kernel()
     for name, parameter in model.named_parameters():
-        # Columns of a wider matrix only move together: the order of their elements stays.
-        if not parameter.is_meta and not parameter.is_contiguous() and dense(parameter):
+        if not parameter.is_meta and reordered(parameter):
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
                 f"{parameter.stride()} (channels_last, or transposed), and offloaded ones are "

@@ -72,6 +72,15 @@ def dense(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == stop - start and not expanded(tensor)
 
 
+def reordered(tensor: torch.Tensor) -> bool:
+    """Whether elements lie in memory in another order than those of a contiguous tensor.
+
+    Those of columns of a wider matrix, or of an expanded tensor, do not.
+    """
+    strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and stride]
+    return strides != sorted(strides, reverse=True)
+
+
 def require_dense(name: str, gradient: torch.Tensor) -> None:
     """Refuse the gradient of a parameter where it is not dense.
 

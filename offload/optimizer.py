@@ -121,7 +121,11 @@ class Optimizer(torch.optim.Optimizer):
             self._saving = False
 
     def __deepcopy__(self, memo: object) -> Any:
-        raise TypeError("an offloaded optimizer cannot be copied: use its state_dict()")
+        raise TypeError(
+            "an offloaded optimizer cannot be copied: use its state_dict(); where a module that "
+            "holds it is copied (by Lightning's weight averaging), hold it elsewhere: make it in "
+            "configure_optimizers(), as examples/lightning_trainer.py does"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")

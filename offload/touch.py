@@ -11,6 +11,7 @@ import torch
 from offload.aside import users_modes
 from offload.binding import BoundUnit
 from offload.engine import Engine
+from offload.extents import reordered
 from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
@@ -139,17 +140,12 @@ class ParameterHome:
                 f"as {wanted}: only its values can be replaced; detach() before converting a model"
             )
 
-        if (
-            not data.is_contiguous()
-            and data.dim() > 3
-            and data.is_contiguous(
-                memory_format=torch.channels_last if data.dim() == 4 else torch.channels_last_3d
-            )
-        ):
+        if reordered(data):
             raise ValueError(
-                f"{one.name}.data was set to values in the order of channels_last, but offloaded "
-                "parameters are contiguous, with which torch computes other bits: detach() first, "
-                "or leave the model in torch.contiguous_format"
+                f"{one.name}.data was set to values that lie in memory with strides "
+                f"{data.stride()} (channels_last, or transposed), but offloaded parameters are "
+                "contiguous, with which torch computes other bits: leave the model in "
+                "torch.contiguous_format, give it a contiguous() copy, or detach() first"
             )
         with self.engine.lock:
             if bound.buffer is None:
