@@ -58,7 +58,7 @@ def run_fake(
     fake = directory / "python"
     fake.write_text(FAKE.format(update=update, not_built=not_built, python=sys.executable))
     fake.chmod(0o755)
-    settings = {"PYTHON": str(fake), "GPU_SECONDS": "2", "GPU_RESULTS": str(directory / "found")}
+    settings = {"PYTHON": str(fake), "GPU_SECONDS": "1", "GPU_RESULTS": str(directory / "found")}
     return run(*stages, **settings, WHEELS="", **environment)
 
 
@@ -74,7 +74,7 @@ def test_a_stage_that_hangs_is_ended_and_one_that_fails_told(
 ) -> None:
     done = run_fake(tmp_path, "update", "copies", "table", update=f"echo begun; {hangs}")
     assert done.returncode == 1
-    told = ["== update", "begun", "update took more than 2 s", "== copies", "== table"]
+    told = ["== update", "begun", "update took more than 1 s", "== copies", "== table"]
     told += ["# On a GPU", f"failed: update ({status}) copies (3)"]
     assert done.stdout.splitlines() == told
     logs = {file.name: file.read_text() for file in (tmp_path / "found").iterdir()}
