@@ -32,6 +32,7 @@ test: $(READY) $(MODELS)
 
 test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile many --timeout 1800
 
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)

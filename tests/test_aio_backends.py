@@ -262,9 +262,8 @@ def test_somebody_closes_our_descriptors(tmp_path):
         "assert not any(os.fstat(fd).st_size or os.lseek(fd, 0, os.SEEK_CUR) for fd in others)\n"
         "assert time.process_time() < 20\n"
     )
-    names = [name for name in USABLE if name not in ("threads", "python")]
-    for name, said in zip(names, interpreters([(code, tmp_path, name) for name in names])):
-        assert "takes no more calls" in said, name
+    programs = [(code, tmp_path, name) for name in USABLE if name not in ("threads", "python")]
+    assert all("takes no more calls" in said for said in interpreters(programs))
 
 
 def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):

@@ -117,7 +117,7 @@ def _nothing_leaks():
 
 DONE = ["transfers", "syncs", "closes", "ends", "raises"]
 
-STEPS = dict.fromkeys(USABLE, 97) | dict.fromkeys(("linux_aio", "libaio"), 197)
+STEPS = dict.fromkeys(USABLE, 149) | dict.fromkeys(("linux_aio", "libaio"), 293)
 """To give a context of Linux AIO back takes the kernel 40 ms."""
 
 FINER = dict.fromkeys(USABLE, 7 * 7) | dict.fromkeys(("linux_aio", "libaio"), 7 * 41)
@@ -322,7 +322,7 @@ def test_what_begins_while_it_is_looked_at_is_seen():
                 found = self.__dict__["pending"]
                 while lets and not THIS_THREAD.serves and requests.queue:
                     lets.pop()()  # the thread takes it, now
-                    time.sleep(0.2)
+                    time.sleep(0.05)
                 return found
 
             @pending.setter
@@ -347,7 +347,7 @@ def test_who_closes_a_file_finds_its_tickets_done(monkeypatch):
     inner = QueuedTicket.finish
 
     def slow(*arguments):
-        time.sleep(0.2)
+        time.sleep(0.05)
         inner(*arguments)
 
     with aio.Pool(1, aio.MemoryIO()) as pool, scratch(pool, BLOCK) as file:
