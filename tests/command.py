@@ -26,7 +26,7 @@ def load_once(path, length):
 
 
 def run(*arguments):
-    """The exit status of the command line, in this process. A short training is of a small model."""
+    """The exit status of the command line, in this process. Short trainings have a small model."""
     short = [*arguments[: len(SHORT)]] == SHORT
     with (
         mock.patch.dict(gpt.SIZES, {"10m": SMALL} if short else {}),

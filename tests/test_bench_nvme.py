@@ -61,7 +61,7 @@ def command(*arguments):
 def wanted(**options):
     given = {
         "paths": ("/simulated",), "file_bytes": 2 << 20, "written_bytes_max": 1 << 30,
-        "seconds": 0.5, "backends": ("python",), "blocks_bytes": (64 << 10, 128 << 10),
+        "seconds": 0.2, "backends": ("python",), "blocks_bytes": (64 << 10, 128 << 10),
         "depths": (1, 4),
     }  # fmt: skip
     return bench.Wanted(**(given | options))
@@ -244,12 +244,12 @@ def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
 def test_an_fio_that_hangs_or_moves_nothing_is_told(monkeypatch, tmp_path):
     script = tmp_path / "fio"
     monkeypatch.setattr(fio, "installed", lambda: str(script))
-    monkeypatch.setattr(fio, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(fio, "TIMEOUT_S", 0.2)
     ways = {way: {"io_bytes": 0, "runtime": 0} for way in ("read", "write")}
     answer = {"jobs": [{"error": 0, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 1} | ways]}
     with load(str(tmp_path)) as made:
         for body, told in (
-            ("exec sleep 60", "not ended after 0.5"),
+            ("exec sleep 60", "not ended after 0.2"),
             (f"echo '{json.dumps(answer)}'", "no transfer ended"),
         ):
             script.write_text(f"#!/bin/sh\n{body}\n")

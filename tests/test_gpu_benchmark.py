@@ -45,11 +45,12 @@ case "$*" in
     *copies.py*) exit 3 ;;
     *results.py*) echo "# On a GPU" ;;
     *"import cpu_adam"*) exit {not_built} ;;
+    *sysconfig*) dirname "$0" ;;
     *pip*) echo "a build" && exit {not_built} ;;
     *) exec {python} "$@" ;;
 esac
 """
-"""An interpreter some of whose programs do what a stage may."""
+"""An interpreter some of whose programs do what a stage may; no cmake beside it builds anything."""
 
 
 def run_fake(
@@ -58,6 +59,8 @@ def run_fake(
     fake = directory / "python"
     fake.write_text(FAKE.format(update=update, not_built=not_built, python=sys.executable))
     fake.chmod(0o755)
+    if not (cmake := directory / "cmake").is_symlink():
+        cmake.symlink_to("/bin/false")
     settings = {"PYTHON": str(fake), "GPU_SECONDS": "1", "GPU_RESULTS": str(directory / "found")}
     return run(*stages, **settings, WHEELS="", **environment)
 
