@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -95,6 +96,7 @@ def anew(code: str, *arguments: object) -> None:
         compiled = (getattr(module, "__file__", None) or "").endswith(".so")  # Once in a process.
         if name.split(".")[0] in OURS and not compiled:
             del sys.modules[name]
-    ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(AttributeError):  # Not of glibc.
+        ctypes.CDLL(None).malloc_trim(0)
     sys.argv = ["-c", *map(str, arguments)]
     exec(code, {"__name__": "__main__"})

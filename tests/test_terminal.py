@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
 
 import pytest
 
@@ -25,7 +26,8 @@ COLUMNS = 60
 
 
 def in_fork(terminal, encoding):
-    return fork(lambda: run(*SHORT), (terminal,) * 3, encoding=encoding, errors="surrogateescape")
+    options = {"encoding": encoding, "errors": "surrogateescape"}
+    return partial(wait, fork(lambda: run(*SHORT), (terminal,) * 3, **options))
 
 
 def by_itself(terminal, encoding):
@@ -34,14 +36,14 @@ def by_itself(terminal, encoding):
     variables = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
     return subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env=variables
-    ).pid
+    ).wait
 
 
 def on_terminal(begin, encoding):
     """Exit status and text of a short training on a terminal of `COLUMNS`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    pid = begin(theirs, encoding)
+    ended = begin(theirs, encoding)
     os.close(theirs)
     seen = b""
     try:
@@ -50,7 +52,7 @@ def on_terminal(begin, encoding):
     except OSError:  # Linux says so where the other side is closed.
         pass
     os.close(ours)
-    return wait(pid), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode("latin-1"))
+    return ended(), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode("latin-1"))
 
 
 @pytest.mark.parametrize(
