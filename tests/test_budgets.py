@@ -25,6 +25,7 @@ import aio
 import offload
 from offload.store import Store
 from tests.faults import nothing_leaks
+from tests.forked import Forked, anew
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
 ATTACHING = import_module("offload.attaching")
@@ -49,7 +50,6 @@ def watch():
         time.sleep(0.005)
 
 path, layers, device, cpu = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-torch.set_num_threads(2)
 baseline, peaks, done = resident(), [0], threading.Event()
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
@@ -88,10 +88,10 @@ optimizer.engine.close()
 def test_memory_stays_within_the_budgets(tmp_path: Path) -> None:
     """All on nvme: what is taken is far below the states, and at most the budgets and a slack."""
     device, cpu = 24 << 20, 88 << 20
-    command = [sys.executable, "-c", MEASURED, str(tmp_path), "9", str(device), str(cpu)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
+    found = Forked(lambda: anew(MEASURED, tmp_path, 9, device, cpu))
+    printed, errors = found.communicate()
+    assert found.returncode == 0, errors
+    told = json.loads(printed)
     assert told["parameters"] > 18e6
     assert told["tiers"][0] <= device
     assert told["tiers"][1] <= cpu

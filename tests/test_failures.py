@@ -125,7 +125,7 @@ def test_each_lane_that_fails_surfaces_at_the_next_call(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["h2d", "d2h", "cpu, update", "compute, update", "disk"])
 def test_a_wait_ends_when_the_lane_fails(name: str, tmp_path: Path) -> None:
     lane, verb, placement, config = FAILURES[name]
-    breaker = Breaker(lane, verb, seconds=0.15)
+    breaker = Breaker(lane, verb, seconds=0.05)
     with running(placement, tmp_path, breaker, **config) as run:
         two_micro_batches(run)
         breaker.armed = True

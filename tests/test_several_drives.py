@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aio
@@ -163,7 +163,6 @@ def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
 # -- the store ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
 def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
     sizes = data.draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=6))

@@ -294,7 +294,7 @@ def test_a_step_of_another_thread_comes_before_or_after(
         def slowly(*args: Any, **options: Any) -> Any:
             if other.ident is None:
                 other.start()
-                other.join(0.2)
+                other.join(0.05)
                 assert not came
             return function(*args, **options)
 
