@@ -29,6 +29,7 @@ from offload.resident import give_memory
 from offload.shared import Share, SharedBudget
 from offload.states import States
 from offload.store import Store
+from offload.strangers import watch
 from offload.touch import ParameterHome
 from offload.trace import Trace
 
@@ -201,6 +202,7 @@ class Attaching:
         if self.optimizer is not None:
             states = States(engine.executor)
             optimizer = Optimizer(self.optimizer, engine, states, places, hooks.structure)
+            watch(optimizer)
         attachments[self.model] = Attached(hooks, engine, optimizer, self.config)
         if self.optimizer is not None and optimizer is not None:
             before = self.optimizer.state

@@ -72,13 +72,12 @@ def dense(tensor: torch.Tensor) -> bool:
     return tensor.nbytes == stop - start and not expanded(tensor)
 
 
-def reordered(tensor: torch.Tensor) -> bool:
-    """Whether elements lie in memory in another order than those of a contiguous tensor.
+def lies_otherwise(tensor: torch.Tensor) -> bool:
+    """Whether torch may compute other bits of it than of a contiguous tensor.
 
-    Those of columns of a wider matrix, or of an expanded tensor, do not.
+    By the strides of a matrix it chooses how to multiply; a vector's elements only lie apart.
     """
-    strides = [stride for size, stride in zip(tensor.shape, tensor.stride()) if size > 1 and stride]
-    return strides != sorted(strides, reverse=True)
+    return tensor.dim() > 1 and not tensor.is_contiguous()
 
 
 def require_dense(name: str, gradient: torch.Tensor) -> None:

@@ -130,6 +130,13 @@ class Optimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
 
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """What a parameter is called in the model; None where it is not trained here."""
+        if parameter not in self._places:
+            return None
+        unit, index = self._places[parameter]
+        return self.engine.units[unit].spec.parameters[index].name
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of all groups but the empty ones, which live nowhere."""
         return (parameter for parameter in self._all() if parameter in self._places)

@@ -76,7 +76,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine",),
     ("touch", "hooks"),
     ("optimizer",),
-    ("checks", "recorded", "meta", "before"),
+    ("checks", "recorded", "meta", "before", "strangers"),
     ("attaching",),
     ("attach",),
     ("sleep",),
