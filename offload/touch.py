@@ -138,7 +138,8 @@ class ParameterHome:
             raise ValueError(
                 f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "
                 f"as {wanted}: only its values can be replaced; detach() before a model is "
-                "converted or resized (embeddings), and attach it again"
+                "converted or resized (embeddings), and attach it again; where its own forward "
+                "converts it (a router to float32), run one forward before attach"
             )
 
         if lies_otherwise(data):
