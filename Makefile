@@ -16,8 +16,8 @@ WORKERS ?= auto
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
-	@echo "make test       the fast tests (two to two and a half minutes on two cores)"
-	@echo "make test-slow  the slow tests too"
+	@echo "make test       the fast tests (about two minutes on two cores)"
+	@echo "make test-slow  the slow tests, and many examples of those that make their own"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make check      ruff, mypy, sizes and layering"
 	@echo "make sanitize   the native file layer and books under AddressSanitizer, UBSan, ThreadSanitizer"
@@ -32,6 +32,7 @@ test: $(READY) $(MODELS)
 
 test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 	$(BIN)/python -m pytest -m slow --timeout 1800 $(ARGS)
+	$(BIN)/python -m pytest -m "hypothesis and not slow" --hypothesis-profile many --timeout 1800
 
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)

@@ -172,7 +172,10 @@ def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> 
         cause = (
             "the model was cast to half precision, whose range is too small for weights in training"
         )
-        remedy = "keep the parameters in float32 and train under torch.autocast"
+        remedy = (
+            "convert the model with model.to(torch.bfloat16), or keep the parameters in float32 "
+            "and train under torch.autocast"
+        )
     elif any(row.weight_dtype == weight_dtype for row in rows):
         cause = f"states={states!r} is a format for weights of another dtype"
         remedy = "use states='exact'"

@@ -39,16 +39,16 @@ class Bytes(nn.Module):
 class Lit(lightning.LightningModule):
     def __init__(self, config):
         super().__init__()
-        self.model = Bytes()
-        # torch.optim.AdamW would do as well; this one has the same bits with and without offload.
-        self.optimizer = CPUAdam(self.model.parameters(), lr=2e-3, weight_decay=0.1)
-        if config is not None:
-            _, self.optimizer = offload.attach(self.model, self.optimizer, config)
+        self.model, self.config = Bytes(), config
 
     def configure_optimizers(self):
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 2e-3, total_steps=STEPS)
+        # torch.optim.AdamW would do as well; this one has the same bits with and without offload.
+        optimizer = CPUAdam(self.model.parameters(), lr=2e-3, weight_decay=0.1)
+        if self.config is not None:
+            _, optimizer = offload.attach(self.model, optimizer, self.config)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=STEPS)
         each_step = {"scheduler": scheduler, "interval": "step"}
-        return {"optimizer": self.optimizer, "lr_scheduler": each_step}
+        return {"optimizer": optimizer, "lr_scheduler": each_step}
 
     def loss(self, tokens):
         return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

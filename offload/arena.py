@@ -33,6 +33,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _WORKSPACE = Place("device", "workspace")
 _SUMS = Place("device", "sums")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
+"""What a closed arena has; made before, as no error may come then."""
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:

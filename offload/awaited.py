@@ -40,7 +40,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.binding import BoundUnit
+from offload.binding import BoundUnit, make_plain
 from offload.executor import BytesOf, Executor
 from offload.exposure import use_count
 from offload.frozen import Frozen
@@ -191,12 +191,9 @@ class Away:
             for hook in self._hooks:
                 hook.remove()
             for index, parameter in self._parameters.items():
-                with torch._C.DisableTorchFunctionSubclass():
-                    parameter.data = self._weights[index]
-                    parameter.__class__ = nn.Parameter
+                make_plain(parameter, self._weights[index])
                 if not parameter._backward_hooks:  # An empty one is asked in every backward.
                     parameter._backward_hooks = None
-                del parameter._offload_home  # type: ignore[attr-defined]
                 if index in self._owed:
                     parameter.grad = self._owed.pop(index)
             self._over = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offload.binding import BoundUnit
+from offload.binding import BoundUnit, make_plain
 from offload.executor import Executor
 from offload.optimizer import give_back
 from offload.program import Value
@@ -51,7 +51,4 @@ class Before:
         values = (executor.peek(Value("weight", unit.index, piece)) for piece in pieces)
         buffer = torch.cat([value.to(on) for value in values])
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.__class__ = nn.Parameter
-                parameter.data = view
-            vars(parameter).pop("_offload_home", None)
+            make_plain(parameter, view)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,6 +127,20 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 
 _version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
 _use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
+
+
+def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let an offloaded parameter be one of torch's own again, with `data`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _set_data(parameter, data)  # First: another thread may look at the class.
+        parameter.__class__ = nn.Parameter
+    vars(parameter).pop("_offload_home", None)
+
+
+def count_change(parameters: Sequence[nn.Parameter]) -> None:
+    """Let torch count a change of each: it refuses the backward of graphs that have saved them."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(parameters)
 
 
 class Weights(NamedTuple):
@@ -337,6 +351,22 @@ class BoundUnit:
             return None
         same = self._counted[handle.parameter]._version == handle.version
         return self._shown.get(handle[2:7]) if same else None
+
+    def require_form(self, parameter: int, device: torch.device) -> None:
+        """Refuse a plain parameter that is not what its states are for.
+
+        Raises:
+            RuntimeError: it has another shape, dtype, device or order of its elements.
+        """
+        one, mine = self.spec.parameters[parameter], self.parameters[parameter]
+        found = (tuple(mine.shape), mine.dtype, mine.device)
+        wanted = (one.shape, getattr(torch, one.dtype), device)
+        if found != wanted or not mine.is_contiguous():
+            raise RuntimeError(
+                f"{one.name} is {found} with strides {mine.stride()} now, but its states are for "
+                f"a contiguous {wanted}: likely the model was converted after attach; leave that "
+                "out, or detach() before it"
+            )
 
     def close(self) -> None:
         """Let go of all views."""

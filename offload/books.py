@@ -48,11 +48,11 @@ class Known:
     copies: bool
     """Whether its lane does it on its own."""
     booked: Any
-    """What the books that know it have written down of it: of these here, the cells that it reads
-    and those that it writes, see `program.cells`."""
+    """What the books keep of it: here the cells that it reads and those that it writes, see
+    `program.cells`; an object of C++ in the compiled ones."""
     ready: bool
-    """Whether no more has to be said of what it does: it has `run`, is copied or is the user's own
-    compute."""
+    """Whether it may be issued without a `run`: it has one, its lane copies, or it is the user's
+    own compute."""
 
 
 class Books:

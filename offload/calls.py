@@ -45,7 +45,7 @@ class Calls:
     """The outermost call under way of a module that is hooked."""
 
     def __init__(self) -> None:
-        """None is."""
+        """No call is under way."""
         self._frame: FrameType | None = None
         self._thread = 0
         self._depth = 0

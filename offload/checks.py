@@ -13,7 +13,7 @@ from offload.accepted import check_optimizer
 from offload.binding import Group
 from offload.config import Config
 from offload.engine import Engine
-from offload.extents import dense, refuse_sparse, sharing
+from offload.extents import lies_otherwise, refuse_sparse, sharing
 from offload.hooks import Hook
 from offload.lanes import EngineError
 from offload.optimizer import Optimizer
@@ -205,12 +205,11 @@ def check_ways(model: nn.Module, *, trains: bool) -> None:
     """
     kernel()
     for name, parameter in model.named_parameters():
-        # Columns of a wider matrix only move together: the order of their elements stays.
-        if not parameter.is_meta and not parameter.is_contiguous() and dense(parameter):
+        if not parameter.is_meta and lies_otherwise(parameter):
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
-                f"{parameter.stride()} (channels_last, or transposed), and offloaded ones are "
-                "contiguous, with which torch computes other bits: call "
+                f"{parameter.stride()} (channels_last, transposed, part of another), and offloaded "
+                "ones are contiguous, with which torch computes other bits: call "
                 "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
             )
         if getattr(parameter, "grad_dtype", parameter.dtype) != parameter.dtype:

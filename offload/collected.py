@@ -9,8 +9,8 @@ slot, sends it on earlier.
 
 [Note: Gradients that wait]
 Small ones wait where autograd has made them for the last of their unit: a place is taken, and sent
-on, once for all of them. A signal's handler may run before or behind the hook that lets one wait,
-and who cuts the backward off there cuts it off before or behind this gradient.
+on, once for all of them. The hook that lets a gradient wait is not `whole`: a signal handler that
+raises there cuts the backward off before this gradient or after it; none is half taken.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Collector:
     """Brings the gradients of an engine's parameters home, and knows which there are."""
 
     def __init__(self, executor: Executor, passes: Passes):
-        """No gradient yet."""
+        """Of all units of the plan; `passes` says where each op stands."""
         self._executor = executor
         self._plan = executor.plan
         self._passes = passes
@@ -228,7 +228,7 @@ class Collector:
 def let_wait(now: Collecting, parameter: int, holder: nn.Parameter) -> bool:
     """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait].
 
-    One that comes twice waits for nobody: what came first is to be sent on, or added to.
+    A parameter's second gradient does not wait: the first has to be sent on, or added to, before.
     """
     if len(now.waiting) + len(now.arrived) >= now.waits:
         return False

@@ -129,11 +129,16 @@ class Config:
 
     micro_batches: int | None = None
     """Number of backward() calls before each step(), where it is always the same. Updates then
-    start inside the last of them, as soon as a gradient is final, instead of after step(); with
-    max_grad_norm, whose factor is known only then, they start at step() all the same. Between the
-    last backward and step() nothing else is possible, not even when that backward raised (Ctrl-C,
-    out of memory): step() must complete it, with the gradients that came. `zero_grad` or `p.grad`
-    before the last backward start the count again. Evaluations before it change nothing."""
+    begin inside the last of them, each as soon as its gradient is final and its unit's backward is
+    over, instead of after step(). From there on only step() may follow, also when that backward
+    raised (out of memory, Ctrl-C): it completes the step with the gradients that came, as plain
+    torch does when a step is taken after a backward that raised; all else is refused until then.
+    Leave it out where a batch may be dropped. `zero_grad`, or any use of `p.grad`, before the last
+    backward starts the count again; evaluations before it, and losses that nobody backpropagates,
+    change nothing. A gradient that you hold (`g = p.grad`) may be changed until step(), so its
+    unit's update begins there. Two steps in a row after fewer calls are told, once. With
+    max_grad_norm, whose factor is known only at step(), nothing begins before it, so nothing is
+    refused; there two steps in a row after more calls are told, too."""
 
     exposed_memory: int | str | None = None
     """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward,

@@ -25,6 +25,7 @@ from offload.collected import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
+from offload.fork import unlock_in_children
 from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
@@ -39,7 +40,7 @@ from offload.reruns import retains
 from offload.resident import Residents
 from offload.totals import Report
 from offload.updates import Updates
-from offload.usable import refuse_unusable, unlock_in_children
+from offload.usable import refuse_unusable
 
 
 class Engine:
@@ -234,13 +235,6 @@ class Engine:
                 bound.around.update(around)
         self._use(bound)
         bound.depth += 1
-
-    def leave(self, bound: BoundUnit) -> None:
-        """A module that uses a unit has run; see `InUse.leave` for what it refuses."""
-        bound.depth = max(0, bound.depth - 1)
-        if bound.buffer is not None:
-            bound.held = bound.held or bound.spec.lasting
-            self.in_use.leave(bound)
 
     def hold(self, bound: BoundUnit) -> None:
         """The backward of a unit is next; that of the units held need not, but may, be over."""

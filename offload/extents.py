@@ -103,6 +103,14 @@ def require_apart(updated: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
             )
 
 
+def lies_otherwise(tensor: torch.Tensor) -> bool:
+    """Whether torch may compute other bits of it than of a contiguous tensor.
+
+    By the strides of a matrix it chooses how to multiply; a vector's elements only lie apart.
+    """
+    return tensor.dim() > 1 and not tensor.is_contiguous()
+
+
 def require_dense(name: str, gradient: torch.Tensor) -> None:
     """Refuse the gradient of a parameter where it is not dense.
 

@@ -319,7 +319,8 @@ class Finality:
             )
         raise RuntimeError(
             f"{what} came before step(), but Config.micro_batches={self._micro_batches} declared "
-            f"that step() follows, and updates of {count} have begun: call step() first. To look "
-            "at gradients before it, leave micro_batches out; Config.max_grad_norm clips them "
-            "inside step()"
+            f"that step() follows, and updates of {count} have begun; likely the loop, or the "
+            "trainer, accumulates another number of batches, or looks at gradients before step() "
+            "(to clip them, which Config.max_grad_norm does inside step()): call step() first, "
+            "declare that number, or leave micro_batches out"
         )

@@ -11,11 +11,11 @@ so the guard composes with them in whatever order they are entered. Both hold on
 `Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
 
 [Note: Guards left behind]
-Ctrl-C in a module skips its hooks, and leaves its guard on torch's stack of hooks. Each `with` of
-the user's that it unwinds then takes off the topmost pair, which is not its own: so of what is left
-of the stack as it was, one pair for every guard is too many, the topmost ones. What was put on
-later lies above and stays. Inside backward torch works on a stack of that backward, which goes
-with it: there nothing is left.
+Ctrl-C in a module skips its post-hook, so its guard stays on torch's stack of hooks. Every `with`
+of saved-tensor hooks that the exception unwinds pops the topmost pair, ours in place of its own. So
+of the pairs that are as they were when the last guard was put on (`_stack`) the topmost ones are
+too many, as many as guards were left; what was pushed later lies above them and stays. Inside
+backward torch works on a stack of that backward, which goes with it: there nothing is left.
 """
 
 from __future__ import annotations

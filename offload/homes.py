@@ -21,7 +21,7 @@ class Homes:
     """What `Executor.peek` gives, to be read only; of nvme at most one value is kept."""
 
     def __init__(self, executor: Executor):
-        """Nothing is kept."""
+        """Of the values that `executor` has at home."""
         self._executor = executor
         self._kept: tuple[Value, ChunkEntry, torch.Tensor] | None = None
 

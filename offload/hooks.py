@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Container, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, ValuesView
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,14 +27,37 @@ from offload.served import ServedParameter
 from offload.structure import Structure
 
 
+class _Running(NamedTuple):
+    """A module whose forward runs."""
+
+    module: nn.Module
+    guard: SavingGuard
+    began: int
+    """The number that autograd gave to the first operation of that forward."""
+    given: tuple[Any, ...]
+    """In a recompute, what made the arguments: the forward's thread has other numbers."""
+    thread: int
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, of the output, was made in the module's forward.
+
+        What a module only passes on (T5's position bias) is another's, and comes in the middle of
+        that one's backward: to bring this one into use then would take its weights from under it.
+        """
+        maker = tensor.grad_fn
+        if maker is None or (self.given and any(maker is one for one in self.given)):
+            return False
+        return maker._sequence_nr() >= self.began
+
+
 class Hooks:
     """All hooks of one engine on one model."""
 
     def __init__(self, engine: Engine, model: nn.Module):
-        """None is on it yet."""
+        """Of `engine`, for `model`; `put_on` puts them there."""
         self._engine = engine
-        self._guards: list[tuple[nn.Module, SavingGuard, int, tuple[Any, ...], int]] = []
-        """Modules whose forward runs: the guard, what autograd had made before, and the thread."""
+        self._running: list[_Running] = []
+        """The outermost first."""
         self._announces = self._in_forward = False
         self._handles: list[Any] = []
         before_backward = whole(self._before_backward)
@@ -117,8 +140,8 @@ class Hooks:
 
     def _leave_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
-        left, self._guards = self._guards, []
-        SavingGuard.leave([guard for _, guard, *_ in left])
+        left, self._running = self._running, []
+        SavingGuard.leave([one.guard for one in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
@@ -150,7 +173,7 @@ class Hooks:
                     engine.casts.use(bound.index)
             guard = SavingGuard(engine.in_use, used, inside)
             given = _makers((args, kwargs)) if inside else ()
-            self._guards.append((module, guard, _sequence_number(), given, get_ident()))
+            self._running.append(_Running(module, guard, _sequence_number(), given, get_ident()))
 
     def _after_forward(
         self,
@@ -161,14 +184,14 @@ class Hooks:
         output: Any,
     ) -> Any:
         """`looks` counts in how many forwards, in evaluation and training, it was looked at."""
-        engine, guards = self._engine, self._guards
+        engine = self._engine
         with engine.lock:
-            if not guards or guards[-1][0] is not module:
+            if not self._running or self._running[-1].module is not module:
                 return None  # Its pre-hook was not reached: another hook raised before.
-            if output is None and guards[-1][-1] != get_ident():
+            if output is None and self._running[-1].thread != get_ident():
                 return None  # Refused to this thread, and under way in another one.
-            _, guard, began, given, _ = guards.pop()
-            guard.close()  # First, as what comes then may raise, and nobody else would.
+            run = self._running.pop()
+            run.guard.close()  # First, as what comes then may raise, and nobody else would.
             # An output that is a view of a weight must outlive the slot.
             single = type(output) is torch.Tensor
             keep = engine.outliving
@@ -177,16 +200,24 @@ class Hooks:
                 looks[module.training] += 1
                 _check_stashed(module, engine)
             if torch.is_grad_enabled():
-                for leaf in (output,) if single else tensors_in(output):
-                    if _made_since(leaf, began, given):
-                        for bound in used:
-                            if (backward := self._announce[bound.index]) is not None:
-                                _announce(leaf, backward)
-            if not guards and not self._in_forward:
+                self._announce_backward((output,) if single else tensors_in(output), run, used)
+            last = not self._running and not self._in_forward
+            if last:
                 engine.calls.end()
-            for bound in used:
-                engine.leave(bound)
+            engine.in_use.leave(used)
+            if last and _graph() < 0:  # Nothing tells of the end of such a pass.
+                engine.in_use.release_lasting()
             return output
+
+    def _announce_backward(
+        self, output: Iterable[torch.Tensor], run: _Running, used: tuple[BoundUnit, ...]
+    ) -> None:
+        """Let gradients that reach the output of a module tell that its units' backward is next."""
+        for tensor in output:
+            if run.made(tensor):
+                for bound in used:
+                    if (backward := self._announce[bound.index]) is not None:
+                        _announce(tensor, backward)
 
     def _before_backward(self, bound: BoundUnit, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of a unit: its backward is next."""
@@ -224,23 +255,6 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
                         "weight, which would show the values of another one later: keep it in a "
                         "local variable, take it from the parameter where it is used, or clone() it"
                     )
-
-
-def _made_since(tensor: torch.Tensor, began: int, given: tuple[Any, ...]) -> bool:
-    """Whether `tensor` was made in a module's forward.
-
-    What a module only passes on (T5's position bias) is another's, and comes in the middle of that
-    one's backward: to bring this one into use then would take its weights from under it.
-
-    Args:
-        tensor: of the output.
-        began: the number that autograd gave to the first operation of that forward.
-        given: in a recompute, what made the arguments: the forward's thread has other numbers.
-    """
-    maker = tensor.grad_fn
-    if maker is None or (given and any(maker is one for one in given)):
-        return False
-    return maker._sequence_nr() >= began
 
 
 def _makers(arguments: Any) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from offload.arena import Memory, zeros_on
@@ -73,13 +75,28 @@ class InUse:
             raise
         self.units.append(bound)
 
-    def leave(self, bound: BoundUnit) -> None:
-        """A module that uses a unit has run: put the unit at rest when nothing else uses it.
+    def leave(self, used: Sequence[BoundUnit]) -> None:
+        """A module that uses these units has run: put at rest those that nothing else uses.
 
         Raises:
             RuntimeError: a parameter was given other storage meanwhile, or was changed where the
-                module could not see it.
+                module could not see it. All of `used` are at rest then.
         """
+        for bound in used:
+            bound.depth = max(0, bound.depth - 1)
+            bound.held = bound.held or (bound.spec.lasting and bound.buffer is not None)
+        try:
+            for bound in used:
+                self._leave(bound)
+        except BaseException:
+            for bound in used:
+                bound.held = False
+                self.release(bound)
+            raise
+
+    def _leave(self, bound: BoundUnit) -> None:
+        if bound.buffer is None:
+            return
         moved = bound.moved()
         missed = self._exposures.edited(bound.index) if self._exposures.copies else None
         self.release(bound)
@@ -158,6 +175,13 @@ class InUse:
                 continue
             bound.held = False
             self.release(bound)
+
+    def release_lasting(self) -> None:
+        """Put at rest what only lasts: units that no module uses which is under way."""
+        for bound in list(self.units):
+            if not bound.depth:
+                bound.held = False
+                self.release(bound)
 
     def release_all(self, *, look: bool) -> None:
         """Put every unit at rest, whatever uses it, and compare its weights if to `look`."""

@@ -25,7 +25,7 @@ class KnownOps:
     """The ops that move and use the weights and gradients of an engine's units."""
 
     def __init__(self, executor: Executor):
-        """None is known yet."""
+        """Of the units of its plan; `executor` writes each op down when it is first asked for."""
         self._executor = executor
         self._plan = executor.plan
         self._turns: dict[Hashable, tuple[list[Known], Known]] = {}

@@ -63,7 +63,7 @@ class Lanes:
         self.ledger = ledger = Ledger(self._books, device, trace)
         self.count, self.waited, self.note = ledger.count, ledger.waited, ledger.note
         self._lock = threading.Lock()
-        """Of the failure."""
+        """Guards `_failure` and `ended`."""
         self.copies = self._books.copies and pace is None
         """Whether copies within CPU memory need no more than `spans`."""
         # What these do is said there; no call is so frequent as these.

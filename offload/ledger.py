@@ -13,6 +13,7 @@ from operator import attrgetter
 from offload.books import Books
 from offload.compiled import CompiledBooks
 from offload.device import Device
+from offload.fork import forked
 from offload.program import Lane, Op
 from offload.task import Task
 from offload.trace import Ran, Stepped, Trace, Waited
@@ -68,10 +69,7 @@ class Ledger:
             RuntimeError: this is one.
         """
         if os.getpid() != self._pid:
-            raise RuntimeError(
-                "a forked process touched an offloaded model: its lanes, and what they have done, "
-                "stay with the parent; ask there, or start workers with multiprocessing 'spawn'"
-            )
+            raise forked("its lanes, and what they have done, stay", "ask there")
 
     @property
     def use(self) -> dict[Lane, LaneUse]:

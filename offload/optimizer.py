@@ -121,10 +121,21 @@ class Optimizer(torch.optim.Optimizer):
             self._saving = False
 
     def __deepcopy__(self, memo: object) -> Any:
-        raise TypeError("an offloaded optimizer cannot be copied: use its state_dict()")
+        raise TypeError(
+            "an offloaded optimizer cannot be copied: use its state_dict(); where a module that "
+            "holds it is copied (by Lightning's weight averaging), hold it elsewhere: make it in "
+            "configure_optimizers(), as examples/lightning_trainer.py does"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """What a parameter is called in the model; None where it is not trained here."""
+        if parameter not in self._places:
+            return None
+        unit, index = self._places[parameter]
+        return self.engine.units[unit].spec.parameters[index].name
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of all groups but the empty ones, which live nowhere."""

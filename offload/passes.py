@@ -84,8 +84,8 @@ class Passes:
             for verb, order in orders.items()
         }
         self._seen = self.orders[Verb.FORWARD], self.orders[Verb.BACKWARD]
-        """The order of the last finished backward, behind that of the forward before it; first the
-        declared ones."""
+        """Forward and backward orders of the last finished pair; the declared ones before there
+        was any."""
         self.number = 0
         """Passes opened so far; the pass under way, or the last one."""
         self.misses = 0

@@ -1,5 +1,6 @@
 """The bytes on disk: where every chunk of a file lies, and the headers that say what it is.
 
+Headers of extents are not written by the engine yet, as nothing is durable: only tests use them.
 Pure: plain data in, plain data out. docs/formats.md is the specification in a page.
 """
 

@@ -40,7 +40,7 @@ class Reruns:
 
     def called(self, unit: int) -> None:
         """A unit is called in a forward."""
-        if _forward_gradients() or torch.is_inference_mode_enabled():  # Which has no functions.
+        if _forward_gradients():
             return
         for function in _in_forward():
             if function not in self._all:

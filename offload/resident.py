@@ -16,18 +16,12 @@ what comes there, so such a unit is none of these.
 
 Whatever the user makes of such a parameter is what is trained. Only when the next step begins is it
 looked at: one of another shape, dtype or device than the states are for is refused.
-
-[Note: Residents asleep]
-An engine that sleeps gives their memory back, too: they are at rest then, in the trap, which
-refuses. Memory that somebody else has a view of, a graph of autograd among them, would not be given
-back by that. It stays as it is, so that the view shows the parameter afterwards as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +29,8 @@ from torch import nn
 from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.reference import cut, put_sum_of_squares
-from offload.arena import typed, zeros_on
-from offload.awaited import Awaited, holders, idle_parameter
+from offload.asleep import ResidentsAsleep
+from offload.awaited import Awaited
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
@@ -44,7 +38,6 @@ from offload.extents import require_apart, require_dense, zero
 from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
-from offload.resting import RestingParameter
 
 
 class Residents:
@@ -56,7 +49,7 @@ class Residents:
         self._plan = executor.plan
         self._units = {u: units[u] for u in sorted(executor.plan.residents)}
         self.awaited = Awaited(executor, self._units.values(), check)
-        self._asleep: dict[nn.Parameter, _Asleep] = {}
+        self.asleep = ResidentsAsleep(executor, self._units)
 
     def __contains__(self, unit: object) -> bool:
         return unit in self._units
@@ -185,102 +178,9 @@ class Residents:
         flat = gradient.detach().reshape(-1)
         return flat[span.parameter_start : span.parameter_start + span.elements]
 
-    # -- sleep, see [Note: Residents asleep] -----------------------------------------------------
-
-    def _room(self, value: Value) -> torch.Tensor:
-        return zeros_on(self._executor.device, self._plan.bytes_of(value.kind, value.unit))
-
-    def flat(self, value: Value) -> torch.Tensor:
-        """The weights or gradients of a unit as they would lie in an arena, copied together."""
-        bound, flat = self._units[value.unit], self._room(value)
-        for index in range(len(bound.parameters)):
-            _check_values(bound, index, self._executor.device.torch_device)
-        for parameter, view in self._within(value, flat):
-            source = parameter if value.kind == "weight" else parameter.grad
-            if source is not None:
-                view.copy_(source.detach())
-        return flat
-
-    def fill(self, value: Value, read: Callable[[torch.Tensor], None]) -> None:
-        """Put back what `flat` gave, and `read` reads, where nobody has kept it."""
-        flat = self._room(value)
-        read(flat)
-        for parameter, view in self._within(value, flat):
-            kept = self._asleep[parameter]
-            into = kept.weight if value.kind == "weight" else kept.gradient
-            if into is not None and not kept.held(value):
-                into.copy_(view)
-
-    def _within(
-        self, value: Value, flat: torch.Tensor
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Each parameter, and the view of its values in the flat ones of its unit."""
-        bound = self._units[value.unit]
-        if value.kind == "weight":
-            yield from zip(bound.parameters, bound.views_of(flat).views)
-            return
-        for index, (parameter, one) in enumerate(zip(bound.parameters, bound.spec.parameters)):
-            if one.trainable:
-                offset = bound.spec.gradient_offset(index)
-                yield parameter, typed(flat, one.dtype, offset, one.shape)
-
-    def rest(
-        self, home_of: Callable[[int, int], Any], refuse: Callable[[nn.Parameter], None]
-    ) -> None:
-        """Give the memory back that only the parameters hold; any use is refused from here on.
-
-        Args:
-            home_of: the home of a parameter, by unit and index.
-            refuse: raises; called where a backward brings a gradient. What it holds torch hides
-                from the garbage collector.
-        """
-        for bound in self._units.values():  # All look first: some may hold what others have.
-            for parameter, one in zip(bound.parameters, bound.spec.parameters):
-                self._asleep[parameter] = _Asleep.of(parameter, one.trainable)
-        for unit, bound in self._units.items():
-            for index, parameter in enumerate(bound.parameters):
-                if parameter.requires_grad:
-                    register: Any = parameter.register_post_accumulate_grad_hook
-                    self._asleep[parameter].guard = register(refuse)
-                parameter.grad = None
-                parameter._offload_home = home_of(unit, index)  # type: ignore[attr-defined]
-            bound.rest()
-            # A graph of before has saved the parameters as they are: till `wake` torch refuses it.
-            with torch._C.DisableTorchFunctionSubclass():
-                torch.autograd.graph.increment_version(bound.parameters)
-
-    def take_room(self) -> None:
-        """Take memory again for what `rest` has given back.
-
-        Raises:
-            MemoryError: it is not there.
-        """
-        with torch.inference_mode(False):
-            for parameter, kept in self._asleep.items():
-                kept.take_room(parameter, self._executor.device)
-
-    def give_room(self) -> None:
-        """Take back what `take_room` did."""
-        for kept in self._asleep.values():
-            kept.give_room()
-
-    def wake(self) -> None:
-        """Let the parameters be plain again."""
-        for parameter, kept in self._asleep.items():
-            assert kept.weight is not None
-            if kept.guard is not None:
-                kept.guard.remove()
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.data = kept.weight
-                parameter.__class__ = nn.Parameter
-                parameter.grad = kept.gradient
-                _autograd._unsafe_set_version_counter([parameter], [kept.version])
-            del parameter._offload_home  # type: ignore[attr-defined]
-        self._asleep.clear()
-
 
 @torch.no_grad()
-def settle(
+def give_memory(
     unit: BoundUnit, device: Device, fresh: Container[nn.Parameter], start: Callable[[], None]
 ) -> None:
     """Give the parameters of a unit memory of their own on the device; `start` those `fresh`."""
@@ -293,62 +193,6 @@ def settle(
         if parameter not in fresh:  # Whose module may have started it, too.
             parameter.data.copy_(value)
     device.drain()
-
-
-class _Asleep:
-    """What is kept of a parameter whose engine sleeps."""
-
-    def __init__(
-        self,
-        weight: torch.Tensor | None,
-        gradient: torch.Tensor | None,
-        version: int,
-        *,
-        has_gradient: bool,
-    ):
-        """Weight and gradient where somebody else has them, too; else None."""
-        self.weight, self.gradient = weight, gradient
-        self.version = version
-        """Changes of the parameter that torch has counted."""
-        self.guard: Any = None
-        """The hook that refuses a gradient."""
-        self._has_gradient = has_gradient
-        self._held = (weight is not None, gradient is not None)
-
-    @classmethod
-    def of(cls, parameter: nn.Parameter, trainable: bool) -> _Asleep:
-        """Before the parameter lets go of both. What the plan has no such gradient of stays."""
-        mine, idle = holders(parameter), holders(idle_parameter())
-        other = not trainable or getattr(parameter.grad, "dtype", None) != parameter.dtype
-        gradient = parameter.grad if mine[1:] != idle[1:] or other else None
-        weight = parameter.data if mine[0] != idle[0] else None
-        has_gradient = parameter.grad is not None
-        return cls(weight, gradient, parameter._version, has_gradient=has_gradient)
-
-    def held(self, value: Value) -> bool:
-        """Whether somebody has kept the weight, or the gradient, where it is."""
-        return self._held[value.kind == "gradient"]
-
-    def take_room(self, parameter: RestingParameter | nn.Parameter, device: Device) -> None:
-        """Memory of the device for what nobody has kept."""
-        shape, dtype = parameter.shape, parameter.dtype
-        try:
-            if not self._held[0]:
-                self.weight = device.empty(shape, dtype)
-            if self._has_gradient and not self._held[1]:
-                self.gradient = device.empty(shape, dtype)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(f"of a sleeping parameter: {error}") from error
-
-    def give_room(self) -> None:
-        """Let go of it again."""
-        if not self._held[0]:
-            self.weight = None
-        if not self._held[1]:
-            self.gradient = None
-
-
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
 
 
 def in_order(numbers: Iterable[float]) -> float:
@@ -364,7 +208,7 @@ def _check(bound: BoundUnit, index: int, device: torch.device, *, by_lanes: bool
 
     One that lanes take is of the dtype of its place there.
     """
-    _check_values(bound, index, device)
+    bound.require_form(index, device)
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     assert parameter.grad is not None
     require_dense(one.name, parameter.grad)
@@ -379,17 +223,4 @@ def _check(bound: BoundUnit, index: int, device: torch.device, *, by_lanes: bool
             f"the gradient of {one.name} is of {parameter.grad.dtype}, the parameter of "
             f"{one.dtype}: likely p.grad_dtype was set; leave it alone, or keep its states on the "
             "device, Config(optimizer='device'), where such a gradient is used as it is"
-        )
-
-
-def _check_values(bound: BoundUnit, index: int, device: torch.device) -> None:
-    """Raise where a parameter is not what its states are for."""
-    one, parameter = bound.spec.parameters[index], bound.parameters[index]
-    found = (tuple(parameter.shape), parameter.dtype, parameter.device)
-    wanted = (one.shape, getattr(torch, one.dtype), device)
-    if found != wanted or not parameter.is_contiguous():
-        raise RuntimeError(
-            f"{one.name} is {found} with strides {parameter.stride()} now, but its states are for "
-            f"a contiguous {wanted}: likely the model was converted after attach; leave that out, "
-            "or detach() before it"
         )

@@ -100,7 +100,8 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
     except BaseException:
         bed.left()
         raise
-    engine.residents.rest(partial(ParameterHome, engine), partial(_refuse, weakref.ref(engine)))
+    refuse = partial(_refuse, weakref.ref(engine))
+    engine.residents.asleep.rest(partial(ParameterHome, engine), refuse)
     for tier in given:
         executor.memory.give_back(tier)
     engine.gradients.forget_places(given)
@@ -130,19 +131,19 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
             executor.memory.take(tier)
             taken.append(tier)
         with bounce(executor.device, bed.largest) as copy:
-            engine.residents.take_room()
+            engine.residents.asleep.take_room()
             for value in bed.values():
                 if engine.plan.in_arena(value.kind, value.unit):
                     bed.get(value, _home(engine, value), copy)
                 else:
-                    engine.residents.fill(value, partial(bed.get, value, copy=copy))
+                    engine.residents.asleep.scatter(value, partial(bed.get, value, copy=copy))
     except BaseException:
-        engine.residents.give_room()
+        engine.residents.asleep.give_room()
         for tier in taken:
             executor.memory.give_back(tier)
         bed.asleep()
         raise
-    engine.residents.wake()
+    engine.residents.asleep.wake()
     executor.bed = None
     bed.left()
 
@@ -150,5 +151,5 @@ def _wake_up(engine: Engine, bed: Bed) -> None:
 def _home(engine: Engine, value: Value) -> torch.Tensor:
     """The bytes of a value at home in a memory tier; a copy where it lies with torch."""
     if not engine.plan.in_arena(value.kind, value.unit):
-        return engine.residents.flat(value)
+        return engine.residents.asleep.gathered(value)
     return engine.executor.peek(value)

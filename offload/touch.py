@@ -11,6 +11,7 @@ import torch
 from offload.aside import users_modes
 from offload.binding import BoundUnit
 from offload.engine import Engine
+from offload.extents import lies_otherwise
 from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
@@ -136,20 +137,17 @@ class ParameterHome:
         if found != wanted:
             raise ValueError(
                 f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "
-                f"as {wanted}: only its values can be replaced; detach() before converting a model"
+                f"as {wanted}: only its values can be replaced; detach() before a model is "
+                "converted or resized (embeddings), and attach it again; where its own forward "
+                "converts it (a router to float32), run one forward before attach"
             )
 
-        if (
-            not data.is_contiguous()
-            and data.dim() > 3
-            and data.is_contiguous(
-                memory_format=torch.channels_last if data.dim() == 4 else torch.channels_last_3d
-            )
-        ):
+        if lies_otherwise(data):
             raise ValueError(
-                f"{one.name}.data was set to values in the order of channels_last, but offloaded "
-                "parameters are contiguous, with which torch computes other bits: detach() first, "
-                "or leave the model in torch.contiguous_format"
+                f"{one.name}.data was set to values that lie in memory with strides "
+                f"{data.stride()} (channels_last, transposed, part of another), but offloaded "
+                "parameters are contiguous, with which torch computes other bits: leave the model "
+                "in torch.contiguous_format, give it a contiguous() copy, or detach() first"
             )
         with self.engine.lock:
             if bound.buffer is None:

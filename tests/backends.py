@@ -51,15 +51,31 @@ def refusing(name, blocks, directory):
 
 def interpreter(code, *arguments, **variables):
     """What a new interpreter prints, which ends well and says nothing else."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **variables},
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
+    (printed,) = interpreters([(code, *arguments)], **variables)
+    return printed
+
+
+def interpreters(programs, **variables):
+    """What each of several prints, as above, that run beside one another: most of them wait."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", *map(str, program)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables},
+        )
+        for program in programs
+    ]
+    try:
+        done = [one.communicate(timeout=100) for one in started]
+    finally:
+        for one in started:
+            with one:
+                one.kill()  # Nothing, where it has ended.
+    for program, one, (_, said) in zip(programs, started, done):
+        assert (one.returncode, said) == (0, ""), (program[1:], said[-3000:])
+    return [printed for printed, _ in done]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -9,6 +10,12 @@ import sys
 from typing import Any
 
 import pytest
+
+with contextlib.suppress(ImportError):  # Where tests of CUDA run, hypothesis may be missing.
+    import tests.examples  # noqa: F401
+
+# Nothing of what is imported and collected is garbage: see below.
+gc.disable()
 
 # What was measured on this machine must not move what is tested.
 os.environ["OFFLOAD_MACHINE"] = os.devnull
@@ -19,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected stays: no collection of garbage goes through it again.
+    """What is imported and collected stays: no collection of garbage ever goes through it.
 
     Whoever only hands tests out to other processes never comes here, nor does it import torch.
     """
@@ -27,8 +34,8 @@ def pytest_collection_finish() -> None:
 
     # Small tensors on shared cores: threads that wait for one another cost more than they give.
     torch.set_num_threads(1)
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cpu_adam
@@ -119,7 +119,6 @@ def test_every_pair_of_codes(gradient: float) -> None:
 
 
 @needs_kernels
-@settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_update_is_the_reference_for_any_factors(data: st.DataObject) -> None:
     number = st.floats(0.0, 1e6, width=32)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_adam import FORMATS, AdamHyper, StateFormat, views
@@ -245,7 +245,6 @@ def test_block_size_does_not_matter(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @given(cuts=st.lists(st.integers(0, 700), max_size=6), name=st.sampled_from(ROWS))
-@settings(deadline=None, max_examples=40)
 def test_pieces_equal_the_whole(cuts: list[int], name: str) -> None:
     whole, pieces = random_span(name, 700), random_span(name, 700)
     edges = [0, *sorted(cuts), 700]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import threading
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 import cpu_adam
 from cpu_adam import choice, native, processors, reference
 from tests.adam_states import State, assert_same_state, hyper
+from tests.forked import Forked, anew
 from tests.test_adam_native import COMPILED, PIECE, needs_kernels
 
 
@@ -38,49 +40,17 @@ def test_the_kernels_are_those_of_this_processor() -> None:
     assert [name for name, runs in here.items() if runs] == COMPILED
 
 
-FORKS = """
-import json, os, sys, tempfile, traceback
-import torch, cpu_adam
-found = []
-for environment, code in json.load(sys.stdin):
-    streams = [tempfile.TemporaryFile("w+") for _ in range(2)]
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for number, stream in enumerate(streams, 1):
-                os.dup2(stream.fileno(), number)
-            os.environ.update(environment)
-            exec(code, {"__name__": "__main__"})
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush(), sys.stderr.flush()
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    found.append([status])
-    for stream in streams:
-        stream.seek(0)
-        found[-1].append(stream.read())
-print(json.dumps(found))
-"""
-"""Runs code in forks of an interpreter that has imported torch, which takes seconds, and done no
-more: each as in an interpreter of its own."""
-
-
 class Found(NamedTuple):
     returncode: int
     stdout: str
     stderr: str
 
 
-def python(code: str, given: str | None = None, **environment: str) -> str:
+def python(code: str, **environment: str) -> str:
     """Standard output of a new interpreter, with warnings shown."""
     return subprocess.run(
         [sys.executable, "-W", "always", "-c", code],
         env={**os.environ, **environment},
-        input=given,
         capture_output=True,
         text=True,
         timeout=100,
@@ -91,8 +61,19 @@ def python(code: str, given: str | None = None, **environment: str) -> str:
 @pytest.fixture(scope="module")
 def found() -> dict[str, Found]:
     """What came of every one of `CODE`, by its name."""
-    answers = json.loads(python(FORKS, json.dumps(list(CODE.values()))))
-    return {name: Found(*answer) for name, answer in zip(CODE, answers)}
+
+    def run(environment: dict[str, str], code: str) -> None:
+        warnings.simplefilter("always")
+        os.environ.update(environment)
+        anew(code)
+
+    found = {}
+    for name, given in CODE.items():
+        child = Forked(partial(run, *given))
+        told = child.communicate()
+        assert child.returncode is not None
+        found[name] = Found(child.returncode, *told)
+    return found
 
 
 @needs_kernels

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aio
@@ -30,7 +30,6 @@ def _nothing_leaks():
 # -- stripes ----------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(WEIGHTS, UNITS, st.integers(1, 400))
 def test_every_byte_has_one_place_and_drives_have_no_gaps(weights, unit, blocks):
     found = aio.stripes(weights, unit)
@@ -47,7 +46,6 @@ def test_every_byte_has_one_place_and_drives_have_no_gaps(weights, unit, blocks)
     ]
 
 
-@settings(deadline=None)
 @given(WEIGHTS, UNITS, st.data())
 def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
     found = aio.stripes(weights, unit)
@@ -65,7 +63,6 @@ def test_any_stretch_lies_where_its_blocks_lie(weights, unit, data):
     assert all(one != two for one, two in itertools.pairwise(drives))
 
 
-@settings(deadline=None)
 @given(WEIGHTS)
 def test_shares_are_as_the_weights(weights):
     """All drives at work at once take at most a few hundredths longer than without units."""
@@ -118,7 +115,6 @@ def test_what_a_caller_can_get_wrong():
 # -- bytes ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(WEIGHTS, UNITS, st.integers(1, 80), st.integers(0, 2**32))
 def test_oracle(weights, unit, blocks, seed):
     """Any layout, many transfers at once, drives that are late, short and interrupted."""

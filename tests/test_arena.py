@@ -23,6 +23,7 @@ from offload.layout import Buffer, Plan, lay_out
 from offload.profile import StateChoice, Wanted, lay_out_unit, profile_of
 from offload.program import Use, Value
 from offload.sizes import Placement
+from tests.examples import cheap
 from tests.training import RESIDENT, attached
 
 PAGE = mmap.PAGESIZE
@@ -209,6 +210,7 @@ def test_nothing_is_pinned_for_a_cpu_or_of_no_size() -> None:
     st.lists(st.integers(1, 50), max_size=40).map(lambda sizes: [*itertools.accumulate(sizes)]),
     st.integers(1, 100),
 )
+@cheap(100)
 def test_pieces_end_at_edges_and_are_as_few_as_they_can_be(ends: list[int], most: int) -> None:
     size = ends[-1] if ends else 0
     cut = pieces(size, ends, most)

@@ -31,7 +31,7 @@ from offload.machine import DriveSpeed
 from tests.command import run
 from tests.faults import nothing_leaks
 
-TINY = ["--size", "2MiB", "--seconds", "0.3", "--blocks", "64KiB", "128KiB", "--depths", "1", "4"]
+TINY = ["--size", "2MiB", "--seconds", "0.1", "--blocks", "64KiB", "128KiB", "--depths", "1", "4"]
 TINY += ["--writes-max", "256MiB"]
 FLAGS = [
     "--seconds", "--size", "--writes-max", "--backends", "--blocks", "--depths", "--compare",
@@ -61,7 +61,7 @@ def command(*arguments):
 def wanted(**options):
     given = {
         "paths": ("/simulated",), "file_bytes": 2 << 20, "written_bytes_max": 1 << 30,
-        "seconds": 0.5, "backends": ("python",), "blocks_bytes": (64 << 10, 128 << 10),
+        "seconds": 0.2, "backends": ("python",), "blocks_bytes": (64 << 10, 128 << 10),
         "depths": (1, 4),
     }  # fmt: skip
     return bench.Wanted(**(given | options))
@@ -214,7 +214,7 @@ def test_without_fio_a_comparison_is_refused_with_the_remedy(monkeypatch, capsys
 
 @needs_fio
 def test_fio_runs_beside_in_the_same_file(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(bench, "COMPARE_ROUNDS", 2)
+    monkeypatch.setattr(bench, "COMPARE_ROUNDS", 1)
     monkeypatch.setattr(bench, "COMPARE_SECONDS", 0.1)
     assert command(tmp_path, *TINY, "--no-save", "--compare", "fio") == 0
     told = capsys.readouterr().out
@@ -244,12 +244,12 @@ def test_what_fio_refuses_is_told(monkeypatch, tmp_path):
 def test_an_fio_that_hangs_or_moves_nothing_is_told(monkeypatch, tmp_path):
     script = tmp_path / "fio"
     monkeypatch.setattr(fio, "installed", lambda: str(script))
-    monkeypatch.setattr(fio, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(fio, "TIMEOUT_S", 0.2)
     ways = {way: {"io_bytes": 0, "runtime": 0} for way in ("read", "write")}
     answer = {"jobs": [{"error": 0, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 1} | ways]}
     with load(str(tmp_path)) as made:
         for body, told in (
-            ("exec sleep 60", "not ended after 0.5"),
+            ("exec sleep 60", "not ended after 0.2"),
             (f"echo '{json.dumps(answer)}'", "no transfer ended"),
         ):
             script.write_text(f"#!/bin/sh\n{body}\n")
@@ -367,9 +367,9 @@ def test_load_on_a_simulated_drive_finds_its_speed():
         for mode, depth, rate in (("read", 1, 8e6), ("read", 4, 8e6), ("write", 2, 4e6)):
             setting = Setting("python", 64 << 10, depth)
             # A processor that is busy elsewhere makes it slower; nothing makes it faster.
-            tries = (made.run(mode, setting, 0.2).bytes_per_s for _ in range(20))
+            tries = (made.run(mode, setting, 0.1).bytes_per_s for _ in range(20))
             assert any(one == pytest.approx(rate, rel=0.3) for one in tries)
-        sample = made.run("both", Setting("python", 64 << 10, 2), 0.2)
+        sample = made.run("both", Setting("python", 64 << 10, 2), 0.1)
         assert sample.bytes_read == sample.bytes_written > 0
         assert sum(sample.latencies) > 0
 

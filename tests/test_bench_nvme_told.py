@@ -75,6 +75,7 @@ def test_what_is_probed_for_is_what_backends_hold_at_once(monkeypatch, tmp_path,
     """Requests of Linux AIO are counted by the kernel, those of all backends together."""
     held, most, asked = {}, [], []
     inner_open, inner_compared = load.open_backend, backends.compared
+    inner_run = load.Load.run
 
     def opened(name, *, depth, **limits):
         backend = inner_open(name, depth=depth, **limits)
@@ -91,6 +92,8 @@ def test_what_is_probed_for_is_what_backends_hold_at_once(monkeypatch, tmp_path,
     monkeypatch.setattr(bench_nvme, "SECONDS_MIN", 0.1)
     monkeypatch.setattr(bench_nvme, "same_drive", lambda paths: tuple(range(len(paths))))
     monkeypatch.setattr(load, "open_backend", opened)
+    monkeypatch.setattr(load.Load, "run", lambda *of, seconds=0.02: inner_run(*of[:3], seconds))
+    monkeypatch.setattr(measuring.psutil, "cpu_percent", lambda interval: 0.0)
     monkeypatch.setattr(backends, "compared", compared)
     paths = [tmp_path / name for name in ("a", "b")]
     for path in paths:

@@ -25,9 +25,10 @@ import aio
 import offload
 from offload.store import Store
 from tests.faults import nothing_leaks
+from tests.forked import Forked, anew
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
-ATTACH = import_module("offload.attach")
+ATTACHING = import_module("offload.attaching")
 SLACK_BYTES = 128 << 20
 
 # -- memory that is really taken --------------------------------------------------------------
@@ -49,7 +50,6 @@ def watch():
         time.sleep(0.005)
 
 path, layers, device, cpu = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-torch.set_num_threads(2)
 baseline, peaks, done = resident(), [0], threading.Event()
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
@@ -88,10 +88,10 @@ optimizer.engine.close()
 def test_memory_stays_within_the_budgets(tmp_path: Path) -> None:
     """All on nvme: what is taken is far below the states, and at most the budgets and a slack."""
     device, cpu = 24 << 20, 88 << 20
-    command = [sys.executable, "-c", MEASURED, str(tmp_path), "9", str(device), str(cpu)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
+    found = Forked(lambda: anew(MEASURED, tmp_path, 9, device, cpu))
+    printed, errors = found.communicate()
+    assert found.returncode == 0, errors
+    told = json.loads(printed)
     assert told["parameters"] > 18e6
     assert told["tiers"][0] <= device
     assert told["tiers"][1] <= cpu
@@ -285,7 +285,7 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def attach(io: aio.SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, depth=1))
+        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, depth=1))
         return offload.attach(model, optimizer, config(tmp_path))
 
     whole = aio.SimulatedIO(0)
@@ -312,7 +312,7 @@ def test_a_drive_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     io = aio.SimulatedIO(0, inner=aio.MemoryIO(capacity_bytes=100 << 10))
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
@@ -330,7 +330,7 @@ def test_memory_that_is_refused_leaves_the_model_as_it_was(
     def refuse(*_: Any) -> None:
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(ATTACH, "Memory", refuse)
+    monkeypatch.setattr(ATTACHING, "Memory", refuse)
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(MemoryError, match="on purpose"):

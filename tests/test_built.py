@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from aio.region import ENGINE_VERSION
 from cpu_adam.choice import KERNELS_VERSION
 from offload.aside import WHOLE_VERSION
 from offload.compiled import BOOKS_VERSION
+from tests.forked import Forked, anew
 
 ROOT = Path(__file__).parent.parent
 
@@ -48,11 +47,10 @@ print(*(one.filename.split("/")[-2] for one in told if "try: make" in str(one.me
 
 
 def test_older_modules_are_as_if_not_compiled(tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", OLDER, str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert run.returncode == 0, run.stderr
-    assert sorted(run.stdout.split()) == ["aio", "offload"]  # Which know nothing of each other.
+    run = Forked(lambda: anew(OLDER, tmp_path))
+    printed, errors = run.communicate()
+    assert run.returncode == 0, errors
+    assert sorted(printed.split()) == ["aio", "offload"]  # Which know nothing of each other.
 
 
 def test_either_package_says_it_in_the_same_words() -> None:

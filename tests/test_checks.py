@@ -194,14 +194,6 @@ def test_buffers_may_share_memory_with_each_other() -> None:
     check_arguments(model, None, offload.Config())
 
 
-def test_columns_of_one_matrix_keep_their_values() -> None:
-    model = Two(*columns())
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    offload.attach(model, None)
-    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
-    offload.detach(model)
-
-
 def test_parameters_side_by_side_in_one_piece_of_memory_are_fine() -> None:
     model = Shared(4)
     offload.attach(model, None)

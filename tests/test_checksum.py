@@ -11,7 +11,7 @@ import google_crc32c
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cpu_adam
@@ -84,7 +84,6 @@ def test_large_buffers(kernel: str, threads: bool, noise: np.ndarray, three_thre
 
 
 @every_kernel
-@settings(deadline=None, max_examples=50)
 @given(data=st.binary(max_size=3000), cuts=st.lists(st.integers(0, 3000), max_size=3))
 def test_parts_make_the_whole(kernel: str, data: bytes, cuts: list[int]) -> None:
     ends = sorted([*(min(cut, len(data)) for cut in cuts), len(data)])

@@ -10,9 +10,10 @@ from functools import partial
 
 import pytest
 
-from offload.cli import Signals, Stopped, train
+from offload.cli import Signals, Stopped, bench_nvme, train
 from offload.program import Lane
-from tests.command import SHORT, run, start
+from tests.command import SHORT, run
+from tests.forked import Forked
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,10 @@ def test_a_held_step_is_finished_first_but_a_second_signal_does_not_wait():
 )
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path, number):
     arguments = [*SHORT, "--json", "--steps", "10000", "--optimizer", "nvme"]
-    process = start(*arguments, "--nvme-path", str(tmp_path))
+    process = Forked(lambda: run(*arguments, "--nvme-path", str(tmp_path)))
     assert json.loads(process.stdout.readline())["step"] == 1
     process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate()
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
     told = re.search(r"offload: stopped by (\S+) after step (\d+) of 10000", errors)
@@ -214,14 +215,15 @@ def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, 
 
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("utf-8", marks=pytest.mark.slow)])
-def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encoding):
+def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encoding, monkeypatch):
     """A folder whose name is not UTF-8, as old archives leave them."""
     folder = os.fsencode(tmp_path) + b"/caf\xe9\xc3\xa9"
     os.mkdir(folder)
-    arguments = ["bench", "nvme", "--size", "2MiB", "--seconds", "1", "--no-save"]
-    variables = {**os.environ, "PYTHONIOENCODING": encoding, "COLUMNS": "300"}
-    process = start(*arguments, folder, env=variables)
-    output, errors = process.communicate(timeout=60)
+    arguments = ["bench", "nvme", "--size", "2MiB", "--seconds", "0.1", "--no-save"]
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(bench_nvme, "SECONDS_MIN", 0.1)
+    process = Forked(lambda: run(*arguments, os.fsdecode(folder)), encoding=encoding)
+    output, errors = process.communicate()
     assert process.returncode == 0, errors
     shown = "caf\\udce9" + ("\\xe9" if encoding == "ascii" else "\u00e9")
     assert f"{shown}(" in "".join(output.split())  # Long names are broken before what they are.

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.config import FIELDS, Config, format_bytes, parse_bytes
+from tests.examples import cheap
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,7 @@ def test_what_is_no_size(text: object) -> None:
 
 
 @given(st.integers(0, 2**61))
+@cheap(100)
 def test_numbers_are_taken_as_they_are(count: int) -> None:
     assert parse_bytes(count) == count
 

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.covering import Setting, pairwise
+from tests.examples import cheap
 
 
 @given(st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(0, 1 << 32))
+@cheap(100)
 def test_every_pair_that_may_meet_does_and_no_other(sizes: list[int], seed: int) -> None:
     factors = {f"f{i}": [f"v{j}" for j in range(size)] for i, size in enumerate(sizes)}
 

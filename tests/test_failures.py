@@ -24,7 +24,7 @@ from tests import training
 from tests.faults import nothing_leaks
 from tests.training import Net, Run, batch, loss_of, some_fast
 
-ATTACH = import_module("offload.attach")
+ATTACHING = import_module("offload.attaching")
 """The module; the package's attribute of that name is the function."""
 
 
@@ -125,7 +125,7 @@ def test_each_lane_that_fails_surfaces_at_the_next_call(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", ["h2d", "d2h", "cpu, update", "compute, update", "disk"])
 def test_a_wait_ends_when_the_lane_fails(name: str, tmp_path: Path) -> None:
     lane, verb, placement, config = FAILURES[name]
-    breaker = Breaker(lane, verb, seconds=0.15)
+    breaker = Breaker(lane, verb, seconds=0.05)
     with running(placement, tmp_path, breaker, **config) as run:
         two_micro_batches(run)
         breaker.armed = True
@@ -141,7 +141,7 @@ def test_a_drive_that_fails_at_any_call(
 ) -> None:
     def simulated(errors: dict[int, int]) -> aio.SimulatedIO:
         io = aio.SimulatedIO(0, errors=errors)
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, depth=1))
+        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, depth=1))
         return io
 
     def work() -> None:
@@ -167,7 +167,7 @@ def test_a_drive_that_fails_at_any_call(
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     io = aio.SimulatedIO(3, flip_rate=0.02)
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
     with (
         pytest.raises((offload.EngineError, OSError), match="checksum mismatch"),
         running(("nvme", "nvme", "nvme"), tmp_path) as run,
@@ -181,7 +181,7 @@ def test_a_drive_that_dawdles_and_stutters_changes_no_bit(
 ) -> None:
     found = []
     for io in (None, aio.SimulatedIO(5, short_rate=0.2, retry_rate=0.2, delay_s_max=0.002)):
-        monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io))
+        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
         with running(("nvme", "nvme", "nvme"), tmp_path) as run:
             for _ in range(2):
                 two_micro_batches(run)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cpu_adam
@@ -198,7 +198,6 @@ def test_split_refuses_other_dtypes_and_shapes() -> None:
 
 
 @given(elements=st.integers(0, 10**7) | st.integers(0, 300))
-@settings(deadline=None)
 @pytest.mark.parametrize("name", FORMATS)
 def test_slots_are_aligned_and_do_not_overlap(name: str, elements: int) -> None:
     row = FORMATS[name]
@@ -214,7 +213,6 @@ def test_slots_are_aligned_and_do_not_overlap(name: str, elements: int) -> None:
 
 
 @given(elements=st.integers(0, 300), extra=st.sampled_from([0, 1, 4096]))
-@settings(deadline=None, max_examples=50)
 @pytest.mark.parametrize("name", FORMATS)
 def test_views_cover_their_slots_and_nothing_else(name: str, elements: int, extra: int) -> None:
     row = FORMATS[name]

@@ -45,11 +45,12 @@ case "$*" in
     *copies.py*) exit 3 ;;
     *results.py*) echo "# On a GPU" ;;
     *"import cpu_adam"*) exit {not_built} ;;
+    *sysconfig*) dirname "$0" ;;
     *pip*) echo "a build" && exit {not_built} ;;
     *) exec {python} "$@" ;;
 esac
 """
-"""An interpreter some of whose programs do what a stage may."""
+"""An interpreter some of whose programs do what a stage may; no cmake beside it builds anything."""
 
 
 def run_fake(
@@ -58,7 +59,9 @@ def run_fake(
     fake = directory / "python"
     fake.write_text(FAKE.format(update=update, not_built=not_built, python=sys.executable))
     fake.chmod(0o755)
-    settings = {"PYTHON": str(fake), "GPU_SECONDS": "2", "GPU_RESULTS": str(directory / "found")}
+    if not (cmake := directory / "cmake").is_symlink():
+        cmake.symlink_to("/bin/false")
+    settings = {"PYTHON": str(fake), "GPU_SECONDS": "1", "GPU_RESULTS": str(directory / "found")}
     return run(*stages, **settings, WHEELS="", **environment)
 
 
@@ -74,7 +77,7 @@ def test_a_stage_that_hangs_is_ended_and_one_that_fails_told(
 ) -> None:
     done = run_fake(tmp_path, "update", "copies", "table", update=f"echo begun; {hangs}")
     assert done.returncode == 1
-    told = ["== update", "begun", "update took more than 2 s", "== copies", "== table"]
+    told = ["== update", "begun", "update took more than 1 s", "== copies", "== table"]
     told += ["# On a GPU", f"failed: update ({status}) copies (3)"]
     assert done.stdout.splitlines() == told
     logs = {file.name: file.read_text() for file in (tmp_path / "found").iterdir()}

@@ -387,7 +387,7 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
 
         def late(weight: torch.Tensor, *rest: Any, **more: Any) -> None:
             if weight.data_ptr() == home:
-                looked.wait(0.5)
+                looked.wait(0.2)
             update_parts(weight, *rest, **more)
 
         def watched(executor: Executor, value: Value) -> torch.Tensor:

@@ -32,7 +32,7 @@ emulated = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("processor", "offered"),
     [
-        ("qemu64", ""),
+        pytest.param("qemu64", "", marks=pytest.mark.slow),
         ("core2duo", ""),  # With SSSE3, and without SSE4.1.
         ("Penryn", "portable"),
         ("Haswell", "avx2 portable"),

@@ -15,11 +15,13 @@ from offload.cli.console import Output
 from offload.cli.curve import buckets, curve
 from offload.cli.live import Load, Shown
 from tests.command import SHORT, run
+from tests.examples import cheap
 
 FLOATS = st.floats(-1e99, 1e99) | st.sampled_from([math.nan, math.inf, -math.inf])
 
 
 @given(st.lists(st.floats(-1e6, 1e6)), st.integers(1, 30))
+@cheap(100)
 def test_buckets_hold_every_value_once(values, count):
     found = buckets(values, count)
     assert len(found) == min(count, len(values))

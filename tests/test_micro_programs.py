@@ -357,6 +357,44 @@ def test_a_hook_goes_backward_while_a_unit_runs_again_inside_itself(
     assert_same(early, train_alone(hooked, **options))
 
 
+class InInference(torch.autograd.Function):
+    """A block without a graph in inference mode, and again in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.block = block
+        with torch.inference_mode():
+            out = block(x.detach())
+        return out.clone()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = ctx.block(x)
+        torch.autograd.backward(out, gradients)
+        return x.grad, None
+
+
+def test_a_function_that_enters_inference_mode_itself(tmp_path: Path) -> None:
+    """From the third step on it uses the last block once more, ahead of the first."""
+
+    def more(run: Run, number: int) -> None:
+        blocks: Any = run.model.blocks
+
+        def ahead(block: Any, args: Any) -> Any:
+            return InInference.apply(args[0], blocks[4]) if number >= 2 else args
+
+        hook = blocks[0].register_forward_pre_hook(ahead)
+        run.loss().backward()
+        hook.remove()
+        run.step()
+
+    early = train(PLACEMENT, tmp_path, more, micro_batches=1, **fp32(steps=4))
+    assert_same(early, train_alone(more, **fp32(steps=4)))
+
+
 LATE: dict[str, Callable[[Any], object]] = {
     "an evaluation": lambda model: model.blocks[4](torch.ones(1, 32)),
     "a look": lambda model: model.blocks[4].up.weight.sum(),

@@ -241,13 +241,13 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
 def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that began inside backward, and is held back until they begin, or for two seconds."""
+    """One that began inside backward, and is held back until they begin, or for a while."""
     queued, begun, pause, update = Event(), Event(), Paced.pause, Residents.update
 
     def hold(device: Paced) -> None:
         if current_thread().name == "offload-compute" and not queued.is_set():
             queued.set()
-            begun.wait(2.0)
+            begun.wait(0.3)
         pause(device)
 
     def begin(*args: Any) -> None:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_adam.formats import scratch_bytes
@@ -77,7 +77,6 @@ def attempt(profile: Profile, config: Config) -> Plan | None:
 
 
 @given(profiles(), configs())
-@settings(max_examples=60, deadline=None)
 def test_a_plan_fits_or_says_what_is_missing(profile: Profile, config: Config) -> None:
     budgets = budgets_of(config, HUGE)
     try:
@@ -99,7 +98,6 @@ def test_a_plan_fits_or_says_what_is_missing(profile: Profile, config: Config) -
 
 
 @given(profiles(), configs())
-@settings(max_examples=60, deadline=None)
 def test_forced_tiers_are_honoured_and_auto_is_a_prefix(profile: Profile, config: Config) -> None:
     found = attempt(profile, config)
     if found is None:
@@ -115,7 +113,6 @@ def test_forced_tiers_are_honoured_and_auto_is_a_prefix(profile: Profile, config
 
 
 @given(profiles(), configs(), st.data())
-@settings(max_examples=60, deadline=None)
 def test_more_memory_is_never_slower(profile: Profile, config: Config, data: st.DataObject) -> None:
     before = attempt(profile, config)
     if before is None:
@@ -152,7 +149,6 @@ def test_every_budget_from_zero_up() -> None:
 
 
 @given(profiles(), configs())
-@settings(max_examples=30, deadline=None)
 def test_the_same_input_gives_the_same_plan(profile: Profile, config: Config) -> None:
     assert attempt(profile, config) == attempt(profile, config)
 
@@ -161,7 +157,6 @@ def test_the_same_input_gives_the_same_plan(profile: Profile, config: Config) ->
 
 
 @given(profiles(), st.lists(st.sampled_from(list(all_placements())), min_size=6, max_size=6))
-@settings(max_examples=40, deadline=None)
 def test_buffers_are_aligned_and_disjoint(profile: Profile, some: list[Placement]) -> None:
     found = lay_out(
         profile, some[: len(profile.units)], budgets=AMPLE, clips=True, states=StateChoice()
@@ -367,7 +362,6 @@ FIELDS = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
 
 
 @given(profiles(), configs())
-@settings(max_examples=60, deadline=None)
 def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, config: Config) -> None:
     if attempt(profile, config) is not None:
         return
@@ -383,7 +377,6 @@ def test_what_a_refusal_asks_for_is_enough_and_the_least(profile: Profile, confi
 
 
 @given(profiles(), configs())
-@settings(max_examples=40, deadline=None)
 def test_every_way_out_that_a_refusal_names_does(profile: Profile, config: Config) -> None:
     try:
         plan(profile, config, HUGE)
@@ -396,7 +389,6 @@ def test_every_way_out_that_a_refusal_names_does(profile: Profile, config: Confi
 
 
 @given(profiles(most=4), configs(), st.data())
-@settings(max_examples=60, deadline=None)
 def test_the_search_finds_what_trying_everything_finds(
     profile: Profile, config: Config, data: st.DataObject
 ) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.layout import Plan
@@ -23,11 +23,12 @@ from offload.profile import (
     profile_of,
     round_up,
 )
+from tests.examples import cheap
 from tests.profiles import plan_of, unit, units, wanted_parameters
 
 
 @given(units())
-@settings(max_examples=100, deadline=None)
+@cheap(100)
 def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
     covered: dict[int, list[tuple[int, int]]] = {}
     for chunk in one.chunks:
@@ -50,7 +51,7 @@ def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
 
 
 @given(units())
-@settings(max_examples=100, deadline=None)
+@cheap(100)
 def test_alignment_and_order(one: Unit) -> None:
     for parameter in one.parameters:
         segment = one.segments[parameter.segment]
@@ -73,7 +74,7 @@ def test_alignment_and_order(one: Unit) -> None:
 
 
 @given(units())
-@settings(max_examples=100, deadline=None)
+@cheap(100)
 def test_chunks_cut_the_trainable_segments(one: Unit) -> None:
     weights = gradients = 0
     for chunk in one.chunks:
@@ -92,7 +93,7 @@ def test_chunks_cut_the_trainable_segments(one: Unit) -> None:
 
 
 @given(units())
-@settings(max_examples=50, deadline=None)
+@cheap(50)
 def test_pieces_follow_one_another(one: Unit) -> None:
     at = 0
     for offset, size in one.pieces:
@@ -102,7 +103,7 @@ def test_pieces_follow_one_another(one: Unit) -> None:
 
 
 @given(wanted_parameters(), st.sampled_from(["param", "float32"]))
-@settings(max_examples=50, deadline=None)
+@cheap(50)
 def test_all_parameters_are_there(wanted: list[Wanted], gradient_dtype: str) -> None:
     one = lay_out_unit("unit", wanted, gradient_dtype=gradient_dtype)
     found = {(p.name, p.shape, p.dtype, p.trainable) for p in one.parameters}
@@ -168,6 +169,7 @@ def test_orders_that_are_not_known() -> None:
 
 
 @given(st.integers(0, 1 << 40), st.integers(1, 1 << 20))
+@cheap(100)
 def test_round_up(count: int, multiple: int) -> None:
     found = round_up(count, multiple)
     assert found % multiple == 0

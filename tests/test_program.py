@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from offload.layout import Place, Plan, lay_out
 from offload.ops import carry_out, fetch, square, update, weight_in_use
@@ -195,7 +195,6 @@ def test_clipping_combines_every_chunk_before_any_update() -> None:
 
 
 @given(plans())
-@settings(max_examples=40, deadline=None)
 def test_deadlines_and_waits_of_random_programs(plan: Plan) -> None:
     program = compile_program(plan)
     assert list(program.phases) == NAMES
@@ -212,7 +211,6 @@ def test_deadlines_and_waits_of_random_programs(plan: Plan) -> None:
 
 
 @given(plans())
-@settings(max_examples=20, deadline=None)
 def test_the_same_plan_gives_the_same_program(plan: Plan) -> None:
     assert compile_program(plan) == compile_program(plan)
     assert gc.isenabled()

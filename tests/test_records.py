@@ -5,7 +5,7 @@ import itertools
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu_adam import crc32c
@@ -23,6 +23,7 @@ from offload.records import (
     unpack_file_header,
     unpack_header,
 )
+from tests.examples import cheap
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 
@@ -53,7 +54,6 @@ def entries_of(extent):
 
 
 @given(layouts())
-@settings(max_examples=30, deadline=None)
 def test_layout_is_aligned_disjoint_and_complete(layout):
     spans = [(0, BLOCK_BYTES)]
     for extent in layout.extents:
@@ -74,7 +74,6 @@ def test_layout_is_aligned_disjoint_and_complete(layout):
 
 
 @given(layouts())
-@settings(max_examples=30, deadline=None)
 def test_header_round_trip(layout):
     for extent in layout.extents:
         data = pack_header(extent, entries_of(extent))
@@ -98,7 +97,7 @@ def sample_header() -> bytes:
 
 
 @given(st.binary(max_size=200), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
+@cheap(100)
 def test_random_bytes_are_refused(data, blocks):
     for candidate in (data, data.ljust(blocks * BLOCK_BYTES, b"\0")):
         for unpack in (unpack_header, unpack_file_header):
@@ -107,7 +106,7 @@ def test_random_bytes_are_refused(data, blocks):
 
 
 @given(st.lists(st.tuples(st.integers(0, 130), st.integers(1, 255)), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@cheap(150)
 def test_mutated_bytes_are_refused(changes):
     good = sample_header()
     data = bytearray(good)

@@ -27,6 +27,7 @@ from offload.runs import Prediction, Run, Span, Wait
 from offload.simulate import seconds_of, simulate
 from offload.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
+from tests.examples import cheap
 from tests.paced import paced
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
@@ -38,6 +39,7 @@ def seconds(found):
 
 
 @given(INTERVALS, INTERVALS, st.integers(0, 30), st.integers(0, 30))
+@cheap(100)
 def test_intervals_are_sets_of_seconds(one, other, since, until):
     assert seconds(union(one)) == seconds(one)
     assert length(union(one)) == len(seconds(one))
@@ -147,6 +149,7 @@ def test_advice_is_in_the_words_of_what_was_run():
 
 
 @given(*(st.floats(0.01, 10.0),) * 5, st.booleans())
+@cheap(100)
 def test_what_bounds_the_step_takes_most_of_it_or_would_help(model, disk, engine, other, faster, b):
     """The engine and Python are never named where something else takes more."""
     parts = {"model": model, "disk": disk, "engine": engine, "other": other}

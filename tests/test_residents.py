@@ -290,7 +290,7 @@ def test_asleep_a_backward_is_refused_and_views_stay(tier: Any, tmp_path: Path) 
         loss = run.loss()
         view = run.model.norm.weight.detach()  # type: ignore[union-attr,operator]
         offload.sleep(run.model, tier)
-        kept = run.engine.residents._asleep
+        kept = run.engine.residents.asleep._kept
         assert kept[run.model.norm.weight].weight is not None  # type: ignore
         assert kept[run.model.embed.weight].weight is None  # type: ignore
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -312,7 +312,7 @@ def test_asleep_gradients_go_but_those_that_are_held(tmp_path: Path) -> None:
         held, viewed = model.norm.weight.grad, model.norm.bias.grad.view(-1)
         before = [p.grad.clone() for p in model.parameters()]
         offload.sleep(model)
-        kept = run.engine.residents._asleep
+        kept = run.engine.residents.asleep._kept
         alive = {p for p in model.parameters() if kept[p].gradient is not None}
         assert alive == {model.norm.weight, model.norm.bias}
         assert not [p for p in model.parameters() if kept[p].weight is not None]

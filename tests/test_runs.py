@@ -140,7 +140,7 @@ def damages(draw, value):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_a_run_with_anything_in_it_is_refused_or_shown(content, tmp_path, data):
     path = written(tmp_path / "run.json", data.draw(damages(json.loads(content))))
     told = ""
@@ -161,7 +161,7 @@ def test_a_run_with_anything_in_it_is_refused_or_shown(content, tmp_path, data):
 
 @given(st.binary(max_size=60), st.floats(0, 1))
 @example(b"", 0.5)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_bytes_that_are_lost_or_wrong_are_told(content, tmp_path, wrong, at):
     text, place = content.encode(), int(at * len(content))
     path = tmp_path / "run.json"

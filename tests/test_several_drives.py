@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import aio
@@ -25,7 +25,7 @@ from tests.faults import aligned_tensor, failure_of, nothing_leaks
 from tests.small import adamw, config, small
 from tests.training import assert_same, attached, plain, result_of, train
 
-ATTACH = import_module("offload.attach")
+ATTACHING = import_module("offload.attaching")
 EVERYTHING = ("nvme", "nvme", "nvme")
 
 LAYOUT = lay_out_file(
@@ -48,7 +48,7 @@ def test_the_same_bits_over_several_drives(
     placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = train(placement, tmp_path)
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
     paths = folders(tmp_path)
     with attached(placement, paths) as run:
         torch.manual_seed(2)
@@ -67,7 +67,7 @@ def test_the_same_bits_over_several_drives(
 
 def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What just fits on one drive just fits on three; a block less is refused for both."""
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
     paths, free = folders(tmp_path), 1 << 30
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
     with attached(EVERYTHING, tmp_path) as run:
@@ -83,7 +83,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
     free, shares = 1 << 30, (0.125, 0.625, 0.25)
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, nvme_shares=shares)
     model = small()
@@ -143,7 +143,7 @@ def test_a_full_drive_among_others_is_named_and_leaves_nothing(
 ) -> None:
     paths = folders(tmp_path)
     io = aio.SimulatedIO(0, OneFull(paths[full]))
-    monkeypatch.setattr(ATTACH, "Store", partial(Store, io=io, unit_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, unit_bytes=BLOCK_BYTES))
     with nothing_leaks():
         model = small()
         with pytest.raises(OSError, match=re.escape(paths[full])) as caught:
@@ -163,7 +163,6 @@ def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
 # -- the store ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
 def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
     sizes = data.draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=6))

@@ -6,7 +6,6 @@ import contextlib
 import gc
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ import torch
 import offload
 from cpu_adam import interrupt as of_steps
 from offload import interrupt
+from tests.forked import Forked, anew
 from tests.training import assert_same, attached, plain, result_of, train
 
 ENGINE = str(Path(offload.__file__).parent)
@@ -222,9 +222,8 @@ for name in sys.argv[1:]:
 def test_a_handler_below_python_that_calls_what_was_there_before() -> None:
     """As faulthandler does, which lies over ours then."""
     ways = ["by_exchange", *["by_note"] * (interrupt._native is not None)]
-    run = [sys.executable, "-c", CHAINED, *ways]
-    done = subprocess.run(run, capture_output=True, text=True)
-    assert done.stdout == "handled\n" * (2 * len(ways)), done.stderr
+    printed, errors = Forked(lambda: anew(CHAINED, *ways)).communicate()
+    assert printed == "handled\n" * (2 * len(ways)), errors
 
 
 def test_errors_of_handlers_keep_what_led_to_them(whole: Any) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.layout import Plan, lay_out, site
@@ -215,7 +215,6 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 @given(plans(most=4), st.integers(1, 3), st.floats(0.0, 0.1), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_rules_and_bounds(
     plan: Plan, micro_batches: int, compute: float, device_is_cpu: bool
 ) -> None:
@@ -254,7 +253,6 @@ def _extra(plan: Plan) -> set[int]:
 
 
 @given(plans(most=4))
-@settings(max_examples=40, deadline=None)
 def test_the_waits_of_the_phase_are_kept(plan: Plan) -> None:
     program = compile_program(plan)
     timeline = simulate(program, MACHINE, lambda u, v: 0.01, steps=2)

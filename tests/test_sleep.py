@@ -363,6 +363,19 @@ def test_a_graph_of_before_is_refused_asleep_and_right_after(
         assert same_bits(*(torch.autograd.grad(out, hidden)[0] for out in outs))
 
 
+def test_a_weight_that_is_changed_in_its_sleep_is_another_after_it(tmp_path: Path) -> None:
+    """By who holds a view of it; for a graph from before, as in torch."""
+    with attached(RESIDENT, tmp_path, **fp32()) as run:
+        norm: Any = run.model.norm
+        hidden = torch.randn(2, *norm.normalized_shape, requires_grad=True)
+        out, held = norm(hidden).square().sum(), norm.weight.detach()
+        offload.sleep(run.model, "nvme")
+        held.mul_(3)
+        offload.wake(run.model)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out, hidden)
+
+
 def test_dropped_in_its_sleep(tmp_path: Path) -> None:
     """Nothing keeps an engine whose model trained on the device, but who holds the model."""
     before = set(threading.enumerate())

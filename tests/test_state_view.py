@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,24 @@ import offload
 from tests.training import Net, Run, attached, plain, same_bits
 
 
+@contextmanager
+def of_one_step(directory: Path) -> Iterator[Run]:
+    build = lambda: Net(layers=2)  # noqa: E731
+    with attached(("cpu", "cpu", "nvme"), directory, build=build) as made:
+        plain(made, 0)
+        yield made
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """A run of one step."""
-    build = lambda: Net(layers=2)  # noqa: E731
-    with attached(("cpu", "cpu", "nvme"), tmp_path, build=build) as made:
-        plain(made, 0)
+    with of_one_step(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def same(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One for all who change nothing of it."""
+    with of_one_step(tmp_path_factory.mktemp("same")) as made:
         yield made
 
 
@@ -43,14 +56,14 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_change_that_would_be_lost_is_refused(how: str, run: Run) -> None:
-    weight: Any = run.model.head.weight
+def test_a_change_that_would_be_lost_is_refused(how: str, same: Run) -> None:
+    weight: Any = same.model.head.weight
     with pytest.raises(RuntimeError, match=r"would be lost: clone\(\) it, change that, and assign"):
-        CHANGES[how](run.optimizer.state[weight])
+        CHANGES[how](same.optimizer.state[weight])
     with pytest.raises(ValueError, match="read-only"):
-        run.optimizer.state[weight]["exp_avg"].numpy()[0] = 0
+        same.optimizer.state[weight]["exp_avg"].numpy()[0] = 0
     with pytest.raises(ValueError, match="read-only"):
-        np.asarray(run.optimizer.state[weight]["exp_avg"])[0] = 0
+        np.asarray(same.optimizer.state[weight]["exp_avg"])[0] = 0
 
 
 def test_to_set_what_is_there_changes_nothing(run: Run) -> None:

@@ -103,7 +103,7 @@ def test_oracle(tmp_path, where):
 
 def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
     for seed in range(5):
-        with Store("/simulated", LAYOUT, io=aio.SimulatedIO(seed, delay_s_max=0.05)) as store:
+        with Store("/simulated", LAYOUT, io=aio.SimulatedIO(seed, delay_s_max=0.02)) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
             store._entries["state", "a", 0] = ChunkEntry(1, 0)
             started, read_into = [], store._volume.read_into

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import partial
 
 import pytest
 
@@ -18,22 +19,31 @@ from cpu_adam import bench
 from offload.cli import bench_adam_report, bench_nvme_report
 from offload.cli.bench_nvme_verdict import EachWay, Verdict
 from offload.cli.console import Output
-from tests.command import SHORT
+from tests.command import SHORT, run
+from tests.forked import fork, wait
 
 COLUMNS = 60
 
 
-def on_terminal(*arguments, **environment):
-    """Exit status and text of a command on a terminal of `COLUMNS`."""
+def in_fork(terminal, encoding):
+    options = {"encoding": encoding, "errors": "surrogateescape"}
+    return partial(wait, fork(lambda: run(*SHORT), (terminal,) * 3, **options))
+
+
+def by_itself(terminal, encoding):
+    """An interpreter of its own, which finds these streams by its environment."""
+    command = [sys.executable, "-m", "offload", *SHORT]
+    variables = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    return subprocess.Popen(
+        command, stdin=terminal, stdout=terminal, stderr=terminal, env=variables
+    ).wait
+
+
+def on_terminal(begin, encoding):
+    """Exit status and text of a short training on a terminal of `COLUMNS`."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
-    gone = ("COLUMNS", "LINES", "LANG", "PYTHONUTF8")
-    kept = {name: value for name, value in os.environ.items() if name not in gone}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "offload", *arguments],
-        stdin=theirs, stdout=theirs, stderr=theirs,
-        env=kept | {"TERM": "xterm"} | environment,
-    )  # fmt: skip
+    ended = begin(theirs, encoding)
     os.close(theirs)
     seen = b""
     try:
@@ -42,13 +52,23 @@ def on_terminal(*arguments, **environment):
     except OSError:  # Linux says so where the other side is closed.
         pass
     os.close(ours)
-    return process.wait(100), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode("latin-1"))
+    return ended(), re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", seen.decode("latin-1"))
 
 
-@pytest.mark.parametrize("encoding", [pytest.param("latin-1", marks=pytest.mark.slow), "ascii"])
-def test_a_run_tells_its_result_in_any_encoding(encoding):
+@pytest.mark.parametrize(
+    ("begin", "encoding"),
+    [
+        (in_fork, "ascii"),
+        pytest.param(by_itself, "ascii", marks=pytest.mark.slow),
+        pytest.param(by_itself, "latin-1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_tells_its_result_in_any_encoding(begin, encoding, monkeypatch):
+    for name in ("COLUMNS", "LINES", "LANG", "PYTHONUTF8"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
     # In the C locale what an encoding lacks is met in another way.
-    status, shown = on_terminal(*SHORT, PYTHONIOENCODING=encoding, LC_ALL="C")
+    status, shown = on_terminal(begin, encoding)
     assert status == 0, shown
     assert "held-out loss" in shown
     assert "Lanes" in shown

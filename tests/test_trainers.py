@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 from pathlib import Path
@@ -84,6 +85,8 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
         k: v.item() for k, v in theirs.callback_metrics.items()
     }
     assert_same_weights(ours.lightning_module, theirs.lightning_module)
+    averaged = copy.deepcopy(ours.lightning_module)  # As its weight averaging does.
+    assert_same_weights(averaged, theirs.lightning_module)
 
     half = train(placed, **quiet, limit_train_batches=30, max_epochs=1)
     half.save_checkpoint(tmp_path / "half.ckpt", weights_only=False)

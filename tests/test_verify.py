@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from offload.layout import Place, Plan
 from offload.phases import compile_program
@@ -80,7 +80,6 @@ def test_every_placement_verifies(clips: bool) -> None:
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None)
 def test_random_models_and_placements_verify(plan: Plan) -> None:
     verify(compile_program(plan))
 

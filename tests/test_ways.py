@@ -107,6 +107,19 @@ def channels_last() -> nn.Module:
     return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
 
 
+def row_of_a_transposed() -> nn.Module:
+    """The first rows of a matrix that lies column by column, as SVD leaves them."""
+    model = nn.Linear(16, 2, bias=False)
+    model.weight.data = torch.randn(16, 32).t()[:2].detach()[:, :16]
+    return model
+
+
+def columns() -> nn.Module:
+    model = nn.Linear(4, 24, bias=False)
+    model.weight.data = torch.randn(24, 16)[:, :4]
+    return model
+
+
 def hooked() -> nn.Module:
     model = nn.Linear(4, 4)
     register: Any = model.weight.register_post_accumulate_grad_hook
@@ -122,6 +135,8 @@ def with_view() -> nn.Module:
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "channels_last": (channels_last, r"0\.weight .*strides \(27, 1, 9, 3\).*contiguous_format"),
+    "columns": (columns, r"weight .*strides \(16, 1\).*part of another.*contiguous\(\) copy"),
+    "rows across": (row_of_a_transposed, r"weight .*strides \(1, 32\).*contiguous\(\) copy"),
     "a hook after accumulation": (hooked, r"parameter weight has a hook .*p\.register_hook"),
     "a view kept": (with_view, r"attribute tied is a view of parameter 0\.weight.*clone"),
 }

@@ -1,0 +1,135 @@
+"""Modules that are called by themselves, outside a forward of the model: as in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.homes import Homes
+from tests import training
+from tests.training import Run
+
+PLACEMENTS = training.first_fast(
+    [("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme"), training.RESIDENT]
+)
+WIDTH = 8
+
+
+class Sharing(nn.Module):
+    """Has weights of its own, and one that all blocks have: two units."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x) @ self.shared
+
+
+class Tied(nn.Module):
+    """Embedding and head are tied, and the blocks share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(training.VOCABULARY, WIDTH)
+        shared = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.blocks = nn.ModuleList(Sharing(shared) for _ in range(3))
+        self.head = nn.Linear(WIDTH, training.VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def looked_at_over_a_step(run: Run, number: int) -> None:
+    """A state dict and views that are taken after such a call show the step, and edits count."""
+    model: Any = run.model
+    tokens = training.batch(run.generator)
+    with torch.no_grad():
+        model.embed(tokens)
+        state, embedded = model.state_dict(), model.embed.weight.detach()
+        model.blocks[1](torch.ones(1, WIDTH))
+        shared = model.blocks[1].shared.data[0]
+    training.plain(run, number)
+    run.extra += [values.double().sum().item() for values in state.values()]
+    with torch.no_grad():
+        embedded.mul_(0.5)
+        shared.mul_(2)
+
+
+def called_by_hand(run: Run, number: int) -> None:
+    """The loss is made module by module; an embedding and a head that are one, and a shared one."""
+    model: Any = run.model
+    tokens = training.batch(run.generator)
+    for _ in range(2):
+        x = model.embed(tokens)
+        for block in model.blocks:
+            x = x + block(x).tanh()
+        logits = model.head(x).float().view(-1, training.VOCABULARY)
+        nn.functional.cross_entropy(logits, tokens.roll(1, 1).view(-1)).backward()
+    run.step()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loop", [looked_at_over_a_step, called_by_hand])
+def test_of_shared_weights(loop: training.Feature, placement: Any, tmp_path: Path) -> None:
+    options = training.fp32(build=Tied)
+    found = training.train(placement, tmp_path, loop, **options)
+    training.assert_same(found, training.train_alone(loop, **options))
+
+
+def assert_right(run: Run, weights: dict[str, torch.Tensor], held: dict[str, torch.Tensor]) -> None:
+    """No unit is in use, and what was taken of the weights then stays what they are."""
+    assert run.engine.in_use.units == []
+    views = {name: p.detach() for name, p in run.model.named_parameters()}
+    state = run.model.state_dict()
+    with torch.no_grad():
+        for _ in range(2):
+            run.model(training.batch(run.generator))
+    for name, values in weights.items():
+        for found in (views[name], state[name], held[name]):
+            assert training.same_bits(found, values), name
+
+
+def test_a_drive_that_fails_as_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with training.attached(("nvme", "cpu", "cpu"), tmp_path, **training.fp32(build=Tied)) as run:
+        block: Any = run.model.blocks[0]  # type: ignore[index,union-attr]
+        weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        held = {name: p.detach() for name, p in run.model.named_parameters()}
+        look, errors = Homes.look, list[OSError]()
+
+        def fails(homes: Homes, *args: Any, **kwargs: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return look(homes, *args, **kwargs)
+
+        monkeypatch.setattr(Homes, "look", fails)
+        # As late as can be: what is read ahead of it is read.
+        hook = block.own.register_forward_hook(lambda *_: errors.append(OSError("no drive")))
+        with torch.no_grad(), pytest.raises(OSError, match="no drive"):
+            block(torch.ones(1, WIDTH))
+        hook.remove()
+        assert_right(run, weights, held)
+
+
+@pytest.mark.parametrize("name", ["own.weight", "shared"])
+def test_a_change_that_is_refused(name: str, tmp_path: Path) -> None:
+    """Of one of the two units: the other one is at rest after it, too."""
+    with training.attached(("cpu", "cpu", "cpu"), tmp_path, **training.fp32(build=Tied)) as run:
+        block: Any = run.model.blocks[0]  # type: ignore[index,union-attr]
+        held = {name: p.detach() for name, p in run.model.named_parameters()}
+        edited = held[f"blocks.0.{name}"]
+        hook = block.register_forward_pre_hook(lambda *_: edited.mul_(0.5))
+        with torch.no_grad(), pytest.raises(RuntimeError, match="was changed, while its own"):
+            block(torch.ones(1, WIDTH))
+        hook.remove()
+        weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+        assert_right(run, weights, held)
