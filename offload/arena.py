@@ -231,7 +231,7 @@ class Memory:
         for place in [place for place in self._slots if place.tier == tier]:
             del self._slots[place]
         if tier == "device":
-            self._device.settle()
+            self._device.drain_all()
         for arena in [arena for its, arena in self._more if its == tier]:
             self.less(arena)
         self.arenas.pop(tier).close()
@@ -310,7 +310,7 @@ class Memory:
     def close(self) -> None:
         """Let go of the memory: of all of it, also where an error comes with some."""
         with contextlib.suppress(RuntimeError):  # Of a device that has failed nothing is under way.
-            self._device.settle()
+            self._device.drain_all()
         self._homes, self._slots, self._whole = {}, {}, {}
         with contextlib.ExitStack() as each:
             for arena in (*self.arenas.values(), *(arena for _, arena in self._more)):

@@ -23,6 +23,7 @@ from offload.layout import Plan
 from offload.machine import host_free_bytes, measured_speeds
 from offload.meta import initialize_fresh, reset
 from offload.optimizer import Optimizer
+from offload.parameter_home import ParameterHome
 from offload.profile import Unit, Wanted, lay_out_unit
 from offload.program import Op, Value
 from offload.resident import give_memory
@@ -30,7 +31,6 @@ from offload.shared import Share, SharedBudget
 from offload.states import States
 from offload.store import Store
 from offload.strangers import watch
-from offload.touch import ParameterHome
 from offload.trace import Trace
 
 EXPOSED_BYTES_LEAST = 256 << 20

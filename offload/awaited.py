@@ -97,7 +97,7 @@ class Awaited:
         for unit, away in departed.items():
             if not away.held and not _convert.FRAME_COUNTER:
                 self._away[unit] = away
-                away.leave(self)
+                away.begin(self)
         for unit, away in departed.items():
             if unit not in self._away:
                 self._executor.lanes.wait(away.tasks)
@@ -158,12 +158,12 @@ class Away:
         place = self._executor.plan.home("weight", self._bound.index)
         self.tasks += [t for t in tasks if any(use.place == place for use in t.op.writes)]
 
-    def leave(self, awaited: Awaited) -> None:
+    def begin(self, awaited: Awaited) -> None:
         """Let the parameters be awaited."""
         with self._lock:  # Who meets it on another thread waits.
-            self._leave(awaited)
+            self._begin(awaited)
 
-    def _leave(self, awaited: Awaited) -> None:
+    def _begin(self, awaited: Awaited) -> None:
         unit = self._bound.index
         self.arrive = awaited.meets(unit)
         for index, parameter in self._parameters.items():
@@ -177,8 +177,8 @@ class Away:
                 parameter.data = self._bound.dummies[index]
             if parameter.requires_grad:
                 self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
-        for known in self._bound.modules:
-            module = known()
+        for ref in self._bound.modules:
+            module = ref()
             if module is not None:
                 self._hooks.append(module.register_forward_pre_hook(_Announced(self)))
 
@@ -336,11 +336,11 @@ class _Announced(InertInCopies):
         self._away.arrive()
 
 
-def _comes(known: Callable[[], Away | None]) -> Callable[[torch.Tensor], None]:
+def _comes(ref: Callable[[], Away | None]) -> Callable[[torch.Tensor], None]:
     """The hook of a parameter that is awaited; torch hides what it holds from the collector."""
 
     def meet(_: torch.Tensor) -> None:
-        away = known()
+        away = ref()
         if away is not None:
             away.arrive()
 

@@ -250,12 +250,12 @@ class BoundUnit:
         self._given = [one for one in self._given if one[1]() is not None]
         self._given.append((parameter, weakref.ref(view)))
 
-    def leave(self, parameter: int) -> bool:
+    def set_apart(self, parameter: int) -> bool:
         """Let what was given of a parameter be its holder's, in memory of its own.
 
         False where it cannot be: views of it, which would stay, are held.
         """
-        mine = [known() for index, known in self._given if index == parameter]
+        mine = [ref() for index, ref in self._given if index == parameter]
         held = [view for view in mine if view is not None]
         if any(view._use_count() > 1 for view in held):  # type: ignore[attr-defined]
             return False

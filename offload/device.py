@@ -80,7 +80,7 @@ class Device:
     def drain(self) -> None:
         """Let the host wait for all that is queued on the calling thread's current stream."""
 
-    def settle(self) -> None:
+    def drain_all(self) -> None:
         """Let the host wait for all that is queued on any stream: before memory is given back."""
 
     def refuse_capture(self) -> None:
@@ -148,7 +148,7 @@ class Accelerator(Device):
         assert event is not None
         event.synchronize()
 
-    def settle(self) -> None:
+    def drain_all(self) -> None:
         """Let the host wait for all that is queued on any stream.
 
         Torch's call ends by making that device current which was, and so makes a context on the

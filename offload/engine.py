@@ -18,10 +18,10 @@ from cpu_adam.choice import available
 from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
-from offload.binding import BoundUnit
+from offload.binding import BoundUnit, count_change
 from offload.calls import Calls, refuse_intruder
 from offload.casts import Casts
-from offload.collected import Collector, take_gradient
+from offload.collector import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.finality import Finality
@@ -29,8 +29,8 @@ from offload.fork import unlock_in_children
 from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
+from offload.in_use import InUse
 from offload.interrupt import torn_times, whole
-from offload.inuse import InUse
 from offload.layout import Plan
 from offload.passes import Passes, in_backward
 from offload.phases import compile_program
@@ -44,7 +44,8 @@ from offload.usable import refuse_unusable
 
 
 class Engine:
-    """Everything attached to one model. One thread at a time is in a pass; touches have `lock`."""
+    """Everything attached to one model. One thread at a time runs a forward or backward; whoever
+    reads or edits parameters takes `lock`."""
 
     def __init__(
         self,
@@ -76,8 +77,11 @@ class Engine:
         self.finality.reruns.ended = whole(self._begin_final)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._backward_thread, self.graphs = 0, dict[int, Callable[[], object]]()
-        """Backwards under way: what calls back at its end, which dies with one that raised."""
+        self._backward_thread = 0
+        """The thread of the outermost backward under way."""
+        self.backwards: dict[int, Callable[[], object]] = {}
+        """Those under way, the outermost first, by autograd's number: a weak reference to what
+        is called back at the end, which autograd drops where the backward raised."""
         unlock_in_children(self)
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -109,8 +113,9 @@ class Engine:
     def check(self) -> None:
         """Raise unless the engine can be used here and now."""
         lanes, executor = self._lanes, self.executor
-        near = executor.device.is_host and executor.bed is None
-        if lanes.ended or not near or os.getpid() != self._pid or torn_times() != self._torn:
+        simple = executor.device.is_host and executor.bed is None
+        # Cheap questions first; refuse_unusable asks the others, and raises only if one says no.
+        if lanes.ended or not simple or os.getpid() != self._pid or torn_times() != self._torn:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
 
@@ -119,62 +124,62 @@ class Engine:
         if self.calls.elsewhere:
             refuse_intruder("forward")
         others = self.executor.device.is_host and self._backward_thread != threading.get_ident()
-        if others and any(ended() is not None for ended in list(self.graphs.values())):
+        if others and any(ended() is not None for ended in list(self.backwards.values())):
             refuse_intruder("backward")
 
     def open_forward(self) -> None:
         """The model's forward begins."""
         self.end_pass(finished=False)
         self.finality.require_step("the next forward")
-        self.exposures.settle_all()
+        self.exposures.put_all_home()
         self.passes.open(Verb.FORWARD)
 
     def enter_backward(self) -> None:
         """Open the backward pass at its first sign, and be called when it ends."""
         graph: int = torch._C._current_graph_task_id()
-        if graph in self.graphs:
+        if graph in self.backwards:
             return
         self.check()
         self.refuse_elsewhere()
-        for one in [one for one, ended in self.graphs.items() if ended() is None]:
-            del self.graphs[one]
-        if self.passes.verb is not Verb.BACKWARD or not self.graphs:
+        for one in [one for one, ended in self.backwards.items() if ended() is None]:
+            del self.backwards[one]
+        if self.passes.verb is not Verb.BACKWARD or not self.backwards:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
-            self.exposures.settle_all()
+            self.exposures.put_all_home()
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        if not self.graphs:
+        if not self.backwards:
             self._backward_thread = threading.get_ident()
         end = whole(partial(self._graph_ended, graph))
-        self.graphs[graph] = weakref.ref(end)
+        self.backwards[graph] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
-            self.graphs.pop(graph, None)
-            self.in_use.release_held(nested=bool(self.graphs))
-            if not self.graphs:
+            self.backwards.pop(graph, None)
+            self.in_use.release_held(nested=bool(self.backwards))
+            if not self.backwards:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
-                    self.exposures.settle(unit)  # Copies that only the backward has used go.
+                    self.exposures.put_home(unit)  # Copies that only the backward has used go.
                 self._begin_final()
                 self.finality.backward_ended()
                 self.gradients.written.refuse()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
-        if (graph := torch._C._current_graph_task_id()) not in self.graphs:
+        if (graph := torch._C._current_graph_task_id()) not in self.backwards:
             self.enter_backward()
-        self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.graphs)))
+        self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.backwards)))
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
         with self.lock:  # Which a function that is over does not have.
-            outermost = next(iter(self.graphs), None)  # None: it is over.
+            outermost = next(iter(self.backwards), None)  # None: it is over.
             if outermost not in (None, torch._C._current_graph_task_id()) or retains():
                 return
             # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
@@ -188,16 +193,16 @@ class Engine:
                 self.collector.send(unit)
                 if not self.finality.begun:
                     self.updates.settle()
-                if turns := self.finality.begin(unit):
+                if steps := self.finality.begin(unit):
                     with self._lanes.once():
-                        self._begin_updates({unit: turns})
+                        self._begin_updates({unit: steps})
 
     def end_pass(self, *, finished: bool) -> None:
         """Put every unit at rest, send all gradients home, take back what was queued."""
         aborted = self.passes.verb is Verb.BACKWARD and not finished
         self.in_use.release_all(look=aborted or self.calls.broken_off)
         self.calls.end()
-        self.graphs.clear()
+        self.backwards.clear()
         if aborted:
             self.finality.aborted()
             for bound in (one for one in self.units if one.index not in self.residents):
@@ -237,8 +242,8 @@ class Engine:
         bound.depth += 1
 
     def hold(self, bound: BoundUnit) -> None:
-        """The backward of a unit is next; that of the units held need not, but may, be over."""
-        self.in_use.release_held(but=bound, nested=len(self.graphs) > 1)
+        """The backward of a unit is next: let go of the units held before it."""
+        self.in_use.release_held(but=bound, nested=len(self.backwards) > 1)
         if self.finality.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if bound.index not in self.finality.begun:  # Else nothing that comes needs its weights.
@@ -255,7 +260,7 @@ class Engine:
             self.finality.require_step("the next forward")
             self.passes.open(Verb.FORWARD)
         if self.exposures.copies:
-            self.exposures.settle(bound.index)
+            self.exposures.put_home(bound.index)
         self.in_use.serve(bound)
 
     # -- saved tensors ---------------------------------------------------------------------------
@@ -303,7 +308,7 @@ class Engine:
                 return self.residents.value(unit, index)
             if (bound := self.units[unit]).buffer is not None:
                 return bound.views[index].clone()  # With what its own forward has changed.
-            self.exposures.settle(unit)
+            self.exposures.put_home(unit)
             return self.exposures.read(unit, index)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
@@ -318,8 +323,8 @@ class Engine:
         self.check()
         self.end_pass(finished=False)
         self.residents.check(frozen)
-        self.exposures.settle_all()
-        self.gradients.settle_shown()
+        self.exposures.put_all_home()
+        self.gradients.put_shown_home()
         self.gradients.let_go()
         if not (begun := self.finality.begun):
             self.updates.settle()
@@ -337,9 +342,7 @@ class Engine:
         """Queue updates, and let nobody use what they change as if it stayed."""
         for unit in frozen:
             self.passes.invalidate(unit)
-            for index in frozen[unit]:
-                with torch._C.DisableTorchFunctionSubclass():
-                    torch.autograd.graph.increment_version(self.units[unit].parameters[index])
+            count_change([self.units[unit].parameters[index] for index in frozen[unit]])
             self.units[unit].note_versions()
         self.executor.step = self.steps + 1
         self.updates.issue(frozen, self.passes.number + 1)

@@ -18,7 +18,7 @@ import torch
 
 from offload.config import format_bytes
 from offload.executor import Executor
-from offload.homes import Homes
+from offload.home_reader import HomeReader
 from offload.passes import Passes
 from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
@@ -58,7 +58,7 @@ class Exposures:
         """At most `limit_bytes` of copies at once; a unit that is `in_use` cannot be written."""
         self._executor = executor
         self._passes = passes
-        self._homes = Homes(executor)
+        self._homes = HomeReader(executor)
         self._in_use = in_use
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
@@ -107,7 +107,7 @@ class Exposures:
     def _make_room(self, size: int, what: str) -> None:
         if self.bytes + size <= self.limit_bytes:
             return
-        self.settle_all()
+        self.put_all_home()
         if self.bytes + size > self.limit_bytes:
             raise MemoryError(
                 f"{what} needs a private copy of {format_bytes(size)}, "
@@ -117,12 +117,12 @@ class Exposures:
                 "parameter at a time, or raise Config.exposed_memory"
             )
 
-    def settle_all(self) -> None:
-        """`settle` every unit of which there are copies."""
+    def put_all_home(self) -> None:
+        """`put_home` every unit of which there are copies."""
         for unit in list(self.copies):
-            self.settle(unit)
+            self.put_home(unit)
 
-    def settle(self, unit: int) -> None:
+    def put_home(self, unit: int) -> None:
         """Put home what was edited, which no slot holds then; let go of what nobody holds.
 
         A unit in use is left as it is.
@@ -151,7 +151,7 @@ class Exposures:
                 return self._plan.profile.units[unit].parameters[parameter].name
         return None
 
-    def leave(self, unit: int, parameter: int, values: torch.Tensor) -> None:
+    def disown(self, unit: int, parameter: int, values: torch.Tensor) -> None:
         """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
         found = self.copies.get(unit, {}).get(parameter)
         if found is not None and found.tensor.data_ptr() != values.data_ptr():

@@ -19,8 +19,9 @@ gradient, autograd keeps nothing that needs it (`BoundUnit.saved`), and the back
 bring no gradient of it and run no function in which it was called (see [Note: Reruns]). Of what is
 to come only the outermost backward is asked, and only in it: inside another one nothing begins.
 Where autograd keeps something for longer, as for an output that no loss uses, the update begins at
-`step()`. All do after retain_graph=True, which says that another backward follows. And a unit of
-which a backward inside brings a gradient, while no such function runs, does from then on.
+`step()`. After retain_graph=True, which says that another backward follows, every update begins at
+`step()`. So does, from then on, that of a unit whose gradient came in an inner backward which no
+such function runs.
 
 What is left is code that a hook, or a function in its backward, runs on a unit for the first time,
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
@@ -29,11 +30,11 @@ ends as any in which a hook raised: `step()` completes it. Nothing begins early 
 What each event does to the books, which are kept here and nowhere else:
 
     event                  counts under way     counts before   backwards   FINAL       BEGUN
-    a backward begins      but calls, dropped   -               -           -           refused
-    it ends *              become those before  replaced        + 1         now OPEN    stays
-    it is aborted          dropped              -               -           now OPEN    stays
+    a backward begins      dropped, but calls   -               -           -           refused
+    it ends *              become those before  replaced        + 1         -> OPEN     stays
+    it is aborted          dropped              -               -           -> OPEN     stays
     gradients are touched  -                    -               0           -           refused
-    step()                 -                    -               0           -           now OPEN
+    step()                 -                    -               0           -           -> OPEN
 
     * Without a gradient of any parameter (`autograd.grad`) it does not count: nothing changes.
 
@@ -60,7 +61,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.frozen import Frozen, Turn
+from offload.frozen import Frozen, ParameterStep
 from offload.reruns import Reruns, may_be_recomputed, runs_inside, will_accumulate
 
 
@@ -90,27 +91,27 @@ class Finality:
 
         Not `early`: nothing begins early, whatever is known.
         """
-        self.freeze: Callable[[int], Mapping[int, Turn]] = lambda unit: {}
+        self.freeze: Callable[[int], Mapping[int, ParameterStep]] = lambda unit: {}
         """What a step taken now would do to a unit; set by the optimizer."""
-        self.begun: dict[int, Mapping[int, Turn]] = {}
+        self.begun: dict[int, Mapping[int, ParameterStep]] = {}
         """Updates begun before `step()`, by unit."""
         self._micro_batches = micro_batches
-        self.counts = early and micro_batches is not None
-        """Whether calls and gradients are counted, so that updates begin early."""
+        self.begins_early = early and micro_batches is not None
+        """Whether updates may begin inside a backward."""
         self.came = False
         """Whether a gradient came in the backward under way."""
         self.reruns = Reruns()
         """Functions that may call units again."""
         self._unforeseen: set[int] = set()
         """Units of which nobody can tell what is to come; they begin at `step()`."""
-        self._inside = False
+        self._nested = False
         """Whether the backward under way may be inside one that has not shown itself yet."""
         self._names = names
         self.final: set[int] = set()
         """Units all of whose gradient has come, in the last backward before a step."""
         self._now = [_Counts() for _ in names]
         self._before = [_Counts() for _ in names]
-        """Of the last backward that was finished."""
+        """`_now` of the last finished backward."""
         self._backwards = 0
         """Finished since the last step, or since gradients were touched."""
         self._again = False
@@ -133,7 +134,7 @@ class Finality:
 
     def called(self, unit: int) -> None:
         """`unit` is called, or a parameter of it used, in a forward."""
-        if not self.counts:
+        if not self.begins_early:
             return
         self._now[unit].repeatable += may_be_recomputed()
         self.reruns.called(unit)
@@ -144,9 +145,9 @@ class Finality:
         Raises:
             RuntimeError: the unit's update has begun.
         """
-        if not self.counts:
+        if not self.begins_early:
             return
-        self._require_open(unit, "a recompute")
+        self.require_open(unit, "a recompute")
         self._now[unit].recomputes += 1
         self._judge(unit)
 
@@ -157,9 +158,9 @@ class Finality:
             RuntimeError: the unit's update has begun without it.
         """
         self.came = True
-        if not self.counts:
+        if not self.begins_early:
             return
-        self._require_open(unit, "another gradient")
+        self.require_open(unit, "another gradient")
         came = self._now[unit].gradients
         came[parameter] = came.get(parameter, 0) + 1
         if outermost:
@@ -170,7 +171,7 @@ class Finality:
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
-        last = self._backwards + 1 == self._micro_batches and not self._inside
+        last = self._backwards + 1 == self._micro_batches and not self._nested
         known = unit not in self._unforeseen
         if last and known and self._now[unit] == self._before[unit]:
             self.final.add(unit)
@@ -188,32 +189,32 @@ class Finality:
             return True
         return False
 
-    def begin(self, unit: int) -> Mapping[int, Turn]:
+    def begin(self, unit: int) -> Mapping[int, ParameterStep]:
         """Freeze the update of a FINAL unit whose backward is over; nothing where none is due."""
         self.final.remove(unit)
-        turns = self.freeze(unit)
-        if turns:
-            self.begun[unit] = turns
-        return turns
+        steps = self.freeze(unit)
+        if steps:
+            self.begun[unit] = steps
+        return steps
 
     def backward_began(self) -> None:
         """An outermost backward begins."""
         assert not self.begun
         self.came = False
-        for now in self._now if self.counts else ():
+        for now in self._now if self.begins_early else ():
             now.gradients.clear()
             now.outermost.clear()
             now.recomputes = 0
         self.reruns.backward_began()
-        self._inside = self.counts and runs_inside()
+        self._nested = self.begins_early and runs_inside()
 
     def backward_ended(self) -> None:
         """The outermost backward has run to its end."""
         self.final.clear()
-        if self._inside:  # The one around it is what counts.
+        if self._nested:  # The one around it is what counts.
             return
         self._backwards += self.came
-        if self.came and self.counts:
+        if self.came and self.begins_early:
             self._before, self._now = self._now, [_Counts() for _ in self._names]
 
     def aborted(self) -> None:
@@ -236,14 +237,14 @@ class Finality:
         """
         begun = self.begun
         self._note_other()
-        if any(frozen.get(unit, {}) != turns for unit, turns in begun.items()):
+        if any(frozen.get(unit, {}) != steps for unit, steps in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
                 "and step(), but updates had begun with the earlier values. Put them back and call "
                 "step() again; change them after step(), or leave Config.micro_batches out"
             )
         self.begun, self._backwards, self._aborted = {}, 0, False
-        return {unit: turns for unit, turns in frozen.items() if unit not in begun}
+        return {unit: steps for unit, steps in frozen.items() if unit not in begun}
 
     def _note_other(self) -> None:
         """Tell once of steps after another number of backward calls than was declared.
@@ -258,7 +259,7 @@ class Finality:
         self._other_steps, self._again = self._other_steps + 1 if other else 0, False
         if self._other_steps < OTHER_STEPS or self._told_other is not None or declared is None:
             return
-        idle = ": no update begins inside a backward then" if self.counts else ""
+        idle = ": no update begins inside a backward then" if self.begins_early else ""
         cause, remedy = f"the loop accumulates {found}", f"micro_batches={found}"
         if found == 1:
             cause = "step() is called after each backward, as that of DeepSpeed's engine is"
@@ -273,7 +274,12 @@ class Finality:
 
     # -- what is refused -------------------------------------------------------------------------
 
-    def _require_open(self, unit: int, what: str) -> None:
+    def require_open(self, unit: int, what: str) -> None:
+        """Refuse `what`, which is of a unit and comes inside a backward.
+
+        Raises:
+            RuntimeError: the unit's update has begun.
+        """
         if unit not in self.begun:
             return
         self._begin_no_more()
@@ -292,14 +298,6 @@ class Finality:
             "Config.micro_batches: no update begins inside a backward any more, as code in a hook "
             "or in a function's backward used a unit after its update had begun; leave it out"
         )
-
-    def require_whole(self, unit: int, what: str) -> None:
-        """The weights of one unit are asked for, inside a backward.
-
-        Raises:
-            RuntimeError: its update has begun.
-        """
-        self._require_open(unit, what)
 
     def require_step(self, what: str) -> None:
         """Something is asked that makes no sense between an early update and its step.

@@ -16,13 +16,13 @@ from cpu_adam.hyper import Hyper
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ParameterStep:
     """What one parameter's update in one step was frozen to."""
 
     hyper: Hyper
-    step: int
-    """Number of the parameter's step, from 1."""
+    number: int
+    """Of the parameter's step, from 1."""
 
 
-Frozen = Mapping[int, Mapping[int, Turn]]
+Frozen = Mapping[int, Mapping[int, ParameterStep]]
 """By unit and parameter, those that take part in a step."""

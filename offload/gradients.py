@@ -17,11 +17,11 @@ is known here, by parameter:
     a backward begins    -             HIDDEN if let go of    put home; HIDDEN    put home; HIDDEN
                                                               if let go of        if let go of
     it ends              -             -                      renewed             renewed
-    step(), sleep()      -             left, or waited for    put home            put home
+    step(), sleep()      -             set apart, or waited   put home            put home
     zero_grad()          -             lost, HIDDEN           lost, HIDDEN        HIDDEN
 
-*Left*: a tensor that somebody holds gets memory of its own (it is APART then). Where somebody has a
-view it cannot move: it stays, and `step()` waits for the update that reads it. *Lost*: it is
+*Set apart*: a tensor that somebody holds gets memory of its own (it is APART then). Where somebody
+has a view it cannot move: it stays, and `step()` waits for the update that reads it. *Lost*: it is
 followed no longer; one that somebody holds gets memory of its own, and where somebody has a view
 the home, or the copy, of all of the unit's gradients moves instead (`places`), so those that are
 shown are APART then. *Let go of*: neither the tensor, in Python or in torch, nor its memory is held
@@ -43,7 +43,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 
 from offload.arena import host_tensor
-from offload.collected import Collector
+from offload.collector import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
 from offload.exposure import use_count
@@ -175,11 +175,11 @@ class Gradients:
         if not self._collector.has_any(unit):
             return found
         self._executor.quiesce("gradient", unit)
-        self._settle(unit)
+        self._put_home(unit)
         flat = self._executor.peek(Value("gradient", unit))
         for parameter in range(len(found)):
             if self._collector.has(unit, parameter):
-                self._leave(unit, parameter)
+                self._set_apart(unit, parameter)
                 shown = self._showing(unit).shown.get(parameter)
                 if shown is not None:
                     found[parameter] = shown.tensor
@@ -195,7 +195,7 @@ class Gradients:
         Raises:
             RuntimeError: a gradient that was assigned shares memory with another.
         """
-        self.settle_shown()
+        self.put_shown_home()
         for unit in list(self._units):
             now = self._units[unit]
             now.shown = {at: shown for at, shown in now.shown.items() if shown.followed}
@@ -212,12 +212,12 @@ class Gradients:
                 yield self._plan.profile.units[unit].parameters[parameter].name, shown
 
     @torch.no_grad()
-    def settle_shown(self) -> None:
+    def put_shown_home(self) -> None:
         """Put home what `p.grad` has shown from elsewhere, edited or not."""
         if self._units:  # Copies into it are asynchronous where its memory is pinned.
             self._executor.lanes.drain()
         for unit in self._units:
-            self._settle(unit)
+            self._put_home(unit)
 
     @torch.no_grad()
     def renew_shown(self) -> None:
@@ -239,7 +239,7 @@ class Gradients:
         for unit in list(self._units):
             now = self._units[unit]
             for parameter in list(now.shown) if now.copied is None else ():
-                self._leave(unit, parameter)
+                self._set_apart(unit, parameter)
             self._tidy(unit)
 
     def wait_where_viewed(self) -> None:
@@ -317,7 +317,7 @@ class Gradients:
         if unit in self._units and parameter in self._units[unit].shown:
             self._executor.lanes.drain()
 
-    def _settle(self, unit: int) -> None:
+    def _put_home(self, unit: int) -> None:
         """Put home what is shown of a unit from elsewhere."""
         now = self._units.get(unit)
         if now is None:
@@ -351,16 +351,16 @@ class Gradients:
             if shown.viewed if here else self._others_view(unit):
                 self._part(unit)
             elif shown.held:
-                shown.leave()
+                shown.set_apart()
         now.shown.pop(parameter, None)
 
-    def _leave(self, unit: int, parameter: int) -> None:
+    def _set_apart(self, unit: int, parameter: int) -> None:
         """What was shown of one gradient is its holder's, if there is one; else it is hidden."""
         shown = self._showing(unit).shown.get(parameter)
         if shown is None or shown.apart or shown.viewed:
             return
         if shown.held:
-            shown.leave()
+            shown.set_apart()
         else:
             del self._showing(unit).shown[parameter]
 

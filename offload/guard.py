@@ -116,7 +116,7 @@ class SavingGuard:
         del self._pair, self._stack  # Which break a circle through our own methods.
 
     @staticmethod
-    def leave(guards: Sequence[SavingGuard]) -> None:
+    def drop_left(guards: Sequence[SavingGuard]) -> None:
         """Stop guards whose modules Ctrl-C has ended, see [Note: Guards left behind]."""
         left = [guard for guard in guards if not guard._in_backward]
         if left:

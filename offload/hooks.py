@@ -15,7 +15,7 @@ from torch import nn
 
 from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, traced, usual
 from offload.binding import BoundUnit
-from offload.collected import Collecting, let_wait, take_gradient
+from offload.collector import Collecting, let_wait, take_gradient
 from offload.engine import Engine
 from offload.guard import SavingGuard
 from offload.inert import InertInCopies
@@ -96,18 +96,18 @@ class Hooks:
         for unit in engine.units:
             if trains and unit.index in engine.residents:
                 continue
-            now = engine.collector.units[unit.index]
-            waits = trains and now.waits and not engine.finality.counts
+            collecting = engine.collector.units[unit.index]
+            waits = trains and collecting.waits and not engine.finality.begins_early
             for index, parameter in enumerate(unit.parameters):
                 if unit.spec.parameters[index].trainable or (
                     parameter.requires_grad and not trains
                 ):
                     # Torch hides what such a hook holds from the garbage collector.
-                    known = weakref.ref(engine)
-                    place = (known, trains, unit.index, index)
+                    ref = weakref.ref(engine)
+                    place = (ref, trains, unit.index, index)
                     collect = _hook(_collect, *place)
                     if waits:
-                        collect = Hook(lets_wait, collect, engine.graphs, now, index)
+                        collect = Hook(lets_wait, collect, engine.backwards, collecting, index)
                     register: Any = parameter.register_post_accumulate_grad_hook
                     with torch._C.DisableTorchFunctionSubclass():
                         keep(register(collect))
@@ -118,7 +118,7 @@ class Hooks:
             handle.remove()
         self._handles.clear()
         self.structure.release()
-        self._leave_guards()
+        self._drop_guards()
 
     def _enter_root(self, module: nn.Module, args: Any) -> None:
         if self._announces and traced() is not None:
@@ -130,7 +130,7 @@ class Hooks:
 
     def _begin_forward(self) -> None:
         self._engine.refuse_elsewhere()
-        self._leave_guards()
+        self._drop_guards()
         self._in_forward = True
         self._engine.open_forward()
         self._engine.calls.begin()
@@ -138,10 +138,10 @@ class Hooks:
         if self._marks is not None:
             self._marks.forward_begins()
 
-    def _leave_guards(self) -> None:
+    def _drop_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside backward, has skipped its post-hooks."""
         left, self._running = self._running, []
-        SavingGuard.leave([one.guard for one in left])
+        SavingGuard.drop_left([one.guard for one in left])
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
@@ -164,7 +164,7 @@ class Hooks:
                 engine.refuse_elsewhere()
                 if engine.calls.broken_off:
                     self._in_forward = False
-                    self._leave_guards()
+                    self._drop_guards()
                     engine.end_abandoned()
                 engine.calls.begin()
             for bound in used:
@@ -313,11 +313,15 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
 
 
 def _gradient_made(
-    collect: Hook, graphs: Container[int], now: Collecting, index: int, parameter: nn.Parameter
+    collect: Hook,
+    backwards: Container[int],
+    collecting: Collecting,
+    index: int,
+    parameter: nn.Parameter,
 ) -> None:
-    """See [Note: Gradients that wait]; `graphs` are the backwards that the engine knows of."""
+    """See [Note: Gradients that wait]; `backwards` are those that the engine knows of."""
     plain = type(parameter) is ServedParameter and usual() and not torch.is_grad_enabled()
-    if not (plain and _graph() in graphs and let_wait(now, index, parameter)):
+    if not (plain and _graph() in backwards and let_wait(collecting, index, parameter)):
         collect(parameter)
 
 
@@ -325,13 +329,13 @@ _graph: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def _collect(
-    known: Callable[[], Engine | None],
+    ref: Callable[[], Engine | None],
     trains: bool,
     unit: int,
     index: int,
     parameter: nn.Parameter,
 ) -> None:
-    engine = known()
+    engine = ref()
     gradient = None if engine is None else take_gradient(parameter)
     if engine is None or gradient is None:
         return

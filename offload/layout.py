@@ -224,14 +224,14 @@ def lay_out_memory(
     own = [u for u, (one, p) in pairs if is_resident(one, p, early=early)]
     memory.residents = frozenset(own)
 
-    def settle(kind: Kind, u: int, size: int) -> None:
+    def place_home(kind: Kind, u: int, size: int) -> None:
         tier = placements[u].of(kind)
         if size and tier != "nvme":
             memory.homes[kind, u] = memory.take(tier, size)
 
     for kind, u in itertools.product(KINDS, range(len(units))):
         if kind == "state" or u not in memory.residents:
-            settle(kind, u, sizes.value[kind][u])
+            place_home(kind, u, sizes.value[kind][u])
     slots = list[tuple[Place | None, ...]]()
     for kind, most in zip(KINDS, (weight_slots, STAGES)):
         away = [placement.of(kind) != "device" for placement in placements]
@@ -249,7 +249,7 @@ def lay_out_memory(
         memory.ring(tier, f"{kind}_chunk", rings.chunk(kind, tier, clips), CHUNK_STAGES)
     for kind, u in itertools.product(KINDS, own):  # Behind all that is cut from the arena.
         if kind != "state":
-            settle(kind, u, max(sizes.apart[kind][u], sizes.value[kind][u]))
+            place_home(kind, u, max(sizes.apart[kind][u], sizes.value[kind][u]))
     return memory
 
 

@@ -12,7 +12,7 @@ from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
 from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
-from offload.frozen import Turn
+from offload.frozen import ParameterStep
 from offload.interrupt import whole
 from offload.passes import refuse_inside
 from offload.state_view import StateView
@@ -160,7 +160,7 @@ class Optimizer(torch.optim.Optimizer):
             return {}
         with self.engine.lock:
             self.engine.settle()
-            self.engine.exposures.settle(self._places[parameter][0])
+            self.engine.exposures.put_home(self._places[parameter][0])
             return {
                 "step": torch.tensor(float(steps)),
                 **self._states.read(*self._places[parameter]),
@@ -232,15 +232,15 @@ class Optimizer(torch.optim.Optimizer):
             self.engine.collector.send_all()  # In a hook inside a backward: what still waits.
             frozen = self._freeze()
             self.engine.step(frozen)
-            for unit, turns in frozen.items():
-                for index, turn in turns.items():
-                    self._states.stepped((unit, index), turn.hyper)
+            for unit, steps in frozen.items():
+                for index, step in steps.items():
+                    self._states.stepped((unit, index), step.hyper)
         self._original._opt_called = True  # type: ignore[attr-defined]
 
-    def _freeze(self) -> dict[int, dict[int, Turn]]:
+    def _freeze(self) -> dict[int, dict[int, ParameterStep]]:
         """What a step taken now does to every parameter with a gradient."""
-        frozen = {unit: self._turns(unit, mine) for unit, mine in self._by_unit().items()}
-        return {unit: turns for unit, turns in frozen.items() if turns}
+        frozen = {unit: self._steps_of(unit, mine) for unit, mine in self._by_unit().items()}
+        return {unit: steps for unit, steps in frozen.items() if steps}
 
     def _by_unit(self) -> dict[int, list[tuple[int, Hyper]]]:
         """The parameters of each unit, and what the group of each is frozen to now."""
@@ -253,18 +253,18 @@ class Optimizer(torch.optim.Optimizer):
                     found.setdefault(unit, []).append((index, hyper))
         return found
 
-    def _turns(self, unit: int, mine: Iterable[tuple[int, Hyper]]) -> dict[int, Turn]:
+    def _steps_of(self, unit: int, mine: Iterable[tuple[int, Hyper]]) -> dict[int, ParameterStep]:
         """What a step does to those of a unit's parameters that have a gradient."""
-        turns, gradients = {}, self.engine.gradients_of(unit)
+        steps, gradients = {}, self.engine.gradients_of(unit)
         for index, hyper in mine:
             if gradients.has(unit, index):
-                step = self._states.steps.get((unit, index), 0) + 1
+                number = self._states.steps.get((unit, index), 0) + 1
                 if isinstance(hyper, SGDHyper):  # Which counts the steps of its buffer.
-                    step = 2 if (unit, index) in self._states.buffers else 1
-                turns[index] = Turn(hyper, step)
-        return turns
+                    number = 2 if (unit, index) in self._states.buffers else 1
+                steps[index] = ParameterStep(hyper, number)
+        return steps
 
-    def _freeze_early(self, unit: int) -> Mapping[int, Turn]:
+    def _freeze_early(self, unit: int) -> Mapping[int, ParameterStep]:
         """What the step will do to a unit, asked inside backward; the first asks for all of them.
 
         Raises:
@@ -276,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
                 if self._places[parameter][0] in residents:
                     residents.require_place(*self._places[parameter])
             self._early = number, self._by_unit()
-        return self._turns(unit, self._early[1].get(unit, ()))
+        return self._steps_of(unit, self._early[1].get(unit, ()))
 
     def give_up(self) -> torch.optim.Optimizer:
         """Hand all states to the optimizer that was attached, which steps by itself again.

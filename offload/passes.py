@@ -20,7 +20,7 @@ import torch
 
 from offload.books import Known
 from offload.executor import Executor
-from offload.known import KnownOps
+from offload.known_ops import KnownOps
 from offload.layout import Place
 from offload.profile import profile_of
 from offload.program import Verb
@@ -126,22 +126,22 @@ class Passes:
 
     def take(self, unit: int) -> Entry:
         """The turn of `unit`, used now by the user's modules."""
-        now = self._open
-        assert now is not None
-        now.used.append(unit)
-        next_in_order = now.queue and now.queue[0].unit == unit
-        if not next_in_order and self._at_hand(now, unit):
-            return self._entry(now, unit, self.position)
+        opened = self._open
+        assert opened is not None
+        opened.used.append(unit)
+        next_in_order = opened.queue and opened.queue[0].unit == unit
+        if not next_in_order and self._at_hand(opened, unit):
+            return self._entry(opened, unit, self.position)
         if not next_in_order:
-            self._resume(now, unit)
-        entry = now.queue.popleft()
+            self._resume(opened, unit)
+        entry = opened.queue.popleft()
         self.position = entry.position + 1
         return entry
 
-    def _at_hand(self, now: _Pass, unit: int) -> bool:
+    def _at_hand(self, opened: _Pass, unit: int) -> bool:
         """Whether the weights are where they are used, and nothing queued takes their place."""
         slot = self._plan.weight_slot[unit]
-        coming = {self._plan.weight_slot[entry.unit] for entry in now.queue}
+        coming = {self._plan.weight_slot[entry.unit] for entry in opened.queue}
         if slot is None:
             return coming <= {None}
         return slot not in coming and self._held.get(slot) == unit
@@ -171,36 +171,36 @@ class Passes:
         if slot is not None and self._held.get(slot) == unit:
             del self._held[slot]
 
-    def _resume(self, now: _Pass, unit: int) -> None:
+    def _resume(self, opened: _Pass, unit: int) -> None:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
         self.misses += 1
-        self._drop(now)
-        ahead = [*range(self.position, len(now.order)), *range(self.position)]
-        found = next((at for at in ahead if now.order[at] == unit), None)
+        self._drop(opened)
+        ahead = [*range(self.position, len(opened.order)), *range(self.position)]
+        found = next((at for at in ahead if opened.order[at] == unit), None)
         if found is not None:
-            self._queue(now, found)
+            self._queue(opened, found)
         else:
-            now.queue.append(self._entry(now, unit, self.position - 1))
-            self._queue(now, self.position)
+            opened.queue.append(self._entry(opened, unit, self.position - 1))
+            self._queue(opened, self.position)
 
-    def _queue(self, now: _Pass, start: int) -> None:
-        turns = self._turns_of(now)
+    def _queue(self, opened: _Pass, start: int) -> None:
+        turns = self._turns_of(opened)
         for first in range(start, len(turns), TOGETHER):
             some = turns[first : first + TOGETHER]
-            now.queue += self._entries(now.order[first : first + TOGETHER], some, first)
+            opened.queue += self._entries(opened.order[first : first + TOGETHER], some, first)
 
-    def _turns_of(self, now: _Pass) -> list[_Turn]:
-        order, turns = self._turns.get(now.verb, ((), []))
-        if order != now.order:
-            turns = [self._turn(now.verb, unit, at) for at, unit in enumerate(now.order)]
-            self._turns[now.verb] = now.order, turns
+    def _turns_of(self, opened: _Pass) -> list[_Turn]:
+        order, turns = self._turns.get(opened.verb, ((), []))
+        if order != opened.order:
+            turns = [self._turn(opened.verb, unit, at) for at, unit in enumerate(opened.order)]
+            self._turns[opened.verb] = opened.order, turns
         return turns
 
     def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
         return self._plan.weight_slot[unit], *self.known.turn(verb, unit, position)
 
-    def _entry(self, now: _Pass, unit: int, position: int) -> Entry:
-        return self._entries([unit], [self._turn(now.verb, unit, position)], position)[0]
+    def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
+        return self._entries([unit], [self._turn(opened.verb, unit, position)], position)[0]
 
     def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
@@ -221,11 +221,11 @@ class Passes:
             for at, (unit, end) in enumerate(zip(units, ends))
         ]
 
-    def _drop(self, now: _Pass) -> None:
+    def _drop(self, opened: _Pass) -> None:
         """Take back what was queued and has not begun."""
-        tasks = [task for entry in now.queue for task in (*entry.fetches, entry.task)]
+        tasks = [task for entry in opened.queue for task in (*entry.fetches, entry.task)]
         self._executor.lanes.cancel(tasks)
-        for entry in now.queue:
+        for entry in opened.queue:
             if any(task.cancelled for task in entry.fetches):
                 self.invalidate(entry.unit)
-        now.queue.clear()
+        opened.queue.clear()

@@ -178,7 +178,7 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
             steps=SIMULATED_STEPS,
             micro_batches=micro_batches,
             host_seconds=idle,
-            updates_in_backward=engine.finality.counts,
+            updates_in_backward=engine.finality.begins_early,
         )
 
     machine = _machine(inside, device_is_cpu=engine.executor.device.is_host)

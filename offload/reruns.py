@@ -2,11 +2,11 @@
 
 [Note: Reruns]
 A reentrant checkpoint is an `autograd.Function` that runs modules without a graph, and runs them
-again in its backward, inside a backward of its own. So which function a module is called in is
-found in the frames; that it runs is told by forward-mode gradients, which torch switches off for
-it, and `no_grad` does not. Autograd tells whether the backward under way will execute a function's
-node, and a hook on the node that it has. What is never backpropagated (an evaluation, a loss thrown
-away) is in no backward, so it makes no difference.
+again in its backward, inside a backward of its own. So the frames are searched for the function
+that a module is called in, and only while forward-mode gradients are off: torch switches them off
+in a function's forward, and `no_grad` leaves them on. Autograd tells whether the backward under way
+will execute a function's node, and a hook on the node that it has. What is never backpropagated (an
+evaluation, a loss thrown away) is in no backward, so it makes no difference.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reruns:
     """The functions in which units were called, which may call them again in backward."""
 
     def __init__(self) -> None:
-        """None yet."""
+        """Empty: `called` adds what it finds."""
         self.ended: Callable[[], object] = lambda: None
         """Called inside backward whenever one of them is over; set by the engine."""
         self._by_unit: dict[int, weakref.WeakSet[Any]] = {}
@@ -36,7 +36,7 @@ class Reruns:
         self._begun: weakref.WeakSet[Any] = weakref.WeakSet()
         """In the backward under way."""
         self._over: weakref.WeakSet[Any] = weakref.WeakSet()
-        """Of these."""
+        """Functions of `_begun` that have ended."""
 
     def called(self, unit: int) -> None:
         """A unit is called in a forward."""
@@ -89,16 +89,14 @@ def _will_execute(node: Any) -> bool:
         return True
 
 
-def _begins(known: Callable[[], Reruns | None], function: Callable[[], object], *_: object) -> None:
-    reruns, one = known(), function()
+def _begins(ref: Callable[[], Reruns | None], function: Callable[[], object], *_: object) -> None:
+    reruns, one = ref(), function()
     if reruns is not None and one is not None:
         reruns._begun.add(one)
 
 
-def _is_over(
-    known: Callable[[], Reruns | None], function: Callable[[], object], *_: object
-) -> None:
-    reruns, one = known(), function()
+def _is_over(ref: Callable[[], Reruns | None], function: Callable[[], object], *_: object) -> None:
+    reruns, one = ref(), function()
     if reruns is not None and one is not None:
         reruns._over.add(one)
         reruns.ended()
@@ -114,7 +112,7 @@ def _in_forward() -> Iterator[Any]:
     whose forward is not given its node."""
     forwards = _forwards.codes()
     for frame in _frames():
-        if frame.f_code in forwards:  # To look into a frame keeps what is in it to its end.
+        if frame.f_code in forwards:  # Before Python 3.13 f_locals keeps all in it to the end.
             yield from (one for one in _given(frame) if isinstance(one, torch._C._FunctionBase))
 
 

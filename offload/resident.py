@@ -147,13 +147,13 @@ class Residents:
     def update(self, op: Op, frozen: Frozen, scale: float) -> None:
         """Take the step of the chunk of an op."""
         _, unit, chunk = op.value
-        spec, memory, turns = self._units[unit].spec, self._executor.memory, frozen[unit]
+        spec, memory, steps = self._units[unit].spec, self._executor.memory, frozen[unit]
         piece = spec.chunks[chunk]
         fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
         home = self._plan.home("state", unit)
         record = views(memory.at(Use(home, Value("state", unit, chunk))), fmt, piece.elements)
         for span in self._due(op, frozen):
-            parameter, turn = self._units[unit].parameters[span.parameter], turns[span.parameter]
+            parameter, step = self._units[unit].parameters[span.parameter], steps[span.parameter]
             here = slice(span.parameter_start, span.parameter_start + span.elements)
             ends = here.stop == spec.parameters[span.parameter].elements
             update_parts(
@@ -161,7 +161,7 @@ class Residents:
                 self._gradient(unit, span),
                 cut(record, fmt, span.chunk_start, span.elements),
                 [Part(0, span.elements, span.parameter_start, 0, is_last=ends)],
-                [(turn.hyper, turn.step)],
+                [(step.hyper, step.number)],
                 gradient_scale=scale,
                 format=fmt,
                 workspace=memory.workspace(op),

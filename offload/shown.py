@@ -59,7 +59,7 @@ class Shown:
         """Whether torch has counted a change since, where it counts those of this one only."""
         return self.tensor.data_ptr() == self.made_at and self.tensor._version != self.version
 
-    def leave(self) -> None:
+    def set_apart(self) -> None:
         """Get memory of its own."""
         with torch.no_grad():
             self.tensor.data = self.tensor.clone()

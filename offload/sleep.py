@@ -26,8 +26,8 @@ from offload.bounce import bounce
 from offload.config import TIERS, Tier
 from offload.engine import Engine
 from offload.interrupt import whole
+from offload.parameter_home import ParameterHome
 from offload.program import Value
-from offload.touch import ParameterHome
 
 
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
@@ -81,9 +81,9 @@ def wake(model: nn.Module) -> None:
         _wake_up(engine, bed)
 
 
-def _refuse(known: Callable[[], Engine | None], _: nn.Parameter) -> None:
+def _refuse(ref: Callable[[], Engine | None], _: nn.Parameter) -> None:
     """A gradient comes to a parameter of an engine that sleeps."""
-    engine = known()
+    engine = ref()
     if engine is not None:
         engine.check()
 
@@ -112,8 +112,8 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
 def _let_go_of_all(engine: Engine) -> None:
     """Let nothing be in use, under way, edited, shown in place, or remembered of the slots."""
     engine.end_pass(finished=False)
-    engine.exposures.settle_all()
-    engine.gradients.settle_shown()
+    engine.exposures.put_all_home()
+    engine.gradients.put_shown_home()
     engine.gradients.let_go()
     engine.collector.forget_places()
     engine.passes.forget()

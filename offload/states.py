@@ -18,13 +18,13 @@ from cpu_adam.reference import cut, views
 from offload.arena import host_tensor
 from offload.device import CPU
 from offload.executor import Executor
-from offload.homes import Homes
+from offload.home_reader import HomeReader
 from offload.program import Value
 
-Place = tuple[int, int]
+Owner = tuple[int, int]
 """A unit and the index of a parameter in it."""
 
-Given = tuple[Place, Mapping[str, torch.Tensor], int]
+Given = tuple[Owner, Mapping[str, torch.Tensor], int]
 """A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
 
 
@@ -37,13 +37,13 @@ class States:
     def __init__(self, executor: Executor):
         """Every parameter at step 0, all states zero."""
         self._executor = executor
-        self._homes = Homes(executor)
+        self._homes = HomeReader(executor)
         self._plan = executor.plan
-        self.steps: dict[Place, int] = {}
+        self.steps: dict[Owner, int] = {}
         """Steps taken, by unit and parameter."""
-        self.buffers: set[Place] = set()
+        self.buffers: set[Owner] = set()
         """Whose momentum buffer, of SGD, holds anything: the first gradient with momentum does."""
-        self._idle: dict[Place, dict[str, torch.Tensor]] = {}
+        self._idle: dict[Owner, dict[str, torch.Tensor]] = {}
         """As they were given, those of parameters that were frozen at attach: no tier has a place
         for them, and who unfreezes goes on with them after the next attach."""
 
@@ -51,11 +51,11 @@ class States:
         """The state format of a parameter."""
         return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
 
-    def stepped(self, place: Place, hyper: Hyper) -> None:
-        """The parameter at `place`, a unit and an index, has taken a step."""
-        self.steps[place] = self.steps.get(place, 0) + 1
+    def stepped(self, owner: Owner, hyper: Hyper) -> None:
+        """A parameter has taken a step."""
+        self.steps[owner] = self.steps.get(owner, 0) + 1
         if isinstance(hyper, SGDHyper) and hyper.momentum:
-            self.buffers.add(place)
+            self.buffers.add(owner)
 
     def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, int, slice]]:
         """(chunk, first element in the chunk, elements in the parameter)."""
@@ -65,11 +65,11 @@ class States:
                     there = span.parameter_start
                     yield index, span.chunk_start, slice(there, there + span.elements)
 
-    def order(self, place: Place) -> tuple[int, int, int]:
+    def order(self, owner: Owner) -> tuple[int, int, int]:
         """To sort by: parameters in the order in which their states lie."""
-        for chunk, here, _ in self._spans(*place):
-            return place[0], chunk, here
-        return *place, 0
+        for chunk, here, _ in self._spans(*owner):
+            return owner[0], chunk, here
+        return *owner, 0
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """A parameter's state as torch has it, in the parameter's shape and memory of its own.
@@ -109,22 +109,22 @@ class States:
         for (unit, parameter), state, _ in given:
             self._check(unit, parameter, state)
         for one in given:
-            place, state, steps = one
-            unit, parameter = place
+            owner, state, steps = one
+            unit, parameter = owner
             if not self._plan.profile.units[unit].parameters[parameter].trainable:
-                self._idle[place] = {
+                self._idle[owner] = {
                     name: value.detach().to("cpu", copy=True) for name, value in state.items()
                 }
-                self._written(place, state, steps)
+                self._written(owner, state, steps)
             for chunk, here, there in self._spans(unit, parameter):
                 parts.setdefault(Value("state", unit, chunk), []).append((one, here, there))
         due = Counter(one[0] for each in parts.values() for one, _, _ in each)
         for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
             self._write_chunk(value, parts[value])
-            for (place, state, steps), _, _ in parts[value]:
-                due[place] -= 1
-                if not due[place]:
-                    self._written(place, state, steps)
+            for (owner, state, steps), _, _ in parts[value]:
+                due[owner] -= 1
+                if not due[owner]:
+                    self._written(owner, state, steps)
 
     def _check(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
         one = self._plan.profile.units[unit].parameters[parameter]
@@ -149,11 +149,11 @@ class States:
             from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
         self._executor.poke(value, record)
 
-    def _written(self, place: Place, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        self.steps[place] = steps
-        self.buffers.discard(place)
+    def _written(self, owner: Owner, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        self.steps[owner] = steps
+        self.buffers.discard(owner)
         if "momentum_buffer" in state:
-            self.buffers.add(place)
+            self.buffers.add(owner)
 
     def clear(self) -> None:
         """Write zeros where a state has never been written: on nvme."""

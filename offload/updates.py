@@ -13,7 +13,7 @@ import torch
 from cpu_adam import Part, sum_of_squares, update_parts, views
 from offload.awaited import Away
 from offload.executor import BytesOf, Executor
-from offload.frozen import Frozen, Turn
+from offload.frozen import Frozen, ParameterStep
 from offload.layout import Plan
 from offload.ops import norm, square
 from offload.ops import update as update_ops
@@ -195,7 +195,7 @@ class Updates:
         self._residents.awaited.await_(departed)
 
     def _squarer(
-        self, op: Op, ordinal: int, turns: Mapping[int, Turn], clip: _Clip
+        self, op: Op, ordinal: int, steps: Mapping[int, ParameterStep], clip: _Clip
     ) -> Callable[[BytesOf], None]:
         plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
 
@@ -204,7 +204,7 @@ class Updates:
             spans = plan.profile.units[op.value.unit].chunks[op.value.chunk].spans
             total = 0.0
             for span in spans:
-                if span.parameter in turns:
+                if span.parameter in steps:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
                     workspace = executor.memory.workspace(op)
                     total += sum_of_squares(part, workspace, executor.device.drain)
@@ -213,19 +213,19 @@ class Updates:
         return run
 
     def _updater(
-        self, op: Op, turns: Mapping[int, Turn], clip: _Clip | None
+        self, op: Op, steps: Mapping[int, ParameterStep], clip: _Clip | None
     ) -> Callable[[BytesOf], None]:
         _, unit, chunk = op.value
         spec = self._plan.profile.units[unit]
         piece = spec.chunks[chunk]
         fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
-        spans = [span for span in piece.spans if span.parameter in turns]
+        spans = [span for span in piece.spans if span.parameter in steps]
         parts = []
-        for turn, span in enumerate(spans):
+        for number, span in enumerate(spans):
             ends = span.parameter_start + span.elements == spec.parameters[span.parameter].elements
-            part = Part(span.chunk_start, span.elements, span.parameter_start, turn, is_last=ends)
+            part = Part(span.chunk_start, span.elements, span.parameter_start, number, is_last=ends)
             parts.append(part)
-        frozen = [(turns[span.parameter].hyper, turns[span.parameter].step) for span in spans]
+        frozen = [(steps[span.parameter].hyper, steps[span.parameter].number) for span in spans]
         uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
         plan, executor = self._plan, self._executor
 

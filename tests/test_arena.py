@@ -318,13 +318,13 @@ class Watched(Device):
 
     def __init__(self, free: int = 0, fails: bool = False):
         super().__init__(CPU.torch_device)
-        self.free, self.fails, self.settled = free, fails, 0
+        self.free, self.fails, self.drained = free, fails, 0
 
     def free_bytes(self) -> int:
         return self.free
 
-    def settle(self) -> None:
-        self.settled += 1
+    def drain_all(self) -> None:
+        self.drained += 1
         if self.fails:
             raise RuntimeError("a sticky error")
 
@@ -334,7 +334,7 @@ def test_memory_goes_when_the_device_is_through_or_has_failed(fails: bool) -> No
     device = Watched(fails=fails)
     memory = Memory(small_plan(), device)
     memory.close()
-    assert device.settled == 1
+    assert device.drained == 1
     assert memory.arenas["device"].tensor.numel() == 0
 
 
@@ -345,7 +345,7 @@ def test_the_memory_of_a_tier_goes_when_the_device_is_through(
     memory = Memory(small_plan(), device)
     close = Arena.close
     seen = []
-    monkeypatch.setattr(Arena, "close", lambda self: (seen.append(device.settled), close(self)))
+    monkeypatch.setattr(Arena, "close", lambda self: (seen.append(device.drained), close(self)))
     memory.give_back("device")
     assert seen == [1]
 

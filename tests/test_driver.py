@@ -218,7 +218,7 @@ def test_to_wait_for_all_of_a_device_makes_no_context_on_another(
         torch.accelerator, "synchronize", lambda device: waited.append((device, current[-1]))
     )
     ours = torch.device("cuda", index)
-    Accelerator(ours).settle()
+    Accelerator(ours).drain_all()
     assert waited == [(ours, index)]
     assert current == [0]
 

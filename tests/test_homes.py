@@ -85,7 +85,7 @@ def test_states_are_loaded_by_one_write_a_chunk_and_no_read(run: Run) -> None:
 def test_edits_of_weights_are_put_home_by_one_write_a_piece(run: Run) -> None:
     other = {name: torch.full_like(one, 0.5) for name, one in run.model.state_dict().items()}
     run.model.load_state_dict(other)
-    read, written = moved(run, run.engine.exposures.settle_all)
+    read, written = moved(run, run.engine.exposures.put_all_home)
     weights = stored_bytes(run, "weight")
     assert (read, written) == (2 * weights, weights)  # Compared, and read where they are put.
     assert all((value == 0.5).all() for _, value in run.engine.stream_weights())

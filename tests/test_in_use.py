@@ -415,7 +415,7 @@ def test_beside_the_slot_nothing_stays_reserved_after_an_error(
         def fail(*_: object) -> Any:
             raise MemoryError("none left")
 
-        monkeypatch.setattr("offload.inuse.zeros_on", fail)
+        monkeypatch.setattr("offload.in_use.zeros_on", fail)
         with pytest.raises(MemoryError, match="none left"):
             seen_beside_the_slot(run)
         assert run.engine.exposures.bytes == 0

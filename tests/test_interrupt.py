@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import offload
-from offload import collected, guard, interrupt
+from offload import collector, guard, interrupt
 from tests.small import MIXED, adamw, config, small, torch_step
 from tests.training import (
     RESIDENT,
@@ -485,11 +485,11 @@ def test_ctrl_c_at_every_line_of_collecting_leaves_no_part_of_a_gradient(tmp_pat
             run.optimizer.zero_grad(set_to_none=True)
             return {name: gradient for name, gradient in named if gradient is not None}
 
-        with pressing(within=collected.__file__) as lines:
+        with pressing(within=collector.__file__) as lines:
             loss_of(run.model, tokens).backward()
         wanted, between = gradients(), 0
         for at in range(1, lines[0] + 1, 13):
-            with suppress(KeyboardInterrupt), pressing(at, within=collected.__file__):
+            with suppress(KeyboardInterrupt), pressing(at, within=collector.__file__):
                 loss_of(run.model, tokens).backward()
             came = gradients()
             between += len(came) < len(wanted)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from cpu_adam import CPUAdam
-from offload import collected
+from offload import collector
 
 
 class Scaled(nn.Module):
@@ -81,7 +81,7 @@ def test_gradients_are_those_of_torch(
 def test_large_gradients_do_not_wait(
     limit: int, waits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collected, "WAITING_BYTES_MAX", limit)
+    monkeypatch.setattr(collector, "WAITING_BYTES_MAX", limit)
     model = Twice()
     config = offload.Config(params="cpu", gradients="cpu", optimizer="cpu", cpu_memory="1MiB")
     _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)

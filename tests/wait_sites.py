@@ -161,7 +161,7 @@ WAITS = (
     ),
     Wait(
         "weights: of a unit beside the slot",
-        "inuse",
+        "in_use",
         '            self._executor.quiesce("weight", bound.index, to_write=False)\n',
         "",
         ("test_in_use",),
@@ -287,7 +287,7 @@ WAITS = (
     Wait("residents: after they were attached", "resident", "    device.drain()\n", ""),
     Wait(
         "weights: before changes in use are put home",
-        "inuse",
+        "in_use",
         '        self._executor.quiesce("weight", unit)\n        changed',
         "        changed",
         ("test_in_use",),
@@ -308,8 +308,8 @@ WAITS = (
     Wait(
         "gradients: before they are read",
         "gradients",
-        '        self._executor.quiesce("gradient", unit)\n        self._settle(unit)',
-        "        self._settle(unit)",
+        '        self._executor.quiesce("gradient", unit)\n        self._put_home(unit)',
+        "        self._put_home(unit)",
     ),
     Wait(
         "gradients: before one is replaced",
@@ -331,7 +331,7 @@ WAITS = (
     ),
     Wait(
         "gradients: for the place where they are collected",
-        "collected",
+        "collector",
         "            self._executor.lanes.begin(task)\n        except",
         "            from dataclasses import replace\n"
         "            alone = self._executor.known(replace(known.op, reads=(), writes=()))\n"
@@ -380,14 +380,14 @@ WAITS = (
     Wait(
         "memory: before it is given back",
         "arena",
-        '        if tier == "device":\n            self._device.settle()\n',
+        '        if tier == "device":\n            self._device.drain_all()\n',
         "",
         ("test_arena",),
     ),
     Wait(
         "memory: before all of it is given back",
         "arena",
-        "            self._device.settle()\n        self._homes, self._slots",
+        "            self._device.drain_all()\n        self._homes, self._slots",
         "            pass\n        self._homes, self._slots",
         ("test_arena",),
     ),

@@ -56,7 +56,7 @@ class KnownOps:
         """The homes of gradients are not where they were."""
         self._carries.clear()
 
-    def collecting(self, unit: int) -> Use:
+    def collecting_place(self, unit: int) -> Use:
         """Where the gradient of a unit is collected."""
         place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
         return Use(place, Value("gradient", unit))
@@ -68,7 +68,7 @@ class KnownOps:
 
     def _collect(self, unit: int, position: int) -> Known:
         op = compute(self._plan, unit, Verb.BACKWARD, position)
-        return self._executor.known(replace(op, reads=(), writes=(self.collecting(unit),)))
+        return self._executor.known(replace(op, reads=(), writes=(self.collecting_place(unit),)))
 
     def _all(self, ops: list[Op]) -> list[Known]:
         return [self._executor.known(op) for op in ops]

@@ -115,7 +115,7 @@ class InUse:
     def release(self, bound: BoundUnit, *, look: bool = False) -> None:
         """Put a unit at rest when nothing uses it any more; changes of its weights count.
 
-        They are compared with those at home where one may have been changed, or to `look`.
+        Weights are compared with those at home if any may have changed, and always with `look`.
         """
         if bound.buffer is None or bound.depth > 0 or bound.held:
             return
@@ -125,7 +125,8 @@ class InUse:
         self.units.remove(bound)
         try:
             if changed and self._weight_slot[bound.index] is not None:
-                with self._executor.lanes.once():  # Else slot, home and copies might part.
+                # Not done again: a second try would not know what is home already.
+                with self._executor.lanes.once():
                     self._keep(bound.index, weights)
         finally:
             if bound.task is not None:
@@ -152,7 +153,7 @@ class InUse:
             self._exposures.renew(unit)
 
     def _differs(self, value: Value, now: torch.Tensor) -> bool:
-        """Whether a value is not what is at home; so it is where that cannot be looked at."""
+        """Whether `now` is another value than that at home; True where that cannot be read."""
         try:
             home = self._executor.peek(value)
         except (OSError, MemoryError):
@@ -165,9 +166,10 @@ class InUse:
     def release_held(self, *, nested: bool, but: BoundUnit | None = None) -> None:
         """Put the units held at rest, but lasting ones, which stay to the end of the pass.
 
-        With `but` in another's forward, or the other way round, one's backward is in the other's.
-        Where backwards are `nested` one that goes on may have weights of a unit that it has run
-        again with nobody's guard around it, in a checkpoint of the unit's own: they stay.
+        Units that were called inside the forward of `but`, or around it, stay: their backwards lie
+        inside one another. Where backwards are `nested` one that goes on may have weights of a unit
+        that it has run again with nobody's guard around it, in a checkpoint of the unit's own: they
+        stay.
         """
         for bound in list(self.units):
             around = but is not None and (bound.index in but.around or but.index in bound.around)

@@ -17,7 +17,7 @@ from offload.program import WHOLE, Value
 from offload.records import ChunkEntry
 
 
-class Homes:
+class HomeReader:
     """What `Executor.peek` gives, to be read only; of nvme at most one value is kept."""
 
     def __init__(self, executor: Executor):

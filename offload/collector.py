@@ -107,72 +107,76 @@ class Collector:
         """
         if gradient.layout is not torch.strided:
             require_dense(self._plan.profile.units[unit].parameters[parameter].name, gradient)
-        now = self.units[unit]
-        if parameter in now.waiting:
-            self._put(now, unit)
-        if parameter in now.arrived and self._plan.gradient_slot[unit] is not None:
+        collecting = self.units[unit]
+        if parameter in collecting.waiting:
+            self._put(collecting, unit)
+        if parameter in collecting.arrived and self._plan.gradient_slot[unit] is not None:
             self.send(unit)
-        now.waiting[parameter] = gradient
-        self._put(now, unit)
-        if len(now.arrived) == len(now.trainable):
+        collecting.waiting[parameter] = gradient
+        self._put(collecting, unit)
+        if len(collecting.arrived) == len(collecting.trainable):
             self.send(unit)
 
-    def _put(self, now: Collecting, unit: int) -> None:
+    def _put(self, collecting: Collecting, unit: int) -> None:
         """Put what waits to what has arrived."""
-        if now.task is None:
+        if collecting.task is None:
             self._acquire(unit)
         else:
-            self._executor.lanes.join(now.task)
+            self._executor.lanes.join(collecting.task)
         at_home = self._plan.gradient_slot[unit] is None
-        while now.waiting:
-            parameter, gradient = now.waiting.popitem()
-            view = now.views.get(parameter)
+        while collecting.waiting:
+            parameter, gradient = collecting.waiting.popitem()
+            view = collecting.views.get(parameter)
             if view is None:
-                view = now.views[parameter] = self._view(
-                    self._passes.known.collecting(unit), unit, parameter
+                view = collecting.views[parameter] = self._view(
+                    self._passes.known.collecting_place(unit), unit, parameter
                 )
-            if at_home and parameter in now.kept:
+            if at_home and parameter in collecting.kept:
                 accumulate(view, gradient)
             else:
                 view.copy_(gradient)
             if at_home:
-                now.kept.add(parameter)
-            now.arrived.add(parameter)
+                collecting.kept.add(parameter)
+            collecting.arrived.add(parameter)
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""
-        now = self.units[unit]
-        if now.waiting:
-            self._put(now, unit)
-        if now.task is None:
+        collecting = self.units[unit]
+        if collecting.waiting:
+            self._put(collecting, unit)
+        if collecting.task is None:
             return
-        self._executor.lanes.finish(now.task)
-        now.task = None
+        self._executor.lanes.finish(collecting.task)
+        collecting.task = None
         self._under_way.discard(unit)
-        arrived, now.arrived = now.arrived, set()
+        arrived, collecting.arrived = collecting.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
         for known in self._passes.known.carry_out(
-            unit, self._passes.position + 1, first=not now.kept
+            unit, self._passes.position + 1, first=not collecting.kept
         ):
             run = None
             if known.op.verb is Verb.ADD:
                 reads = known.op.reads
-                run = self._adder(unit, reads[0], reads[1], arrived, set(now.kept))
+                run = self._adder(unit, reads[0], reads[1], arrived, set(collecting.kept))
             self._executor.issue_known(known, self._passes.number, run)
-        now.kept |= arrived
+        collecting.kept |= arrived
 
     def send_all(self) -> bool:
         """Send on everything that has come anywhere; whether anything had."""
-        came = [at for at, now in enumerate(self.units) if now.waiting or now.task is not None]
+        came = [
+            at
+            for at, collecting in enumerate(self.units)
+            if collecting.waiting or collecting.task is not None
+        ]
         for unit in came:
             self.send(unit)
         return bool(came)
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
-        for now in self.units:
-            now.views.clear()
+        for collecting in self.units:
+            collecting.views.clear()
 
     def home_moved(self, unit: int) -> None:
         """The home of a unit's gradients is not where it was."""
@@ -225,20 +229,20 @@ class Collector:
         return run
 
 
-def let_wait(now: Collecting, parameter: int, holder: nn.Parameter) -> bool:
+def let_wait(collecting: Collecting, parameter: int, holder: nn.Parameter) -> bool:
     """Let a gradient wait that is not the last of its unit, see [Note: Gradients that wait].
 
     A parameter's second gradient does not wait: the first has to be sent on, or added to, before.
     """
-    if len(now.waiting) + len(now.arrived) >= now.waits:
+    if len(collecting.waiting) + len(collecting.arrived) >= collecting.waits:
         return False
-    if parameter in now.waiting or parameter in now.arrived:
+    if parameter in collecting.waiting or parameter in collecting.arrived:
         return False
     gradient = _GRAD.__get__(holder)
     if gradient is None or gradient.layout is not torch.strided:
         return False
     _GRAD.__set__(holder, None)
-    now.waiting[parameter] = gradient
+    collecting.waiting[parameter] = gradient
     return True
 
 

@@ -65,7 +65,7 @@ class ParameterHome:
             yield
             return
         if in_backward():
-            engine.finality.require_whole(self.unit, "a touch")
+            engine.finality.require_open(self.unit, "a touch")
             engine.finality.recomputed(self.unit)  # What no hook announces may be one.
         else:
             engine.finality.require_step("a touch of a parameter")
@@ -152,20 +152,20 @@ class ParameterHome:
         with self.engine.lock:
             if bound.buffer is None:
                 self.engine.end_abandoned()
-                self.engine.exposures.settle(self.unit)
-                self.engine.exposures.leave(self.unit, self.index, data)
+                self.engine.exposures.put_home(self.unit)
+                self.engine.exposures.disown(self.unit, self.index, data)
             elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
-                self._leave(bound)
+                self._set_apart(bound)
             with self.lent(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
-    def _leave(self, bound: BoundUnit) -> None:
+    def _set_apart(self, bound: BoundUnit) -> None:
         """Other values come to a parameter in use: who was given those there keeps them.
 
         Raises:
             RuntimeError: that cannot be.
         """
-        if not bound.leave(self.index):
+        if not bound.set_apart(self.index):
             one = bound.spec.parameters[self.index]
             raise RuntimeError(
                 f"{one.name}.data was set, in the module's own forward, while a view of what it "
