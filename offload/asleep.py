@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from offload.arena import typed, zeros_on
-from offload.awaited import holders, idle_parameter
 from offload.binding import BoundUnit, count_change, make_plain
 from offload.device import Device
 from offload.executor import Executor
+from offload.holders import holders, idle_parameter
 from offload.program import Value
 from offload.resting import RestingParameter
 

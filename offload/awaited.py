@@ -19,6 +19,11 @@ for the step, and every pass beyond it is torch's own.
   change, or could be changed, under the lanes.
 * `torch.compile` has compiled anything: what it makes looks neither at hooks nor, for long, at the
   class of what it has seen once. Where it begins to, all that is awaited is met before.
+* Another thread may be inside a function of torch's, see `bystanders`: come there while the class
+  was torch's, it would read the stand-in. So first the class is changed, then it is asked who holds
+  what and who is where, and only then the memory is taken away.
+
+Whoever meets a unit has the engine's lock, as `step()` has.
 
 [Note: Gradients meanwhile]
 The gradient belongs to the lanes until they have read it. It is taken from the parameter at
@@ -33,33 +38,44 @@ import copy
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from offload.binding import BoundUnit, make_plain
-from offload.executor import BytesOf, Executor
-from offload.exposure import use_count
+from offload.bystanders import any_in_torch
+from offload.carrier import Carrier
+from offload.executor import Executor
 from offload.frozen import Frozen
+from offload.holders import holders, idle_parameter, is_torchs
 from offload.inert import InertInCopies
 from offload.interrupt import whole
-from offload.program import Op, Verb
 from offload.resting import RestingParameter, find
-from offload.task import Fence, Run, Task
+from offload.task import Task
 
 _T: Any = torch.Tensor
 _convert: Any = torch._dynamo.convert_frame
 _compilations: Any = torch._dynamo.callback.callback_handler
 
 
+class Owner(Protocol):
+    """Whose residents they are; the engine."""
+
+    lock: threading.RLock
+    """Another one in a forked child."""
+
+    def check(self) -> None:
+        """Raise unless the engine can be used."""
+
+
 class Awaited:
     """The residents of an engine that lanes update."""
 
-    def __init__(self, executor: Executor, units: Iterable[BoundUnit], check: Callable[[], None]):
-        """Of all residents; `check` raises unless the engine can be used."""
+    def __init__(self, executor: Executor, units: Iterable[BoundUnit], owner: Owner):
+        """Of all residents of `owner`."""
         self._executor = executor
         home = executor.plan.home
         self._units = {
@@ -68,7 +84,7 @@ class Awaited:
             if bound.spec.trainable and home("state", bound.index).tier != "device"
         }
         self._away: dict[int, Away] = {}
-        self._check = check
+        self.owner = owner
         if self._units:
             _everyone.add(self)
 
@@ -81,10 +97,16 @@ class Awaited:
         The memory is that which the parameters have now, whatever they are given later.
         """
         device = self._executor.device
-        idle, found = holders(idle_parameter()), {}
+        if units and _compiling not in _compilations.start_callbacks:
+            _compilations.register_start_callback(_compiling)
+        idle, found = holders(idle_parameter()), dict[int, Away]()
         for unit in units:
             self.meet([unit])
-            found[unit] = Away(self._executor, self._units[unit], sorted(frozen[unit]), idle)
+            found[unit] = Away(self, self._executor, self._units[unit], sorted(frozen[unit]))
+            self._away[unit] = found[unit]
+        safe = not _convert.FRAME_COUNTER and not any_in_torch()
+        for away in found.values():
+            away.carry(idle, safe)
         fence = None if device.is_host else device.fence(device.stream())
         for away in found.values():
             away.carrying.fence = fence
@@ -92,15 +114,19 @@ class Awaited:
 
     def await_(self, departed: Mapping[int, Away]) -> None:
         """Their updates are queued: let them be awaited, or wait here where that is not safe."""
-        if departed and _compiling not in _compilations.start_callbacks:
-            _compilations.register_start_callback(_compiling)
+        for away in departed.values():
+            if not away.held:
+                away.begin()
         for unit, away in departed.items():
-            if not away.held and not _convert.FRAME_COUNTER:
-                self._away[unit] = away
-                away.begin(self)
-        for unit, away in departed.items():
-            if unit not in self._away:
+            if away.held:
+                self._away.pop(unit, None)
                 self._executor.lanes.wait(away.tasks)
+
+    def stay(self, departed: Iterable[int]) -> None:
+        """Their updates could not be queued: let those that nobody awaits yet be plain."""
+        for unit in departed:
+            if unit in self._away and not self._away[unit].begun:
+                self._away.pop(unit).stay()
 
     def meet(self, units: Iterable[int] | None = None) -> None:
         """Wait for those of `units`, or of all, that are awaited, and let them be plain again.
@@ -108,12 +134,15 @@ class Awaited:
         Raises:
             EngineError: a lane failed, or the engine was closed.
         """
-        for unit in list(self._away) if units is None else units:
-            away = self._away.get(unit)
-            if away is not None:
-                self._check()
-                away.meet()
-                self._away.pop(unit, None)
+        if not self._units:
+            return
+        with self.owner.lock:
+            for unit in list(self._away) if units is None else units:
+                away = self._away.get(unit)
+                if away is not None:
+                    self.owner.check()
+                    away.meet()
+                    self._away.pop(unit, None)
 
     def meets(self, unit: int) -> Callable[..., None]:
         """What waits for a unit, called from outside."""
@@ -124,59 +153,71 @@ class Away:
     """A unit whose update is under way."""
 
     def __init__(
-        self,
-        executor: Executor,
-        bound: BoundUnit,
-        indices: Sequence[int],
-        idle: tuple[int, int, int, int],
+        self, awaited: Awaited, executor: Executor, bound: BoundUnit, indices: Sequence[int]
     ):
-        """With the parameters at `indices`; `idle` says how often nobody else holds one."""
+        """With the parameters at `indices`, of which torch tells the trap from here on."""
         self._executor = executor
         self._bound = bound
-        self._lock = threading.RLock()
+        self.owner, self.arrive = awaited.owner, awaited.meets(bound.index)
         self._parameters = {index: bound.parameters[index] for index in indices}
-        self.held = any(
-            type(p) is not nn.Parameter or holders(p) != idle or not _is_torchs(p)
-            for p in self._parameters.values()
-        )
-        """Whether somebody else has memory of a weight or gradient, or could not be told apart."""
-        self._weights = {index: p.data for index, p in self._parameters.items()}
-        self.carrying = _Carrier(
-            executor,
-            weight={i: p.detach().view(-1) for i, p in self._parameters.items()},
-            gradient={i: _gradient(p).reshape(-1) for i, p in self._parameters.items()},
-        )
         self._owed: dict[int, torch.Tensor] = {}
         """By parameter, the gradient that it gets back."""
+        self._weights: dict[int, torch.Tensor] = {}
         self._hooks: list[Any] = []
-        self._over = False
+        self.begun = self.over = False
         self.tasks: list[Task] = []
         """What brings the weights back."""
+        self.held = any(type(p) is not nn.Parameter for p in self._parameters.values())
+        """Whether `step()` waits: somebody else has, or could have, memory of a weight or gradient,
+        or could not be told apart."""
+        if not self.held:
+            for index, parameter in self._parameters.items():
+                parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
+                parameter.__class__ = AwaitedParameter
+
+    def carry(self, idle: tuple[int, int, int, int], safe: bool) -> None:
+        """Look who has what, and let the values be carried.
+
+        Args:
+            idle: how often nobody else holds one.
+            safe: whether nobody else can be about to.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = self._parameters
+            if not safe or any(holders(p) != idle or not is_torchs(p) for p in mine.values()):
+                self.stay()
+            self._weights = {index: p.data for index, p in mine.items()}
+            self.carrying = Carrier(
+                self._executor,
+                weight={i: p.detach().view(-1) for i, p in mine.items()},
+                gradient={i: _gradient(p).reshape(-1) for i, p in mine.items()},
+            )
+
+    def stay(self) -> None:
+        """Let the parameters be torch's own, as they are, and `step()` wait."""
+        for parameter in self._parameters.values():
+            if type(parameter) is AwaitedParameter:
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                vars(parameter).pop("_offload_home", None)
+        self.held = self.over = True
 
     def queued(self, tasks: Sequence[Task]) -> None:
         """Tasks of a chunk were issued: who meets the unit waits for those that bring weights."""
         place = self._executor.plan.home("weight", self._bound.index)
         self.tasks += [t for t in tasks if any(use.place == place for use in t.op.writes)]
 
-    def begin(self, awaited: Awaited) -> None:
-        """Let the parameters be awaited."""
-        with self._lock:  # Who meets it on another thread waits.
-            self._begin(awaited)
-
-    def _begin(self, awaited: Awaited) -> None:
-        unit = self._bound.index
-        self.arrive = awaited.meets(unit)
-        for index, parameter in self._parameters.items():
-            gradient = parameter.grad
-            assert gradient is not None
-            self._owed[index] = gradient
-            parameter.grad = None
-            parameter._offload_home = Seat(self, index)  # type: ignore[attr-defined]
-            with torch._C.DisableTorchFunctionSubclass():
-                parameter.__class__ = AwaitedParameter  # First: another thread may look.
+    def begin(self) -> None:
+        """Let the parameters be awaited, and the gradients be the lanes'."""
+        self.begun = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, parameter in self._parameters.items():
+                gradient = parameter.grad
+                assert gradient is not None
+                self._owed[index] = gradient
+                parameter.grad = None
                 parameter.data = self._bound.dummies[index]
-            if parameter.requires_grad:
-                self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
+                if parameter.requires_grad:
+                    self._hooks.append(_T.register_hook(parameter, _comes(weakref.ref(self))))
         for ref in self._bound.modules:
             module = ref()
             if module is not None:
@@ -184,24 +225,24 @@ class Away:
 
     def meet(self) -> None:
         """Wait for the weights and let the parameters be plain."""
-        with self._lock:
-            if self._over:
-                return
-            self._executor.lanes.wait(self.tasks)
-            for hook in self._hooks:
-                hook.remove()
-            for index, parameter in self._parameters.items():
-                make_plain(parameter, self._weights[index])
-                if not parameter._backward_hooks:  # An empty one is asked in every backward.
-                    parameter._backward_hooks = None
-                if index in self._owed:
-                    parameter.grad = self._owed.pop(index)
-            self._over = True
-            self._weights.clear()
+        if not self.begun:  # A finalizer, in the middle of the step.
+            self.stay()
+            return
+        self._executor.lanes.wait(self.tasks)
+        for hook in self._hooks:
+            hook.remove()
+        for index, parameter in self._parameters.items():
+            make_plain(parameter, self._weights[index])
+            if not parameter._backward_hooks:  # An empty one is asked in every backward.
+                parameter._backward_hooks = None
+            if index in self._owed:
+                parameter.grad = self._owed.pop(index)
+        self.over = True
+        self._weights.clear()
 
     def gradient(self, index: int) -> torch.Tensor | None:
         """What `p.grad` is, before the unit is met."""
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
             parameter, owed = self._parameters[index], self._owed.pop(index, None)
             if owed is not None:
                 with torch.no_grad(), torch.inference_mode(False):
@@ -210,51 +251,9 @@ class Away:
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:
         """Assign `p.grad`, before the unit is met."""
-        with self._lock, torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
             self._parameters[index].grad = gradient  # Which raises where it does not fit.
             self._owed.pop(index, None)
-
-
-class _Carrier:
-    """Moves the values of a unit between torch's memory and the lanes; it knows no parameter.
-
-    So nobody holds a model by what lanes have still to do for it.
-    """
-
-    def __init__(self, executor: Executor, **flat: dict[int, torch.Tensor]):
-        """Of the weights and gradients in `flat`, by kind and parameter."""
-        self._executor, self._flat = executor, flat
-        self.fence: Fence | None = None
-        """What the user's stream had still to do at `step()`."""
-
-    def __call__(self, op: Op, bytes_of: BytesOf) -> Run | None:
-        """What an op of a chunk does that moves a value from or to torch's memory; None of others.
-
-        Of the parameters that do not take part, and between parameters, nothing is moved.
-        """
-        (kind, unit, chunk), plan = op.value, self._executor.plan
-        if op.verb is not Verb.MOVE or plan.in_arena(kind, unit):
-            return None
-        home = plan.home(kind, unit)
-        leaves = op.reads[0].place == home
-        if not leaves and op.writes[0].place != home:
-            return None
-        flat, spec = self._flat[kind], plan.profile.units[unit]
-        stage = op.writes[0] if leaves else op.reads[0]
-
-        def run() -> Iterator[Fence | None]:
-            yield self.fence
-            inside = bytes_of(stage)
-            for span in spec.chunks[chunk].spans:
-                if span.parameter in flat:
-                    lies = flat[span.parameter]
-                    mine = lies[span.parameter_start : span.parameter_start + span.elements]
-                    start = span.chunk_start * mine.itemsize
-                    staged = inside[start : start + mine.nbytes].view(mine.dtype)
-                    into, source = (staged, mine) if leaves else (mine, staged)
-                    self._executor.device.copy(into, source)
-
-        return run
 
 
 class Seat:
@@ -274,8 +273,8 @@ class AwaitedParameter(RestingParameter):
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Answer, or wait and let torch answer."""
         handler = _HANDLERS.get(func)
-        if handler is not None and isinstance(args[0], AwaitedParameter):
-            return whole(handler)(args[0]._offload_home, *args[1:], **kwargs)
+        if handler is not None and (seat := _seat(args[0])) is not None:
+            return whole(_asked)(seat, func, handler, args, kwargs)
         for parameter in list(find((args, kwargs), AwaitedParameter)):
             _meet(parameter)
         if func is _T.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
@@ -310,11 +309,29 @@ class AwaitedParameter(RestingParameter):
         _meet(self).grad_dtype = wanted  # type: ignore[attr-defined]
 
 
+def _seat(parameter: nn.Parameter) -> Seat | None:
+    """The place of a parameter; None where another thread has met it meanwhile."""
+    home = vars(parameter).get("_offload_home")
+    return home if isinstance(home, Seat) else None
+
+
 def _meet(parameter: AwaitedParameter) -> nn.Parameter:
     """The parameter, once it is plain."""
-    if type(parameter) is AwaitedParameter:
-        parameter._offload_home.away.arrive()
+    seat = _seat(parameter)
+    if seat is not None:
+        seat.away.arrive()
     return parameter
+
+
+def _asked(
+    seat: Seat, func: Callable[..., Any], handler: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """What `handler` has to say; or `func`, where another thread has met the parameter."""
+    with seat.away.owner.lock:
+        if seat.away.begun and not seat.away.over:
+            return handler(seat, *args[1:], **kwargs)
+        seat.away.arrive()
+        return func(*args, **kwargs)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -356,32 +373,6 @@ def _compiling(_: object) -> None:
     for awaited in list(_everyone):
         with suppress(Exception):  # One that failed, or was closed, may have nothing to do with it.
             whole(awaited.meet)()
-
-
-def holders(parameter: nn.Parameter) -> tuple[int, int, int, int]:
-    """How many hold a parameter's memory, that of its gradient, and the gradient itself.
-
-    That one in Python and, as another parameter may, in torch.
-    """
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return use_count(parameter), 0, 0, 0
-    held = sys.getrefcount(gradient), gradient._use_count()
-    return use_count(parameter), use_count(gradient), *held
-
-
-def _is_torchs(parameter: nn.Parameter) -> bool:
-    """Whether torch made the memory of a parameter and its gradient, and no array of NumPy's."""
-    both = [one for one in (parameter, parameter.grad) if one is not None]
-    return all(one.untyped_storage().resizable() for one in both)
-
-
-def idle_parameter() -> nn.Parameter:
-    """One that nobody else has anything of."""
-    with torch.inference_mode(False):
-        made = nn.Parameter(torch.empty(1))
-        made.grad = torch.empty(1)
-    return made
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

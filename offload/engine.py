@@ -60,7 +60,7 @@ class Engine:
         """Run `units`, whose values are at home already, by `executor` in `memory`."""
         self.plan: Plan = executor.plan
         self.executor, self._lanes = executor, executor.lanes
-        self.residents = Residents(executor, units, self.check)
+        self.residents = Residents(executor, units, self)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         self._notices = (*memory.notices, executor.store and executor.store.notice)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)

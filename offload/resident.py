@@ -30,7 +30,7 @@ from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.reference import cut, put_sum_of_squares
 from offload.asleep import ResidentsAsleep
-from offload.awaited import Awaited
+from offload.awaited import Awaited, Owner
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
@@ -43,12 +43,12 @@ from offload.program import Op, Use, Value
 class Residents:
     """The resident units of an engine."""
 
-    def __init__(self, executor: Executor, units: Sequence[BoundUnit], check: Callable[[], None]):
-        """Of all `units`, those that the plan says are; `check` raises if the engine is no more."""
+    def __init__(self, executor: Executor, units: Sequence[BoundUnit], owner: Owner):
+        """Of all `units` of an engine, those that the plan says are."""
         self._executor = executor
         self._plan = executor.plan
         self._units = {u: units[u] for u in sorted(executor.plan.residents)}
-        self.awaited = Awaited(executor, self._units.values(), check)
+        self.awaited = Awaited(executor, self._units.values(), owner)
         self.asleep = ResidentsAsleep(executor, self._units)
 
     def __contains__(self, unit: object) -> bool:

@@ -109,10 +109,10 @@ class Updates:
         due, awaited = self._due(frozen), self._residents.awaited
         if self._lane_shares and (due.at_once or due.awaited):
             self.settle()  # The user's stream is about to use the workspace.
-        departed = awaited.depart(list(dict.fromkeys(one.unit for one in due.awaited)), frozen)
         clip = None if self._max_grad_norm is None else _Clip(self._max_grad_norm)
         if clip is not None:
             clip.partials |= self._squares_at_once([*due.at_once, *due.awaited], frozen)
+        departed = awaited.depart(list(dict.fromkeys(one.unit for one in due.awaited)), frozen)
         try:
             if clip is not None:
                 self._find_norm(due.streamed, frozen, clip, pass_number)
@@ -121,6 +121,7 @@ class Updates:
             self._update_in_lanes(in_lanes, frozen, clip, pass_number, departed)
         except BaseException as error:
             self._executor.lanes.fail(error)  # What is half updated cannot be trained on.
+            awaited.stay(departed)
             raise
 
     def _due(self, frozen: Frozen) -> _Due:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pkgutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -182,6 +183,34 @@ def test_who_reads_beside_training_changes_nothing_of_it(
 
     beside, alone = trained_beside(placement, True), trained_beside(placement, False)
     assert all(torch.equal(one, other) for one, other in zip(beside, alone, strict=True))
+
+
+def test_who_is_inside_torch_with_a_parameter_when_a_step_begins_reads_numbers(
+    tmp_path: Path,
+) -> None:
+    """Torch has asked for its class before, and looks at its memory in the middle of the step."""
+    with attached(("device", "device", "cpu"), tmp_path, dtype=torch.float32) as run:
+        model: Any = run.model
+        plain(run, 0)
+        weight, inside, found = model.head.weight.requires_grad_(), threading.Event(), []
+        before = torch.ones(1 << 20)
+
+        def read() -> None:
+            inside.set()
+            found.extend(torch._foreach_norm([before] * 200 + [weight]))
+
+        run.loss().backward()
+        reader = threading.Thread(target=read)
+        reader.start()
+        inside.wait()
+        time.sleep(0.01)
+        run.optimizer.step()
+        during = reader.is_alive()
+        reader.join()
+        assert during
+        assert found[-1].isfinite()
+        run.optimizer.zero_grad()
+        plain(run, 1)
 
 
 @pytest.mark.parametrize("verb", ["forward", "backward"])

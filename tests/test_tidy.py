@@ -70,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("shown",),
     ("places",),
     ("gradients", "binding", "finality", "structure", "state_view"),
+    ("bystanders", "carrier", "holders"),
     ("awaited",),
     ("asleep",),
     ("in_use", "casts", "resident"),

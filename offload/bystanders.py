@@ -1,0 +1,41 @@
+"""Other threads of Python: whether one may be inside a function of torch's just now.
+
+Torch asks for the class of what it is given, lets go of the interpreter, and looks at the memory
+later. So who changes the class of a parameter and then takes its memory away must know that nobody
+has come past the class before. That cannot be asked of torch; where each thread is, of Python: who
+waits in a way that is known does nothing with a parameter, and any other thread may.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from types import FrameType
+
+_OURS = ("offload-", "aio-")
+"""Names of threads that only move bytes begin so."""
+
+_APART = frozenset(
+    (
+        *("threading", "queue", "selectors", "socket", "ssl", "subprocess"),
+        *("multiprocessing.connection", "multiprocessing.queues", "concurrent.futures.thread"),
+        *("tqdm._monitor", "ipykernel.heartbeat", "zmq.sugar.socket"),
+    )
+)
+"""Modules whose own code calls no function of torch's, but in a `run`, whatever it was given."""
+
+
+def any_in_torch() -> bool:
+    """Whether another thread may be inside a function of torch's, called before this was."""
+    me, known = threading.get_ident(), threading._active  # type: ignore[attr-defined]
+    for ident, frame in sys._current_frames().items():
+        if ident != me and not _apart(frame):
+            thread = known.get(ident)
+            if thread is None or not thread.name.startswith(_OURS):
+                return True
+    return False
+
+
+def _apart(frame: FrameType) -> bool:
+    """Whether a thread whose innermost frame this is does something else."""
+    return frame.f_code.co_name != "run" and frame.f_globals.get("__name__") in _APART
