@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+import queue
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import offload
+from offload.awaited import Awaited, AwaitedParameter
 from offload.binding import BoundUnit
 from tests.training import Net, attached, batch, loss_of, plain
 
@@ -211,6 +213,104 @@ def test_who_is_inside_torch_with_a_parameter_when_a_step_begins_reads_numbers(
         assert found[-1].isfinite()
         run.optimizer.zero_grad()
         plain(run, 1)
+
+
+def awaited(run: Any) -> int:
+    return sum(type(one) is AwaitedParameter for one in run.model.parameters())
+
+
+def test_who_waits_beside_training_costs_it_nothing(tmp_path: Path) -> None:
+    """Threads of progress bars and loaders are there in most trainings."""
+    over, inside, turning = threading.Event(), threading.Event(), [True]
+    told: queue.Queue[None] = queue.Queue()
+
+    def turn() -> None:
+        inside.set()
+        while turning:
+            pass
+
+    idle = [threading.Thread(target=over.wait), threading.Thread(target=told.get)]
+    with attached(("device", "device", "cpu"), tmp_path, dtype=torch.float32) as run:
+        for thread in idle:
+            thread.start()
+        try:
+            plain(run, 0)
+            assert awaited(run) == len(list(run.model.parameters()))
+            busy = threading.Thread(target=turn)
+            busy.start()
+            inside.wait()
+            plain(run, 1)
+            assert not awaited(run)
+        finally:
+            over.set()
+            turning.clear()
+            told.put(None)
+        for thread in (*idle, busy):
+            thread.join()
+        plain(run, 2)
+        assert awaited(run)
+
+
+@pytest.mark.parametrize("asked", ["value", "gradient", "view"])
+def test_who_asks_in_the_middle_of_a_step(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread waits for what the step makes of it; a finalizer, which cannot, has it now."""
+    with attached(("device", "device", "cpu"), tmp_path, dtype=torch.float32) as run:
+        model: Any = run.model
+        plain(run, 0)
+        run.loss().backward()
+        weight, depart = model.head.weight, Awaited.depart
+        gradient, before = weight.grad.clone(), weight.detach().clone()
+        found: dict[str, torch.Tensor] = {}
+        look: Callable[[], Any] = {
+            "value": weight.clone,
+            "gradient": lambda: weight.grad,
+            "view": lambda: weight.detach(),
+        }[asked]
+
+        def read(name: str) -> None:
+            found[name] = look()
+
+        other = threading.Thread(target=read, args=("other",))
+
+        def departing(*args: Any) -> Any:
+            departed = depart(*args)
+            other.start()
+            other.join(0.05)
+            assert not found
+            read("finalizer")
+            return departed
+
+        monkeypatch.setattr(Awaited, "depart", departing)
+        run.optimizer.step()
+        monkeypatch.undo()
+        other.join()
+        if asked == "gradient":
+            assert all(torch.equal(one, gradient) for one in found.values())
+        else:
+            assert torch.equal(found["other"], weight.detach())
+            assert not torch.equal(before, weight.detach())
+            now = before if asked == "value" else weight.detach()
+            assert torch.equal(found["finalizer"], now)
+        run.optimizer.zero_grad()
+        plain(run, 1)
+
+
+def test_a_step_that_cannot_be_queued_leaves_parameters_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(("device", "device", "cpu"), tmp_path, dtype=torch.float32) as run:
+        run.loss().backward()
+
+        def broken(*_: Any) -> None:
+            raise MemoryError("of a test")
+
+        monkeypatch.setattr(run.engine.executor, "issue_chunk", broken)
+        with pytest.raises(MemoryError):
+            run.optimizer.step()
+        assert all(type(one) is nn.Parameter for one in run.model.parameters())
+        assert not any(vars(one) for one in run.model.parameters())
 
 
 @pytest.mark.parametrize("verb", ["forward", "backward"])
