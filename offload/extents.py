@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -86,12 +86,14 @@ def zero(gradient: torch.Tensor) -> None:
     gradient.zero_()
 
 
-def require_apart(updated: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+def require_apart(updated: Sequence[tuple[str, nn.Parameter, bool]]) -> None:
     """Refuse what is updated by lanes, as the flag says, in memory of another that is updated.
 
     Raises:
         RuntimeError: there is such.
     """
+    if not any(lanes for _, _, lanes in updated):
+        return  # Torch's way: one after the other.
     held = [(name, one, lanes) for name, one, lanes in updated if use_count(one) > ALONE]
     by_lanes = {name for name, _, lanes in held if lanes}
     for (one, _), (other, _) in sharing((name, it) for name, it, _ in held if by_lanes):

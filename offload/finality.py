@@ -27,7 +27,8 @@ What is left is code that a hook, or a function in its backward, runs on a unit 
 which nothing tells beforehand. After the unit's update has begun it is refused, and that backward
 ends as any in which a hook raised: `step()` completes it. Nothing begins early from then on.
 
-What each event does to the books, which are kept here and nowhere else:
+What each event does to the books, of which only the backwards are kept (`declared`) where nothing
+begins early:
 
     event                  counts under way     counts before   backwards   FINAL       BEGUN
     a backward begins      dropped, but calls   -               -           -           refused
@@ -37,9 +38,6 @@ What each event does to the books, which are kept here and nowhere else:
     step()                 -                    -               0           -           -> OPEN
 
     * Without a gradient of any parameter (`autograd.grad`) it does not count: nothing changes.
-
-Where gradients are clipped nothing begins early: of all this only the backwards are kept then, so
-that a number that is not the declared one is told.
 
 Gradients are touched by `zero_grad`, and by reading or setting `p.grad`, which hands out memory
 that may be zeroed: the step may have been given up, so micro-batches are counted from one again.
@@ -54,13 +52,13 @@ which is what torch does when `step()` is called after a backward that raised.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from offload.declared import DeclaredBackwards
 from offload.frozen import Frozen, ParameterStep
 from offload.reruns import Reruns, may_be_recomputed, runs_inside, will_accumulate
 
@@ -79,10 +77,6 @@ class _Counts:
     """Parameters whose gradient came in the backward itself, in none that it runs inside."""
 
 
-OTHER_STEPS = 2
-"""So many in a row, after another number of backward calls than was declared, are worth a word."""
-
-
 class Finality:
     """The backward calls since the last step, and the updates begun before the next."""
 
@@ -95,7 +89,7 @@ class Finality:
         """What a step taken now would do to a unit; set by the optimizer."""
         self.begun: dict[int, Mapping[int, ParameterStep]] = {}
         """Updates begun before `step()`, by unit."""
-        self._micro_batches = micro_batches
+        self.declared = DeclaredBackwards(micro_batches)
         self.begins_early = early and micro_batches is not None
         """Whether updates may begin inside a backward."""
         self.came = False
@@ -112,14 +106,6 @@ class Finality:
         self._now = [_Counts() for _ in names]
         self._before = [_Counts() for _ in names]
         """`_now` of the last finished backward."""
-        self._backwards = 0
-        """Finished since the last step, or since gradients were touched."""
-        self._again = False
-        """Whether the count has started again since the last step."""
-        self._other_steps = 0
-        """In a row, after another number of backward calls than was declared."""
-        self._told_other: str | None = None
-        """What the user was told of another number of backwards."""
         self._told_no_more: str | None = None
         """Why nothing begins early any more."""
         self._aborted = False
@@ -128,7 +114,7 @@ class Finality:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know of how the declared number is kept."""
-        return tuple(one for one in (self._told_other, self._told_no_more) if one is not None)
+        return tuple(one for one in (self.declared.notice, self._told_no_more) if one is not None)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -171,7 +157,7 @@ class Finality:
 
     def _judge(self, unit: int) -> None:
         """Let a unit be FINAL or OPEN."""
-        last = self._backwards + 1 == self._micro_batches and not self._nested
+        last = self.declared.next_is_last and not self._nested
         known = unit not in self._unforeseen
         if last and known and self._now[unit] == self._before[unit]:
             self.final.add(unit)
@@ -213,7 +199,8 @@ class Finality:
         self.final.clear()
         if self._nested:  # The one around it is what counts.
             return
-        self._backwards += self.came
+        if self.came:
+            self.declared.ended()
         if self.came and self.begins_early:
             self._before, self._now = self._now, [_Counts() for _ in self._names]
 
@@ -226,8 +213,7 @@ class Finality:
     def discarded(self) -> None:
         """Gradients may have been thrown away: the next backward may be the first of a step."""
         assert not self.begun
-        self._again = self._again or self._backwards > 0
-        self._backwards = 0
+        self.declared.discarded()
 
     def stepped(self, frozen: Frozen) -> Frozen:
         """What of a step has not begun yet; the step is then taken.
@@ -236,41 +222,16 @@ class Finality:
             RuntimeError: the step is not the one that was begun.
         """
         begun = self.begun
-        self._note_other()
+        self.declared.look(counts=not (begun or self._aborted), early=self.begins_early)
         if any(frozen.get(unit, {}) != steps for unit, steps in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
                 "and step(), but updates had begun with the earlier values. Put them back and call "
                 "step() again; change them after step(), or leave Config.micro_batches out"
             )
-        self.begun, self._backwards, self._aborted = {}, 0, False
+        self.begun, self._aborted = {}, False
+        self.declared.stepped()
         return {unit: steps for unit, steps in frozen.items() if unit not in begun}
-
-    def _note_other(self) -> None:
-        """Tell once of steps after another number of backward calls than was declared.
-
-        Of two in a row, as one may end an epoch. More are refused where updates begin early.
-
-        Before anything of the step is done, as filters may make an error of it.
-        """
-        declared, found = self._micro_batches, self._backwards
-        known = not (self.begun or self._aborted or self._again)
-        other = declared is not None and found not in (0, declared) and known
-        self._other_steps, self._again = self._other_steps + 1 if other else 0, False
-        if self._other_steps < OTHER_STEPS or self._told_other is not None or declared is None:
-            return
-        idle = ": no update begins inside a backward then" if self.begins_early else ""
-        cause, remedy = f"the loop accumulates {found}", f"micro_batches={found}"
-        if found == 1:
-            cause = "step() is called after each backward, as that of DeepSpeed's engine is"
-            remedy = f"step() after every {declared} backward calls, or micro_batches=1"
-        self._told_other = (
-            f"Config.micro_batches={declared} declares so many backward calls before each step(), "
-            f"but {OTHER_STEPS} steps in a row came after {'fewer' if found < declared else 'more'}"
-            f", the last after {found}{idle}; likely {cause}; try {remedy}, or leave it out where "
-            "the number varies"
-        )
-        warnings.warn(self._told_other, RuntimeWarning, stacklevel=2)
 
     # -- what is refused -------------------------------------------------------------------------
 
@@ -316,7 +277,7 @@ class Finality:
                 "go on. To be able to drop a backward that failed, leave Config.micro_batches out"
             )
         raise RuntimeError(
-            f"{what} came before step(), but Config.micro_batches={self._micro_batches} declared "
+            f"{what} came before step(), but Config.micro_batches={self.declared.number} declared "
             f"that step() follows, and updates of {count} have begun; likely the loop, or the "
             "trainer, accumulates another number of batches, or looks at gradients before step() "
             "(to clip them, which Config.max_grad_norm does inside step()): call step() first, "

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.finality import OTHER_STEPS, Finality
+from offload.declared import OTHER_STEPS
+from offload.finality import Finality
 from tests.training import (
     RESIDENT,
     Net,
@@ -253,7 +254,7 @@ def counted(run: Run, number: int) -> None:
     hook = first.register_hook(lambda _: begun.append(len(run.engine.finality.begun)))
     loss.backward()
     hook.remove()
-    if run.engine.finality._micro_batches and number:
+    if run.engine.finality.declared.number and number:
         run.extra += begun
     run.step()
 

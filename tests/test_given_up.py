@@ -92,7 +92,7 @@ def cut(run: Run, how: str = "exception") -> None:
 
 def declared(run: Run) -> int | None:
     """The micro-batches that the engine was told of; the resident run was told of none."""
-    return run.engine.finality._micro_batches
+    return run.engine.finality.declared.number
 
 
 # -- a backward that ends with an exception -------------------------------------------------------

@@ -37,7 +37,7 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert"),
+    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert", "declared"),
     ("deepspeed_values",),
     ("deepspeed", "deepspeed_optimizer"),
     ("runs", "disks"),
