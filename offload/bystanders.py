@@ -15,14 +15,17 @@ from types import FrameType
 _OURS = ("offload-", "aio-")
 """Names of threads that only move bytes begin so."""
 
-_APART = frozenset(
+_WAITING = frozenset(
     (
         *("threading", "queue", "selectors", "socket", "ssl", "subprocess"),
         *("multiprocessing.connection", "multiprocessing.queues", "concurrent.futures.thread"),
-        *("tqdm._monitor", "ipykernel.heartbeat", "zmq.sugar.socket"),
+        "execnet.gateway_base",
     )
 )
 """Modules whose own code calls no function of torch's, but in a `run`, whatever it was given."""
+
+_HEARTBEAT = "ipykernel.heartbeat"
+"""Of every notebook; it gives nothing to anybody in its `run`."""
 
 
 def any_in_torch() -> bool:
@@ -38,4 +41,5 @@ def any_in_torch() -> bool:
 
 def _apart(frame: FrameType) -> bool:
     """Whether a thread whose innermost frame this is does something else."""
-    return frame.f_code.co_name != "run" and frame.f_globals.get("__name__") in _APART
+    module = frame.f_globals.get("__name__")
+    return module == _HEARTBEAT or (module in _WAITING and frame.f_code.co_name != "run")
