@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,7 +126,6 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 
 
 _version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
-_use_count: Callable[[torch.Tensor], int] = _TENSOR._use_count
 
 
 def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
@@ -180,6 +179,9 @@ class BoundUnit:
         """Calls of announcing modules under way."""
         self.held = False
         """In use beyond those calls: by backward, or lasting to the end of the pass."""
+        self.held_by, self.began = -1, 0
+        """The backward that holds it, by autograd's number, -1 if it needs it no more; the first
+        number that autograd gave in the forward whose backward that is."""
         self.around: set[int] = set()
         """Units in whose forward this one was called."""
         self.buffer: torch.Tensor | None = None
@@ -265,13 +267,12 @@ class BoundUnit:
         self._given = [one for one in self._given if one[0] != parameter]
         return True
 
-    @property
-    def kept_by_graph(self) -> bool:
-        """Whether autograd has saved a parameter as it is, and no handle; for a backward to see.
-
-        Else it is held by what is Python's, and by what accumulates its gradient.
-        """
-        return any(_use_count(one) > 1 + one.requires_grad for one in self.parameters)
+    def hold(self, graph: int, began: int, others: Container[int]) -> None:
+        """A backward holds it, unless one of `others`, around that one, does already."""
+        if not (self.held and self.held_by in others):
+            again = self.held and self.held_by == graph
+            self.held_by, self.began = graph, min(self.began, began) if again else began
+        self.held = True
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unedited."""

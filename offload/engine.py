@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -134,11 +134,11 @@ class Engine:
         self.exposures.put_all_home()
         self.passes.open(Verb.FORWARD)
 
-    def enter_backward(self) -> None:
-        """Open the backward pass at its first sign, and be called when it ends."""
+    def enter_backward(self) -> int:
+        """Open the backward pass at its first sign, and be called when it ends; its number."""
         graph: int = torch._C._current_graph_task_id()
         if graph in self.backwards:
-            return
+            return graph
         self.check()
         self.refuse_elsewhere()
         for one in [one for one, ended in self.backwards.items() if ended() is None]:
@@ -155,12 +155,18 @@ class Engine:
         end = whole(partial(self._graph_ended, graph))
         self.backwards[graph] = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        return graph
+
+    def _around(self, graph: int) -> Container[int]:
+        """The backwards under way around one."""
+        known = self.backwards.items()
+        return [one for one, ended in known if one != graph and ended() is not None]
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
             self.backwards.pop(graph, None)
-            self.in_use.release_held(nested=bool(self.backwards))
+            self.in_use.release_held(others=self._around(graph))
             if not self.backwards:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
@@ -229,7 +235,9 @@ class Engine:
         `inside` a backward it is a recompute.
         """
         if inside:
-            self.enter_backward()  # A recompute may be the first that is seen of it.
+            graph = self.enter_backward()  # A recompute may be the first that is seen of it.
+            if not bound.held:
+                self.in_use.reached(graph)
             self.finality.recomputed(bound.index)
         else:
             if self.passes.verb is Verb.BACKWARD:
@@ -241,13 +249,16 @@ class Engine:
         self._use(bound)
         bound.depth += 1
 
-    def hold(self, bound: BoundUnit) -> None:
-        """The backward of a unit is next: let go of the units held before it."""
-        self.in_use.release_held(but=bound, nested=len(self.backwards) > 1)
+    def hold(self, bound: BoundUnit, began: int) -> None:
+        """The backward is next of a unit whose forward `began` at that number of autograd's: let
+        go of the units held before it."""
+        graph = self.enter_backward()
+        others = self._around(graph) if len(self.backwards) > 1 else ()
+        self.in_use.release_held(but=bound, others=others)
         if self.finality.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
         if bound.index not in self.finality.begun:  # Else nothing that comes needs its weights.
-            bound.held = True
+            bound.hold(graph, began, others)
             self._use(bound)
 
     def _use(self, bound: BoundUnit) -> None:

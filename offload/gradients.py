@@ -132,7 +132,10 @@ class Gradients:
             if not shows:
                 self._executor.copy_now(window, gradient)
         self._collector.assigned(unit, parameter)
-        now.shown[parameter] = Shown.of(gradient if shows else window, apart=shows and not same)
+        found = Shown.of(gradient if shows else window, apart=shows and not same)
+        if same and before is not None and not before.apart:
+            found = found.after(before) if shows else before  # Which has that memory.
+        now.shown[parameter] = found
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""

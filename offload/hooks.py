@@ -217,15 +217,14 @@ class Hooks:
             if run.made(tensor):
                 for bound in used:
                     if (backward := self._announce[bound.index]) is not None:
-                        _announce(tensor, backward)
+                        _announce(tensor, partial(backward, run.began))
 
-    def _before_backward(self, bound: BoundUnit, gradient: torch.Tensor) -> None:
+    def _before_backward(self, bound: BoundUnit, began: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of a unit: its backward is next."""
         if torch.is_grad_enabled():
             _refuse_create_graph()
         with self._engine.lock:
-            self._engine.enter_backward()
-            self._engine.hold(bound)
+            self._engine.hold(bound, began)
 
 
 _CALLED = "an offloaded module was called"

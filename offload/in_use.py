@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 
@@ -13,6 +14,9 @@ from offload.exposure import Exposures
 from offload.guard import Handle, Resolver
 from offload.passes import Entry, Passes
 from offload.program import Lane, Value
+
+_node: Callable[[], Any] = torch._C._current_autograd_node
+"""What runs on this thread, of the innermost backward."""
 
 
 class InUse:
@@ -163,17 +167,28 @@ class InUse:
         with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
             return not torch.equal(home, now.to(home.device))
 
-    def release_held(self, *, nested: bool, but: BoundUnit | None = None) -> None:
+    def reached(self, graph: int) -> None:
+        """A backward runs a forward again: of the calls behind its node it needs nothing more.
+
+        Torch takes the nodes of one thread in the order of their numbers, the last made first.
+        """
+        if (node := _node()) is None:
+            return
+        number = node._sequence_nr()
+        for bound in self.units:
+            if bound.held_by == graph and number < bound.began:
+                bound.held_by = -1
+
+    def release_held(self, *, others: Container[int], but: BoundUnit | None = None) -> None:
         """Put the units held at rest, but lasting ones, which stay to the end of the pass.
 
         Units that were called inside the forward of `but`, or around it, stay: their backwards lie
-        inside one another. Where backwards are `nested` one that goes on may have weights of a unit
-        that it has run again with nobody's guard around it, in a checkpoint of the unit's own: they
-        stay.
+        inside one another. So do those that one of `others` holds, the backwards around this one:
+        it may have their weights with nobody's guard around, from a checkpoint of a unit's own.
         """
         for bound in list(self.units):
             around = but is not None and (bound.index in but.around or but.index in bound.around)
-            if bound is but or around or bound.spec.lasting or (nested and bound.kept_by_graph):
+            if bound is but or around or bound.spec.lasting or bound.held_by in others:
                 continue
             bound.held = False
             self.release(bound)

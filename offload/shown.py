@@ -15,6 +15,16 @@ _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
 
 
+def _storage_references(tensor: torch.Tensor) -> int:
+    """References to the storage of a tensor as Python knows it."""
+    return sys.getrefcount(tensor.untyped_storage())
+
+
+_ALONE = torch.empty(1)
+_OWN_STORAGE_REFERENCES = _storage_references(_ALONE)
+"""References to the storage of a tensor that lives, when nobody else holds it."""
+
+
 @dataclass(slots=True)
 class Shown:
     """What `p.grad` has returned."""
@@ -24,6 +34,8 @@ class Shown:
     """Whether it has memory of its own."""
     made_at: int
     """Its address in memory of the engine's; 0 where the user made it."""
+    shared: bool = False
+    """Whether it was assigned with another storage of that memory: who has the first is unknown."""
     version: int = 0
     """Changes of it that torch had counted as a backward began."""
 
@@ -44,7 +56,15 @@ class Shown:
         What holds it in torch may be a view that torch did not make (DLPack), or have its address.
         """
         counts: int = self.tensor._use_count()  # type: ignore[attr-defined]
-        return counts > 1 or use_count(self.tensor) > ALONE
+        if self.shared or counts > 1 or use_count(self.tensor) > ALONE:
+            return True
+        return _storage_references(self.tensor) > _OWN_STORAGE_REFERENCES
+
+    def after(self, before: Shown) -> Shown:
+        """This, which was assigned in the place of one in the same memory."""
+        mine, other = (one.tensor.untyped_storage()._cdata for one in (self, before))
+        self.shared = before.shared or mine != other
+        return self
 
     @property
     def followed(self) -> bool:

@@ -98,6 +98,51 @@ def test_a_view_that_is_kept_stays_one_of_the_gradient(
     assert_same(*(without_idle_states(one) for one in (early, alone)))
 
 
+class Kind(torch.Tensor):
+    """A kind of tensors that `p.grad` does not show."""
+
+
+ASSIGNED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "by DLPack": lambda g: torch.from_dlpack(g),
+    "by NumPy": lambda g: torch.from_numpy(g.numpy()),
+    "as another kind": lambda g: g.as_subclass(Kind),
+    "as a parameter": lambda g: torch.nn.Parameter(g),
+    "as its storage": lambda g: None,
+}
+
+
+@pytest.mark.parametrize(("how", "placement"), in_turn(ASSIGNED, PLACEMENTS))
+@pytest.mark.parametrize("view", ["itself", "view"])
+def test_a_gradient_whose_memory_another_storage_has_is_followed(
+    how: str, placement: tuple[str, str, str], view: str, tmp_path: Path
+) -> None:
+    kept: list[torch.Tensor] = []
+
+    def assigned(run: Run, number: int) -> None:
+        weight: Any = next(iter(run.model.parameters()))
+        run.loss().backward()
+        one = weight.grad
+        kept[:] = [VIEWS[view](one)]
+        if how == "as its storage":
+            held = one.untyped_storage(), one.storage_offset(), one.shape
+            kept.clear()
+        else:
+            weight.grad = ASSIGNED[how](one)
+        del one
+        for turn in range(3):
+            shown = kept[0] if kept else torch.empty(0).set_(*held)
+            run.extra.append(shown.flatten().tolist())
+            shown.mul_(0.5)
+            del shown
+            if turn < 2:
+                (run.optimizer.zero_grad if turn else run.optimizer.step)()
+                run.loss().backward()
+        run.step()
+
+    ours = train(placement, tmp_path, assigned, **fp32())
+    assert_same(*(without_idle_states(one) for one in (ours, train_alone(assigned, **fp32()))))
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_a_view_of_a_gradient_that_is_given_up_keeps_it(
     placement: tuple[str, str, str], tmp_path: Path

@@ -83,9 +83,9 @@ def trained(
     engine = optimizer.engine
     hold, held = engine.hold, list[list[str]]()
 
-    def spy(bound: BoundUnit) -> None:
+    def spy(bound: BoundUnit, began: int) -> None:
         held[-1].append(bound.spec.name)
-        hold(bound)
+        hold(bound, began)
 
     engine.hold = spy
     try:
