@@ -256,10 +256,13 @@ class Memory:
         self._more = [one for one in self._more if one[1] is not arena]
         arena.close()
 
-    def move(self, kind: Kind, unit: int, to: Arena | None) -> None:
-        """Let a home be in what `more` has given, or again where the plan has it."""
+    def room_of(self, kind: Kind, unit: int, more: Arena | None) -> torch.Tensor:
+        """Where a home could be: in what `more` has given, or where the plan has it."""
         home = self._plan.homes[kind, unit]
-        here = self.arenas[home.tier].view(home) if to is None else to.tensor
+        return self.arenas[home.tier].view(home) if more is None else more.tensor
+
+    def move(self, kind: Kind, unit: int, here: torch.Tensor) -> None:
+        """Let a home be elsewhere."""
         self._homes[kind, unit] = here
         self._whole.pop(Use(self._plan.home(kind, unit), Value(kind, unit)), None)
 

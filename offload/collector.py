@@ -181,7 +181,7 @@ class Collector:
     def home_moved(self, unit: int) -> None:
         """The home of a unit's gradients is not where it was."""
         self.units[unit].views.clear()
-        self._passes.known.homes_moved()
+        self._passes.known.home_moved(unit)
 
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""

@@ -71,7 +71,7 @@ class Gradients:
         """Those of which anything is shown."""
         self._look = SharingLook()
         self.written = WrittenInside()
-        self._places = Places(executor)
+        self._places = Places(executor, collector.home_moved)
 
     def has(self, unit: int, parameter: int) -> bool:
         """Whether a parameter has a gradient."""
@@ -377,6 +377,7 @@ class Gradients:
         now = self._showing(unit)
         if now.copied is not None:
             self._executor.poke(Value("gradient", unit), now.copied)
+            self._places.leave(now.copied)
             now.copied = None
         else:
             if size := self._places.needs(unit):
@@ -386,7 +387,6 @@ class Gradients:
                 )
                 self._make_room(size, what, "Let go of it before, or keep p.grad or a clone()")
             self._places.move(unit)
-            self._collector.home_moved(unit)
         for shown in now.shown.values():
             shown.apart = True
 

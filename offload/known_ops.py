@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from offload.books import Known
 from offload.executor import Executor
@@ -30,7 +30,7 @@ class KnownOps:
         self._plan = executor.plan
         self._turns: dict[Hashable, tuple[list[Known], Known]] = {}
         self._collects: dict[Hashable, Known] = {}
-        self._carries: dict[Hashable, list[Known]] = {}
+        self._carries: dict[Any, list[Known]] = {}
 
     def turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
         """What brings a unit's weights at a place in a pass, and the user's compute with them."""
@@ -52,9 +52,10 @@ class KnownOps:
             lambda: self._all(carry_out(self._plan, unit, deadline, first=first)),
         )
 
-    def homes_moved(self) -> None:
-        """The homes of gradients are not where they were."""
-        self._carries.clear()
+    def home_moved(self, unit: int) -> None:
+        """The home of a unit's gradients is not where it was."""
+        for key in [key for key in self._carries if key[0] == unit]:
+            del self._carries[key]
 
     def collecting_place(self, unit: int) -> Use:
         """Where the gradient of a unit is collected."""

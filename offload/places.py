@@ -17,6 +17,8 @@ import torch
 
 from offload.arena import Arena
 from offload.executor import Executor
+from offload.exposure import use_count
+from offload.extents import ALONE
 from offload.program import Value
 
 
@@ -33,17 +35,26 @@ class _Place:
 class Places:
     """Moves homes of gradients in memory that the host can read."""
 
-    def __init__(self, executor: Executor):
-        """Each is where the plan has it."""
-        self._executor = executor
+    def __init__(self, executor: Executor, moved: Callable[[int], None]):
+        """Each is where the plan has it; `moved` is told of the unit whose home is elsewhere."""
+        self._executor, self._moved = executor, moved
         self._of: dict[int, list[_Place]] = {}
         """By unit, those that there are; the first is its home now."""
 
+        self._left: list[torch.Tensor] = []
+        """Copies of gradients whose home is elsewhere, of which others have views."""
+
     @property
     def bytes(self) -> int:
-        """Memory taken beyond what the plan has."""
+        """Memory taken beyond what the plan has, and that of copies that were left."""
         places = (place for mine in self._of.values() for place in mine)
-        return sum(place.arena.bytes for place in places if place.arena is not None)
+        taken = sum(place.arena.bytes for place in places if place.arena is not None)
+        self._left = [copied for copied in self._left if use_count(copied) > ALONE]
+        return taken + sum(copied.nbytes for copied in self._left)
+
+    def leave(self, copied: torch.Tensor) -> None:
+        """A copy belongs to who has views of it."""
+        self._left.append(copied)
 
     def array(self, unit: int) -> np.ndarray:
         """A unit's gradients at home, to be seen by others: whatever they make of it is counted."""
@@ -70,22 +81,31 @@ class Places:
         Raises:
             MemoryError: the memory is not there.
         """
-        mine, before = self._of.setdefault(unit, [_Place(None)]), self._home(unit)
+        mine = self._of.setdefault(unit, [_Place(None)])
         place = next((one for one in mine[1:] if one.known() is None), None)
         if place is None:
-            executor = self._executor
-            tier = executor.plan.home("gradient", unit).tier
-            place = _Place(executor.memory.more(tier, len(before)))
+            memory, tier = self._executor.memory, self._executor.plan.home("gradient", unit).tier
+            place = _Place(memory.more(tier, len(self._home(unit))))
             mine.append(place)
+        self._move_to(unit, place)
+
+    def _move_to(self, unit: int, place: _Place) -> None:
+        mine, memory = self._of[unit], self._executor.memory
+        here = memory.room_of("gradient", unit, place.arena)
+        self._executor.copy_now(here, self._home(unit))  # First: a home is never half there.
         mine.remove(place)
         mine.insert(0, place)
-        self._executor.memory.move("gradient", unit, place.arena)
-        self._executor.copy_now(self._home(unit), before)
+        memory.move("gradient", unit, here)
+        self._moved(unit)
 
     def trim(self) -> int:
-        """Give back what was taken and is neither a home nor viewed; how many bytes it was."""
+        """Give back what was taken and that nobody has views of; how many bytes it was."""
         before = self.bytes
-        for mine in self._of.values():
+        for unit, mine in self._of.items():
+            planned = next(place for place in mine if place.arena is None)
+            if planned is not mine[0] and planned.known() is None and mine[0].known() is None:
+                self._executor.quiesce("gradient", unit)
+                self._move_to(unit, planned)
             for place in mine[1:]:
                 if place.arena is not None and place.known() is None:
                     mine.remove(place)

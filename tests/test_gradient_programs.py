@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offload
 from tests.gradient_programs import differs
@@ -18,6 +19,7 @@ from tests.training import (
     Run,
     assert_same,
     attached,
+    config_of,
     fp32,
     in_turn,
     same_bits,
@@ -283,3 +285,44 @@ def test_a_gradient_of_before_that_a_hook_changes_is_refused_as_the_backward_end
             one.step()
         for name, value in b.model.state_dict().items():
             assert same_bits(value, run.model.state_dict()[name])
+
+
+class Rows(nn.Module):
+    """Units of one size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in self.rows:
+            x = row(x).tanh()
+        return x
+
+
+def test_views_of_one_unit_after_another_take_memory_for_one(tmp_path: Path) -> None:
+    """As of who looks at another layer in each step: homes come back to where they were."""
+    config = config_of(("cpu", "cpu", "cpu"), tmp_path, exposed_memory=60_000)
+    model: Any = Rows()
+    _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    with optimizer.engine:
+        for step in range(24):
+            model(torch.ones(2, 64)).sum().backward()
+            view = model.rows[step % 8].weight.grad.data
+            optimizer.step()
+            optimizer.zero_grad()
+        assert view.isfinite().all()
+
+
+def test_copies_that_are_left_to_views_are_counted(tmp_path: Path) -> None:
+    config = config_of(("nvme", "nvme", "nvme"), tmp_path, exposed_memory=100_000)
+    model: Any = Rows()
+    _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    views = []
+    with optimizer.engine, pytest.raises(MemoryError, match=r"held so, and exposed_memory"):
+        for _ in range(24):
+            model(torch.ones(2, 64)).sum().backward()
+            views.append(model.rows[0].bias.grad.data)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(views) >= 2
