@@ -63,8 +63,7 @@ class Gradients:
 
     def __init__(self, executor: Executor, collector: Collector, limit_bytes: int):
         """Show what `collector` brings home, with at most `limit_bytes` of copies at once."""
-        self._executor = executor
-        self._plan = executor.plan
+        self._executor, self._plan = executor, executor.plan
         self._collector = collector
         self._limit_bytes = limit_bytes
         self._units: dict[int, Showing] = {}
@@ -127,6 +126,7 @@ class Gradients:
             gradient.data = gradient.clone()
         shows, same = may_be_shown(gradient, window), is_same(gradient, window)
         if not same:  # Else `p.grad = p.grad.detach()`.
+            del window  # No view of the user's.
             self._lose(unit, parameter)
             window = self._seen(unit, parameter)
             if not shows:
@@ -293,7 +293,7 @@ class Gradients:
         if now.copied is None:
             what = f"showing the gradients of {self._name(unit)} needs a copy from {home.tier}"
             self._make_room(self._plan.bytes_of("gradient", unit), what, _NO_COPY)
-            copied = host_tensor(self._plan.bytes_of("gradient", unit))
+            copied = host_tensor(self._plan.bytes_of("gradient", unit)).data  # With no base.
             if self._collector.has_any(unit):
                 self._executor.copy_now(copied, self._executor.peek(value))
             now.copied = copied  # Last: what could not be read is not shown, nor put home.

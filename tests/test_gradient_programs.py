@@ -326,3 +326,23 @@ def test_copies_that_are_left_to_views_are_counted(tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len(views) >= 2
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_what_nobody_views_any_more_takes_no_memory(home: str, tmp_path: Path) -> None:
+    config = config_of(("cpu", home, home), tmp_path, exposed_memory=100_000)
+    model: Any = Rows()
+    _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    with optimizer.engine:
+        for _ in range(12):
+            model(torch.ones(2, 64)).sum().backward()
+            view = model.rows[0].weight.grad.view(-1)
+            other = model.rows[1].weight
+            gradient = other.grad
+            gradient.data = gradient.data.clone()
+            other.grad = gradient.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            del view, gradient
+        assert optimizer.engine.gradients._places.trim() <= 24_000
+        assert optimizer.engine.gradients._places.bytes == 0

@@ -267,7 +267,7 @@ WAITS = (
     Wait(
         "awaited: who meets one, for its weights",
         "awaited",
-        "            self._executor.lanes.wait(self.tasks)\n",
+        "        self._executor.lanes.wait(self.tasks)\n",
         "",
         ("test_awaited",),
     ),
@@ -280,7 +280,7 @@ WAITS = (
     ),
     Wait(
         "awaited: a lane, for the compute before step()",
-        "awaited",
+        "carrier",
         "            yield self.fence\n",
         "            yield None\n",
     ),
