@@ -265,6 +265,8 @@ def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
                 monkeypatch.setattr(Residents, "update", begin)
             loop.backward()
             run.step()
+        run.engine.settle()
+        device.timeline.finish()
     assert not device.timeline.races, device.timeline.races[0]
 
 
