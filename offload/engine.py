@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ from cpu_adam.choice import available
 from offload import interrupt
 from offload.arena import Memory
 from offload.aside import unseen
+from offload.backwards import Backwards
 from offload.binding import BoundUnit, count_change
 from offload.calls import Calls, refuse_intruder
 from offload.casts import Casts
@@ -77,11 +78,7 @@ class Engine:
         self.finality.reruns.ended = whole(self._begin_final)
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
-        self._backward_thread = 0
-        """The thread of the outermost backward under way."""
-        self.backwards: dict[int, Callable[[], object]] = {}
-        """Those under way, the outermost first, by autograd's number: a weak reference to what
-        is called back at the end, which autograd drops where the backward raised."""
+        self.backwards = Backwards()
         unlock_in_children(self)
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
@@ -123,8 +120,7 @@ class Engine:
         """Refuse this thread to go on while another one is inside a forward or backward."""
         if self.calls.elsewhere:
             refuse_intruder("forward")
-        others = self.executor.device.is_host and self._backward_thread != threading.get_ident()
-        if others and any(ended() is not None for ended in list(self.backwards.values())):
+        if self.executor.device.is_host and self.backwards.elsewhere:
             refuse_intruder("backward")
 
     def open_forward(self) -> None:
@@ -141,8 +137,7 @@ class Engine:
             return graph
         self.check()
         self.refuse_elsewhere()
-        for one in [one for one, ended in self.backwards.items() if ended() is None]:
-            del self.backwards[one]
+        self.backwards.forget()
         if self.passes.verb is not Verb.BACKWARD or not self.backwards:
             self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
             self.finality.require_step("another backward")
@@ -150,23 +145,14 @@ class Engine:
             self.gradients.begin_backward(self.residents.all())
             self.finality.backward_began()
             self.passes.open(Verb.BACKWARD)
-        if not self.backwards:
-            self._backward_thread = threading.get_ident()
-        end = whole(partial(self._graph_ended, graph))
-        self.backwards[graph] = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # type: ignore[attr-defined]
+        self.backwards.began(graph, whole(partial(self._graph_ended, graph)))
         return graph
-
-    def _around(self, graph: int) -> Container[int]:
-        """The backwards under way around one."""
-        known = self.backwards.items()
-        return [one for one, ended in known if one != graph and ended() is not None]
 
     def _graph_ended(self, graph: int) -> None:
         """A backward has ended; the outermost one ends the pass."""
         with self.lock:
-            self.backwards.pop(graph, None)
-            self.in_use.release_held(others=self._around(graph))
+            self.backwards.ended(graph)
+            self.in_use.release_held(others=self.backwards.around(graph))
             if not self.backwards:
                 self.end_pass(finished=True)
                 for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
@@ -179,13 +165,13 @@ class Engine:
         """Take over a gradient; when it makes the unit's final, its update begins soon."""
         if (graph := torch._C._current_graph_task_id()) not in self.backwards:
             self.enter_backward()
-        self.finality.gradient_came(unit, index, outermost=graph == next(iter(self.backwards)))
+        self.finality.gradient_came(unit, index, outermost=graph == self.backwards.outermost)
         self.collector.collect(unit, index, gradient)
 
     def _begin_final(self) -> None:
         """Begin the updates of units whose gradient is final and whose backward is over."""
         with self.lock:  # Which a function that is over does not have.
-            outermost = next(iter(self.backwards), None)  # None: it is over.
+            outermost = self.backwards.outermost  # None: it is over.
             if outermost not in (None, torch._C._current_graph_task_id()) or retains():
                 return
             # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
@@ -253,7 +239,7 @@ class Engine:
         """The backward is next of a unit whose forward `began` at that number of autograd's: let
         go of the units held before it."""
         graph = self.enter_backward()
-        others = self._around(graph) if len(self.backwards) > 1 else ()
+        others = self.backwards.around(graph) if len(self.backwards) > 1 else ()
         self.in_use.release_held(but=bound, others=others)
         if self.finality.final:
             self._begin_final()  # Before blocking: the lanes may take it up meanwhile.

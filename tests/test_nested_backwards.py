@@ -127,3 +127,52 @@ def test_what_a_backward_has_behind_it_keeps_no_slot(
     assert kept
     assert not any(kept)
     assert apart == []
+
+
+class BreaksOff(RuntimeError):
+    """What a backward inside another is ended by."""
+
+
+def broken_inside(model: Any, optimizer: Any, left: list[int]) -> list[torch.Tensor]:
+    """Train; the backward inside the outer one raises halfway, and the outer one goes on.
+
+    `left` is told how many units an attached model has in use after each backward.
+    """
+
+    def inside(gradient: torch.Tensor) -> None:
+        def ends(gradient: torch.Tensor) -> None:
+            raise BreaksOff
+
+        with torch.enable_grad():
+            halfway = model[4](torch.ones(3, WIDTH, requires_grad=True))
+            halfway.register_hook(ends)
+            loss = model[5](halfway).sum()
+        with pytest.raises(BreaksOff):
+            loss.backward()
+
+    found: list[torch.Tensor] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        hook = model[2].up.bias.register_hook(inside)
+        model(torch.randn(3, WIDTH)).pow(2).sum().backward()
+        hook.remove()
+        if hasattr(optimizer, "engine"):
+            left.append(len(optimizer.engine.in_use.units) + len(optimizer.engine.backwards))
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach().clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_one_that_raises_inside_another_is_over(reentrant: bool, tmp_path: Path) -> None:
+    """The outer one ends its pass, with what came of the inner one, as torch's does."""
+    expected = broken_inside(*build("itself", reentrant), [])
+    for placement in PLACEMENTS:
+        left: list[int] = []
+        config = config_of(placement, tmp_path)
+        model, optimizer = offload.attach(*build("itself", reentrant), config)
+        with optimizer.engine:
+            found = broken_inside(model, optimizer, left)
+        assert all(map(same_bits, found, expected)), placement
+        assert left == [0, 0, 0]

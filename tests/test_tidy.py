@@ -44,7 +44,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("breakdown",),
     ("interrupt", "fork", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
-    ("rows", "blocks", "accepted", "frozen"),
+    ("rows", "blocks", "accepted", "frozen", "backwards"),
     ("sizes",),
     ("layout",),
     ("plan",),
