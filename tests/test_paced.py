@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 import offload
 from cpu_adam import reference
+from offload.arena import Memory
 from offload.bounce import bounce
-from offload.program import Value
+from offload.program import Op, Value
 from offload.resident import Residents
+from offload.updates import Updates
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
@@ -241,19 +243,34 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
 def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that began inside backward, and is held back until they begin, or for a while."""
-    queued, begun, pause, update = Event(), Event(), Paced.pause, Residents.update
+    """One that began inside backward: it has queued its work there, and is held back until they
+    have queued theirs, or somebody waits for it."""
+    at_work, let_go = Event(), Event()
+    workspace, pause = Memory.workspace, Paced.pause
+    update, settle = Residents.update, Updates.settle
+    begun: list[Op] = []
+    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
+
+    def enter(memory: Memory, op: Op) -> torch.Tensor | None:
+        if current_thread().name == "offload-compute":
+            begun.append(op)
+        return workspace(memory, op)
 
     def hold(device: Paced) -> None:
-        if current_thread().name == "offload-compute" and not queued.is_set():
-            queued.set()
-            begun.wait(0.3)
+        if current_thread().name == "offload-compute" and begun and not at_work.is_set():
+            at_work.set()
+            assert let_go.wait(60.0)
         pause(device)
 
     def begin(*args: Any) -> None:
-        assert queued.wait(10.0)
-        begun.set()
+        assert at_work.wait(60.0)
         update(*args)
+        let_go.set()
+
+    def wait(updates: Updates) -> None:
+        if updates._pending:
+            let_go.set()
+        settle(updates)
 
     options: Any = {"build": build_mixed, "gradient_dtype": "fp32", "micro_batches": 1}
     with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
@@ -261,12 +278,16 @@ def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
         loop = Loop(run, device)
         for number in range(3):
             if number == 2:  # The first whose updates begin inside backward.
+                run.engine.settle()
+                monkeypatch.setattr(Memory, "workspace", enter)
                 monkeypatch.setattr(Paced, "pause", hold)
                 monkeypatch.setattr(Residents, "update", begin)
+                monkeypatch.setattr(Updates, "settle", wait)
             loop.backward()
             run.step()
         run.engine.settle()
         device.timeline.finish()
+    assert let_go.is_set()
     assert not device.timeline.races, device.timeline.races[0]
 
 
