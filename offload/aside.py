@@ -1,11 +1,12 @@
-"""What the engine does in a call from outside is no business of the user's modes.
+"""What the engine does in a call from outside is no business of the user's modes and compilers.
 
 A `TorchFunctionMode` (`with torch.device(...)` is one) or `TorchDispatchMode` sees every operation
 of the thread: it would count the engine's copies as the model's, put its tensors elsewhere, or, as
 selective checkpointing does in a recompute, look for them among what the forward did. So the modes
 that are active where the engine is called are off while it works, and on again for what it calls of
 the user's. A transform of `torch.func` takes all tensors for its own: it is off, too, and what is
-offloaded is refused to it by name.
+offloaded is refused to it by name. And `torch.compile`, which compiles what is called by what it
+compiles, leaves the engine alone.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _functions: Any = torch._C
+_dynamo: Any = torch._dynamo
 _functions_active: Callable[[], int] = _functions._len_torch_function_stack
 _dispatchers_active: Callable[[], int] = _functions._len_torch_dispatch_stack
 
@@ -83,6 +85,13 @@ def _recorded() -> bool:
     return torch.compiler.is_exporting() or proxy_tensor.get_proxy_mode() is not None
 
 
+def left_alone(function: Any) -> Any:
+    """Let torch.compile not look into it; where it would have to, torch gives the reason."""
+    alone = _dynamo.decorators.skip(function)
+    alone._torchdynamo_disable_msg = f"torch.export() of an attached model, {NO_RECORDING}"
+    return alone
+
+
 class _Taken(threading.local):
     """By thread, the modes that the innermost call of the engine has taken off, topmost first."""
 
@@ -96,7 +105,14 @@ _taking: list[None] = []
 
 
 def _quiet_in_python(*questions: Callable[[], object]) -> Callable[[], bool]:
-    return lambda: not any(question() for question in questions)
+    @left_alone
+    def ask() -> bool:
+        for question in questions:  # noqa: SIM110 (torch.compile complains of generators)
+            if question():
+                return False
+        return True
+
+    return ask  # type: ignore[no-any-return]
 
 
 quiet = _quiet_in_python if _native is None else _native.quiet
@@ -121,20 +137,31 @@ usual = quiet(*QUESTIONS)
 """Whether, besides, nothing compiles what this thread calls."""
 
 
-def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let `function` work without the modes that are active where it is called."""
+@left_alone
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, such that torch.compile, where it looks at this thread, sees nothing of it."""
+    alone: Callable[Parameters, Result] = _dynamo.disable(function) if compiler() else function
+    return alone
 
-    @functools.wraps(function)
-    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+
+def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let `function` work without the modes that are active where it is called, and uncompiled."""
+
+    def work(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         if transforms():
             with temporarily_clear_interpreter_stack():
-                return run(*args, **kwargs)
+                return work(*args, **kwargs)
         if nothing_to_take():
             return function(*args, **kwargs)
         with _off():
             return function(*args, **kwargs)
 
-    return run
+    @functools.wraps(function)
+    def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        now: Callable[Parameters, Result] = uncompiled(work)
+        return now(*args, **kwargs)
+
+    return left_alone(run)  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -35,7 +35,6 @@ needs no weights: the first gradient that it brings meets the unit, and is added
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -52,7 +51,7 @@ from offload.executor import Executor
 from offload.frozen import Frozen
 from offload.holders import holders, idle_parameter, is_torchs
 from offload.inert import InertInCopies
-from offload.interrupt import whole
+from offload.interrupt import whole, wholly
 from offload.resting import RestingParameter, find
 from offload.task import Task
 
@@ -274,12 +273,16 @@ class AwaitedParameter(RestingParameter):
         """Answer, or wait and let torch answer."""
         handler = _HANDLERS.get(func)
         if handler is not None and (seat := _seat(args[0])) is not None:
-            return whole(_asked)(seat, func, handler, args, kwargs)
+            return wholly(_asked, seat, func, handler, args, kwargs)
         for parameter in list(find((args, kwargs), AwaitedParameter)):
             _meet(parameter)
-        if func is _T.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
-            return _T._make_subclass(nn.Parameter, args[0])  # As it is of a parameter of torch's.
         return func(*args, **kwargs)
+
+    @classmethod
+    def _renewed(cls, parameter: RestingParameter) -> nn.Parameter:
+        """As it is of a parameter of torch's."""
+        assert isinstance(parameter, AwaitedParameter)
+        return _T._make_subclass(nn.Parameter, _meet(parameter))  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         return copy.deepcopy(_meet(self), memo)
@@ -372,7 +375,7 @@ def _compiling(_: object) -> None:
     """Torch is about to compile something: what it looks at is plain."""
     for awaited in list(_everyone):
         with suppress(Exception):  # One that failed, or was closed, may have nothing to do with it.
-            whole(awaited.meet)()
+            wholly(awaited.meet)
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aside import NO_RECORDING, aside, compiler, refuse_transforms, traced, usual
+from offload.aside import NO_RECORDING, aside, left_alone, refuse_transforms, traced, usual
 from offload.binding import BoundUnit
 from offload.collector import Collecting, let_wait, take_gradient
 from offload.engine import Engine
@@ -92,7 +92,7 @@ class Hooks:
             if module is model or any(p in streamed for p in module._parameters.values()):
                 before_load: Any = module.register_load_state_dict_pre_hook
                 keep(before_load(_refuse_assign))
-        lets_wait = _left_alone(_gradient_made)
+        lets_wait = left_alone(_gradient_made)
         for unit in engine.units:
             if trains and unit.index in engine.residents:
                 continue
@@ -274,16 +274,6 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """The number that autograd gives to the next operation of this thread."""
 
 
-_dynamo: Any = torch._dynamo
-
-
-def _left_alone(function: Any) -> Any:
-    """Let torch.compile not look into it; where it would have to, torch gives the reason."""
-    alone = _dynamo.decorators.skip(function)
-    alone._torchdynamo_disable_msg = f"torch.export() of an attached model, {NO_RECORDING}"
-    return alone
-
-
 class Hook(InertInCopies, partial[Any]):
     """A hook that torch.compile leaves alone.
 
@@ -301,14 +291,14 @@ class Hook(InertInCopies, partial[Any]):
 def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Hook:
     """Call `function` with these and what it is called with, whole; it `refuses` `torch.func`."""
 
-    @_left_alone
+    @left_alone
     def otherwise(*args: Any) -> Any:
         if refuses:
             refuse_transforms(_CALLED)
-        return apart(*args) if compiler() is None else _dynamo.disable(apart)(*args)
+        return apart(*args)
 
     apart = aside(function)
-    return Hook(_left_alone(whole(function, otherwise)), *args)
+    return Hook(whole(function, otherwise), *args)
 
 
 def _gradient_made(

@@ -34,7 +34,7 @@ from typing import ParamSpec, TypeVar
 from cpu_adam import interrupt as of_steps
 from cpu_adam.built import require_version
 from cpu_adam.interrupt import Handler, call, handlers, put_back
-from offload.aside import QUESTIONS, WHOLE_VERSION, aside, usual
+from offload.aside import QUESTIONS, WHOLE_VERSION, aside, left_alone, usual
 
 try:
     from offload import _whole as _native
@@ -144,10 +144,11 @@ def whole(
 ) -> Callable[Parameters, Result]:
     """Let `function` run to its end, its return or its error, before a signal counts.
 
-    The user's modes see nothing of it, see `aside`. Or let `otherwise` run where it is called with
-    such modes, or where anything else is not as usual.
+    The user's modes and torch.compile see nothing of it, see `aside`. Or let `otherwise` run where
+    it is called with such modes, or where anything else is not as usual.
     """
-    return (by_exchange if _native is None else by_note)(function, otherwise)
+    run = (by_exchange if _native is None else by_note)(function, otherwise)
+    return left_alone(run)  # type: ignore[no-any-return]
 
 
 def by_note(
@@ -210,6 +211,14 @@ def by_exchange(
             calls.append((since, _now(), owner))
 
     return run
+
+
+@whole
+def wholly(
+    function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Call `function`, whole: one that is known only now, as to make it `whole` takes longer."""
+    return function(*args, **kwargs)
 
 
 def _end(found: Sequence[tuple[int, Handler]]) -> None:

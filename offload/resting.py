@@ -7,6 +7,8 @@ truly (shape, dtype, identity) go through. Anything else is lent the true values
 the call: the parameter's data is a private copy while the function runs, under the saving guard,
 so that autograd sees the parameter itself and what it saves is a handle. `.grad` and `.data` go to
 the engine. The class is swapped in place: the object, its hooks and its graph stay.
+What torch.compile makes of a function is broken where it touches one: the stand-in tells it nothing
+of the values, and the trap itself is not compiled.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from offload.aside import refuse_transforms
-from offload.interrupt import whole
+from offload.aside import left_alone, refuse_transforms, uncompiled
+from offload.interrupt import wholly
 
 Found = TypeVar("Found")
 
@@ -124,6 +126,7 @@ class RestingParameter(OffloadedParameter):
     _offload_home: Home
 
     @classmethod
+    @left_alone
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
@@ -134,20 +137,36 @@ class RestingParameter(OffloadedParameter):
         if func in TRUE_AT_REST:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return cls._answer(func, args, kwargs)
+        if func is _T.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+            return cls._renewed(*args)
+        return uncompiled(cls._answer)(func, args, kwargs)
+
+    @classmethod
+    def _renewed(cls, parameter: RestingParameter) -> nn.Parameter:
+        """What `nn.Parameter(p)` is.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "nn.Parameter(p) of an offloaded parameter, as register_parametrization() and its like "
+            "make it, would be one that the engine does not know: change what a model consists of "
+            "before attach, or after offload.detach(model); a copy is "
+            "nn.Parameter(p.detach().clone())"
+        )
 
     @classmethod
     def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Answer, or lend the true values for the call."""
-        if func is _T.detach and sys._getframe(2).f_code is nn.Parameter.__new__.__code__:
-            _refuse_renewal()
         handler = _HANDLERS.get(func)
         if handler is not None and isinstance(args[0], RestingParameter):
-            return whole(handler)(*args, **kwargs)
+            return wholly(handler, *args, **kwargs)
         refuse_transforms("an offloaded parameter was used")
         resting = list(dict.fromkeys(find((args, kwargs), RestingParameter)))
-        return whole(resting[0]._offload_home.lend)(func, resting, args, kwargs)
+        return wholly(resting[0]._offload_home.lend, func, resting, args, kwargs)
 
+
+torch._dynamo.config.nontraceable_tensor_subclasses.add(RestingParameter)
 
 _SIGNATURES = {one: signature(one) for one in (torch.autograd.grad, torch.autograd.backward)}
 """What runs a backward, and how it is called."""
@@ -202,14 +221,6 @@ NO_WHOLE_GRADIENT = (
 
 def _refuse_hook(parameter: RestingParameter, hook: object) -> None:
     raise RuntimeError(f"register_post_accumulate_grad_hook: torch calls it {NO_WHOLE_GRADIENT}")
-
-
-def _refuse_renewal() -> None:
-    raise RuntimeError(
-        "nn.Parameter(p) of an offloaded parameter, as register_parametrization() and its like "
-        "make it, would be one that the engine does not know: change what a model consists of "
-        "before attach, or after offload.detach(model); a copy is nn.Parameter(p.detach().clone())"
-    )
 
 
 def _refuse_sharing(parameter: RestingParameter) -> None:

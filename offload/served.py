@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from offload.interrupt import whole
+from offload.interrupt import wholly
 from offload.resting import Home, OffloadedParameter
 
 _T: Any = torch.Tensor
@@ -29,27 +29,27 @@ class ServedParameter(OffloadedParameter):
     @property
     def data(self) -> torch.Tensor:
         """The values; changes count."""
-        return whole(self._offload_home.look)(_T.data.__get__, to_write=True)
+        return wholly(self._offload_home.look, _T.data.__get__, to_write=True)
 
     @data.setter
     def data(self, values: torch.Tensor) -> None:
-        whole(self._offload_home.set_data)(values)
+        wholly(self._offload_home.set_data, values)
 
     def detach(self) -> torch.Tensor:
         """The values, apart from the graph; changes count."""
-        return whole(self._offload_home.look)(_T.detach, to_write=False)
+        return wholly(self._offload_home.look, _T.detach, to_write=False)
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
         """The gradient kept for the parameter; None inside backward."""
         if torch.compiler.is_compiling():  # It looks at everything, and wants nothing of it.
             return None
-        return whole(self._offload_home.gradient)()
+        return wholly(self._offload_home.gradient)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        whole(self._offload_home.set_gradient)(gradient)
+        wholly(self._offload_home.set_gradient, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        whole(self._offload_home.set_gradient)(None)
+        wholly(self._offload_home.set_gradient, None)

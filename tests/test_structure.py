@@ -18,7 +18,19 @@ from torch.nn.utils import parametrizations, prune
 import offload
 from offload.structure import Structure, structure_of
 from tests.small import MIXED, adamw, config, small, tokens, torch_step
-from tests.training import RESIDENT, alone, loss_of, same_bits
+from tests.training import (
+    RESIDENT,
+    Run,
+    alone,
+    assert_same,
+    fp32,
+    loss_of,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
 
 
 @pytest.fixture(scope="module")
@@ -311,6 +323,42 @@ def test_compiled(how: Any, before: bool, backend: str, checkpointed: bool, tmp_
     (ours, weights), (theirs, wanted) = run(True), run(False)
     assert ours == theirs
     assert all(same_bits(one, other) for one, other in zip(weights, wanted))
+
+
+def compiled_loss(run: Run, number: int) -> None:
+    """That uses weights at rest, one given and one found."""
+    bias = run.model.norm.bias
+
+    @torch.compile(backend="eager")
+    def penalized(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return loss + weight.pow(2).sum() * bias[:1].exp().squeeze()
+
+    penalized(run.loss(), run.model.head.weight).backward()
+    run.step()
+
+
+def compiled_edit(run: Run, number: int) -> None:
+    plain(run, number)
+    with torch.no_grad():
+        torch.compile(lambda weight: weight.mul_(0.5).sum(), backend="eager")(run.model.head.weight)
+
+
+def compiled_step(run: Run, number: int) -> None:
+    run.loss().backward()
+    torch.compile(run.step, backend="eager")()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # Dynamo's own.
+@pytest.mark.filterwarnings("ignore:Profiler function:UserWarning")
+@pytest.mark.parametrize("feature", [compiled_loss, compiled_edit, compiled_step])
+def test_what_is_compiled_outside_of_the_model_has_true_weights(
+    feature: Any, tmp_path: Path
+) -> None:
+    """Its graph is broken where it touches one that is at rest."""
+    torch._dynamo.reset()
+    expected = train_alone(feature, **fp32())
+    torch._dynamo.reset()
+    assert_same(train(MIXED, tmp_path, feature, **fp32()), without_idle_states(expected))
 
 
 def test_a_second_model_is_looked_for_once_in_each_attached_one(
