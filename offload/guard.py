@@ -9,6 +9,9 @@ also notes the parameter's version, as torch's own check does not look at packed
 no weight goes to the hooks that were active before ours (checkpointing's, activation offload's),
 so the guard composes with them in whatever order they are entered. Both hold on to the unit's
 `Saved` until autograd lets go of them, by which the engine knows that the unit's backward is over.
+Where there are no other hooks, what is no weight is `Kept`, as torch keeps it without any: apart
+from the graph, since the node that made a tensor may save it, too, and would live as long as
+itself; and with its version.
 
 [Note: Guards left behind]
 Ctrl-C in a module skips its post-hook, so its guard stays on torch's stack of hooks. Every `with`
@@ -21,14 +24,16 @@ backward torch works on a stack of that backward, which goes with it: there noth
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from offload.aside import unseen
 from offload.interrupt import whole
 from offload.served import ServedParameter
+
+Found = TypeVar("Found")
 
 
 class Saved:
@@ -60,6 +65,36 @@ class Handle(NamedTuple):
             base = base.reshape(-1).view(torch.uint8).view(self.dtype)
         start = base.storage_offset() + self.offset // self.dtype.itemsize
         return torch.as_strided(base, self.shape, self.stride, start)
+
+
+class Kept(NamedTuple):
+    """A saved tensor that is no weight."""
+
+    alias: torch.Tensor
+    """In the same memory, and counted as one with it, but of no graph."""
+    version: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Kept:
+        """To keep `tensor`."""
+        return tuple.__new__(Kept, (_detach(tensor), tensor._version))  # As Kept() ends, too.
+
+    def back(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since, in torch's words.
+        """
+        if self.alias._version == self.version:
+            return self.alias
+        with torch._C.DisableTorchFunctionSubclass():
+            found, shape = self.alias.type(), list(self.alias.shape)
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{found} {shape}] is at version {self.alias._version}; expected version "
+            f"{self.version} instead. Hint: enable anomaly detection to find the operation that "
+            "failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
 
 
 class Locator(Protocol):
@@ -130,19 +165,14 @@ class SavingGuard:
         for guard in guards:
             del guard._pair, guard._stack  # As above.
 
-    @whole
-    def _locate(self, tensor: torch.Tensor) -> Handle | None:
-        """Whole, as Ctrl-C between the block and its end would leave the trap off for good."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self._locator.handle_of(tensor)
-
     def _pack(self, tensor: torch.Tensor) -> Any:
         plain = type(tensor) in _PLAIN and unseen()
-        handle = self._locator.handle_of(tensor) if plain else self._locate(tensor)
+        look = self._locator.handle_of
+        handle = look(tensor) if plain else _apart(look, tensor)
         if handle is not None:
             return handle
         if self._outer is None:
-            return tensor
+            return Kept.of(tensor) if plain else _apart(Kept.of, tensor)
         # Hooks around ours may recompute it, and use the weights for that.
         return (self._outer[0](tensor), *(unit.saving() for unit in self._units))
 
@@ -150,10 +180,20 @@ class SavingGuard:
         if type(packed) is Handle:
             with packed.engine.lock:
                 return packed.engine.tensor_of(packed)
-        if self._outer is None:
-            return packed  # type: ignore[no-any-return]
+        if type(packed) is Kept:
+            return packed.back()
         return self._outer[1](packed[0])  # type: ignore[no-any-return]
 
+
+@whole
+def _apart(look: Callable[[torch.Tensor], Found], tensor: torch.Tensor) -> Found:
+    """Whole, as Ctrl-C between the block and its end would leave the trap off for good."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return look(tensor)
+
+
+_detach: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+"""Torch's own, whatever a class makes of it."""
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, ServedParameter)
 """Classes of which torch sends no question to a trap."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +156,68 @@ def test_a_guard_is_taken_out_from_below_others() -> None:
         guard.close()
         assert stack() == [mine[0]]
     assert stack() == []
+
+
+class Witness:
+    """Lives as long as what it is put into."""
+
+
+class Saving(nn.Module):
+    """Has an operation that saves what it gives (`exp`), one that does not, and changes one."""
+
+    def __init__(self, change: str):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.change = change
+        self.nodes: list[weakref.ref[Witness]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        given = hidden.exp()
+        assert given.grad_fn is not None
+        given.grad_fn.metadata["witness"] = witness = Witness()
+        self.nodes.append(weakref.ref(witness))
+        found = self.down(given if self.change != "input" else hidden)
+        if self.change == "output":
+            given.add_(1.0)
+        if self.change == "input":
+            hidden.mul_(2.0)
+        return (found + given).sigmoid()  # type: ignore[no-any-return]
+
+
+def saving(change: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Saving(change), Saving(change))
+
+
+MODES: list[Callable[[], Any]] = [nullcontext, partial(torch.device, "cpu")]
+"""With the second one, torch's operations are not plain."""
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["", "mode"])
+@pytest.mark.parametrize("change", ["output", "input", "afterwards"])
+def test_what_is_saved_and_then_changed_is_refused_as_torch_does(
+    change: str, mode: Callable[[], Any], tmp_path: Path
+) -> None:
+    said = "modified by an inplace operation"
+    with attached(PLACEMENT, tmp_path, build=partial(saving, change), dtype=torch.float32) as run:
+        for model in (saving(change), run.model):
+            with mode():
+                found = model(torch.ones(3, 8))
+                if change == "afterwards":
+                    found.add_(1.0)
+                with pytest.raises(RuntimeError, match=rf"{said}: \[torch.FloatTensor \[3, 8\]\]"):
+                    found.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["", "mode"])
+def test_a_forward_that_has_no_backward_leaves_nothing(
+    mode: Callable[[], Any], tmp_path: Path
+) -> None:
+    with attached(PLACEMENT, tmp_path, build=partial(saving, ""), dtype=torch.float32) as run:
+        with mode():
+            found = run.model(torch.ones(3, 8))
+        nodes = [one for block in run.model for one in block.nodes]  # type: ignore[attr-defined]
+        assert [one() is None for one in nodes] == [False, False]
+        del found
+        assert [one() is None for one in nodes] == [True, True]
