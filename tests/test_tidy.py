@@ -73,7 +73,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bystanders", "carrier", "holders"),
     ("awaited",),
     ("asleep",),
-    ("in_use", "casts", "resident"),
+    ("in_use", "casts", "resident", "fast_path"),
     ("updates",),
     ("engine",),
     ("parameter_home", "hooks"),
