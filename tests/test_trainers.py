@@ -51,6 +51,7 @@ def logged(trainer: Any) -> list[Any]:
     return [[entry.get(name) for name in MEASURED] for entry in trainer.state.log_history]
 
 
+@pytest.mark.filterwarnings("error:.*is deprecated and will be removed")  # Of the example's ways.
 def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     train = example("hf_trainer").train
