@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.arena import typed
+from offload.forms import advice, differing
 from offload.guard import Handle, Resolver, Saved
 from offload.profile import Unit
 from offload.resting import RestingParameter
@@ -360,13 +361,13 @@ class BoundUnit:
             RuntimeError: it has another shape, dtype, device or order of its elements.
         """
         one, mine = self.spec.parameters[parameter], self.parameters[parameter]
-        found = (tuple(mine.shape), mine.dtype, mine.device)
-        wanted = (one.shape, getattr(torch, one.dtype), device)
+        found = (tuple(mine.shape), mine.dtype, str(mine.device))
+        wanted = (one.shape, getattr(torch, one.dtype), str(device))
         if found != wanted or not mine.is_contiguous():
+            theirs, ours = differing(found, wanted)
             raise RuntimeError(
-                f"{one.name} is {found} with strides {mine.stride()} now, but its states are for "
-                f"a contiguous {wanted}: likely the model was converted after attach; leave that "
-                "out, or detach() before it"
+                f"{one.name} has {theirs} now, but its states are for {ours}; "
+                + advice(found, wanted, trained=one.trainable)
             )
 
     def close(self) -> None:

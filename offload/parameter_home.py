@@ -12,6 +12,7 @@ from offload.aside import users_modes
 from offload.binding import BoundUnit
 from offload.engine import Engine
 from offload.extents import lies_otherwise
+from offload.forms import advice, differing
 from offload.guard import Handle, SavingGuard
 from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
@@ -135,13 +136,13 @@ class ParameterHome:
         place = self.engine.executor.device.torch_device.type
         wanted = (one.shape, getattr(torch, one.dtype), place)
         if found != wanted:
+            theirs, ours = differing(found, wanted)
+            running = bound.buffer is not None and not in_backward()
             raise ValueError(
-                f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "
-                f"as {wanted}: only its values can be replaced; detach() before a model is "
-                "converted or resized (embeddings), and attach it again; where its own forward "
-                "converts it (a router to float32), run one forward before attach"
+                f"{one.name}.data was set to a tensor of {theirs}, but the parameter is offloaded "
+                f"with {ours}, and only its values can be replaced; "
+                + advice(found, wanted, trained=one.trainable, own_forward=running)
             )
-
         if lies_otherwise(data):
             raise ValueError(
                 f"{one.name}.data was set to values that lie in memory with strides "

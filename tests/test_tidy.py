@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert", "declared"),
     ("deepspeed_values",),
     ("deepspeed", "deepspeed_optimizer"),
-    ("runs", "disks"),
+    ("runs", "disks", "forms"),
     ("breakdown",),
     ("interrupt", "fork", "outputs", "config", "profile", "records", "scoreboard", "numa"),
     ("machine",),
