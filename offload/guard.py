@@ -54,6 +54,10 @@ class Handle(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugated: bool
+    """Whether it shows the conjugate of what lies there, as `conj()` leaves it to whoever reads."""
+    negated: bool
+    """Likewise: the imaginary part of such a view."""
     version: int
     """The parameter's version when it was saved."""
     saved: Saved
@@ -64,7 +68,10 @@ class Handle(NamedTuple):
         if base.dtype is not self.dtype:
             base = base.reshape(-1).view(torch.uint8).view(self.dtype)
         start = base.storage_offset() + self.offset // self.dtype.itemsize
-        return torch.as_strided(base, self.shape, self.stride, start)
+        found = torch.as_strided(base, self.shape, self.stride, start)
+        if self.negated:
+            found = torch._neg_view(found)
+        return found.conj() if self.conjugated else found
 
 
 class Kept(NamedTuple):

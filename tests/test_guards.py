@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from offload.guard import SavingGuard
-from tests.training import Net, Run, attached, plain
+from tests.training import Net, Run, attached, plain, same_bits
 
 PLACEMENT = ("cpu", "cpu", "cpu")
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -221,3 +221,45 @@ def test_a_forward_that_has_no_backward_leaves_nothing(
         assert [one() is None for one in nodes] == [False, False]
         del found
         assert [one() is None for one in nodes] == [True, True]
+
+
+class Spectral(nn.Module):
+    """Uses its weight as complex numbers, in ways that torch keeps as bits of a view."""
+
+    USES: ClassVar[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+        "conjugated": lambda x, weight: (x * weight.conj()[0]).real,
+        "conjugated, transposed": lambda x, weight: (x @ weight.mH).real,
+        "negated": lambda x, weight: x.real * weight.conj().imag[0],
+        "negated and not": lambda x, weight: x.real * weight.conj().imag[1] + weight.conj()[0].real,
+    }
+
+    def __init__(self, use: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 2))
+        self.use = self.USES[use]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.use(torch.complex(x, x.sin()), torch.view_as_complex(self.weight))
+        return x + found.tanh()
+
+
+def spectral(use: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Spectral(use), Spectral(use))
+
+
+@pytest.mark.parametrize("at_rest", [False, True], ids=["", "at rest"])
+@pytest.mark.parametrize("use", Spectral.USES)
+def test_a_saved_view_of_a_weight_is_conjugated_and_negated_as_it_was(
+    use: str, at_rest: bool, tmp_path: Path
+) -> None:
+    def gradients(model: Any) -> list[torch.Tensor]:
+        found = model(torch.arange(24.0).view(3, 8) / 24)
+        if at_rest:  # Lent to the functions that use it.
+            found = found + Spectral.USES[use](found + 1j, torch.view_as_complex(model[1].weight))
+        found.pow(2).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with attached(PLACEMENT, tmp_path, build=partial(spectral, use), dtype=torch.float32) as run:
+        found = gradients(run.model)
+        assert all(map(same_bits, found, gradients(spectral(use))))
