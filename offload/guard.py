@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 from offload.aside import unseen
 from offload.interrupt import whole
@@ -201,6 +202,26 @@ def _apart(look: Callable[[torch.Tensor], Found], tensor: torch.Tensor) -> Found
 
 _detach: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 """Torch's own, whatever a class makes of it."""
+
+
+class LendingGuard(SavingGuard):
+    """The same around a function to which weights at rest are lent.
+
+    A checkpoint that is not reentrant counts what its function saves, and its recompute is to save
+    as much. What is lent in one of them may be in use in the other, with no guard right around: so
+    it is told of the weights, too, and keeps nothing of them.
+    """
+
+    __slots__ = ()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if type(packed) is Handle and self._outer is not None:
+            pack, unpack = self._outer
+            if unpack.__module__ == checkpoint.__name__:
+                pack(tensor)
+        return packed
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, ServedParameter)
 """Classes of which torch sends no question to a trap."""

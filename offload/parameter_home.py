@@ -13,7 +13,7 @@ from offload.binding import BoundUnit
 from offload.engine import Engine
 from offload.extents import lies_otherwise
 from offload.forms import advice, differing
-from offload.guard import Handle, SavingGuard
+from offload.guard import Handle, LendingGuard
 from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
 
@@ -48,7 +48,7 @@ class ParameterHome:
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
-                stack.callback(SavingGuard(_Lent(homes), units, in_backward()).close)
+                stack.callback(LendingGuard(_Lent(homes), units, in_backward()).close)
             with torch._C.DisableTorchFunctionSubclass(), users_modes():
                 return function(*args, **kwargs)
 
