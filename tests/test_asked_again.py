@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.training import attached, same_bits
+import offload
+from tests.small import adamw, config, small, tokens
+from tests.training import attached, loss_of, same_bits
 
 ON_CPU = ("device", "device", "cpu")
 
@@ -42,3 +45,22 @@ def test_a_gradient_whose_copy_found_no_memory_is_still_owed(tmp_path: Path) -> 
         with no_memory("clone"), pytest.raises(MemoryError):
             weight.grad  # noqa: B018
         assert same_bits(weight.grad, want)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_model_whose_gradients_found_no_memory_stays_attached(after: int, tmp_path: Path) -> None:
+    """They are of another dtype in the engine, or come from another memory."""
+    model = small(torch.bfloat16)
+    settings = config(("cpu", "cpu", "cpu"), tmp_path, gradient_dtype="fp32")
+    offload.attach(model, adamw(model), settings)
+    classes = {type(p) for p in model.parameters()}
+    loss_of(model, tokens()).backward()
+    want = [p.grad.to(p.dtype) for p in model.parameters()]  # type: ignore[union-attr]
+    with no_memory("to", after) as calls, pytest.raises(MemoryError):
+        offload.detach(model)
+    assert len(calls) == after + 1
+    assert {type(p) for p in model.parameters()} == classes
+    loss_of(model, tokens())
+    offload.detach(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(same_bits(p.grad, one) for p, one in zip(model.parameters(), want))  # type: ignore
