@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,19 @@ import torch
 from torch import nn
 
 import offload
+from offload.store import Store
 from tests.small import adamw, config, small, tokens
-from tests.training import attached, loss_of, same_bits
+from tests.training import (
+    Run,
+    assert_same,
+    attached,
+    loss_of,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
 
 ON_CPU = ("device", "device", "cpu")
 
@@ -64,3 +77,85 @@ def test_a_model_whose_gradients_found_no_memory_stays_attached(after: int, tmp_
     offload.detach(model)
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert all(same_bits(p.grad, one) for p, one in zip(model.parameters(), want))  # type: ignore
+
+
+# -- a drive that fails once ---------------------------------------------------------------------
+
+NVME = ("nvme", "nvme", "nvme")
+
+
+@contextmanager
+def no_write(told: list[OSError]) -> Iterator[None]:
+    """The next write of this thread fails, after it has begun."""
+    errors, transfers = [OSError(errno.EIO, "the drive failed once", "/drive")], Store._transfers
+
+    def failing(store: Store, *args: Any, writing: bool) -> Any:
+        if writing and errors and threading.current_thread() is threading.main_thread():
+            told.append(errors.pop())
+            raise told[-1]
+        return transfers(store, *args, writing=writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_transfers", failing)
+        yield
+
+
+def again(told: list[OSError], work: Callable[[], Any]) -> Any:
+    """Ask for something whose first write fails, and once more where it was told so."""
+    with no_write(told), suppress(OSError):
+        return work()
+    return work()  # Else it has returned.
+
+
+def step_of_an_edit(run: Run, work: Callable[[], Any], told: list[OSError]) -> None:
+    """A weight that lies in one chunk with others is edited after the backward."""
+    norm: Any = run.model.norm
+    run.loss().backward()
+    with torch.no_grad():
+        norm.weight.mul_(0.5)
+    run.extra.append(again(told, work))
+    run.extra.append(norm.bias.detach().sum().item())
+    run.step()
+
+
+EDITS: dict[str, Callable[[Run, list[OSError]], None]] = {
+    "forward": lambda run, told: step_of_an_edit(run, lambda: run.model(tokens()).sum(), told),
+    "step": lambda run, told: step_of_an_edit(run, run.optimizer.step, told),
+    "data": lambda run, told: step_of_an_edit(
+        run, lambda: setattr(run.model.norm.bias, "data", torch.full((32,), 0.25)), told
+    ),
+    "edited again": lambda run, told: step_of_an_edit(
+        run, lambda: [run.model(tokens()).sum(), run.model.norm.bias.data.add_(1)][0], told
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_that_could_not_be_written_is_not_lost(how: str, tmp_path: Path) -> None:
+    """Nor is what lies in its chunk of the drive."""
+    told: list[OSError] = []
+    ours = train(NVME, tmp_path, lambda run, _: EDITS[how](run, told), dtype=torch.float32)
+    assert len(told) == 3
+    alone = train_alone(lambda run, _: EDITS[how](run, []), dtype=torch.float32)
+    assert_same(without_idle_states(ours), without_idle_states(alone))
+
+
+def test_states_that_could_not_be_written_are_not_lost(tmp_path: Path) -> None:
+    """Nor are those of other parameters in the same chunk."""
+    with attached(NVME, tmp_path) as run:
+        plain(run, 0)
+        before = run.optimizer.state_dict()["state"]
+        told: list[OSError] = []
+        norm: Any = run.model.norm
+        for how in ("look", "again"):
+            with no_write(told), pytest.raises(OSError, match="once"):
+                del run.optimizer.state[norm.weight]
+            if how == "look":
+                after = run.optimizer.state_dict()["state"]
+                assert len(after) == len(before)
+        del run.optimizer.state[norm.weight]
+        after = run.optimizer.state_dict()["state"]
+        assert len(after) == len(before) - 1
+        for number, state in after.items():
+            assert all(same_bits(state[name], before[number][name]) for name in state)
+        plain(run, 1)

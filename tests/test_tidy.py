@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bounce",),
     ("bed",),
     ("executor", "totals", "calls", "reruns"),
-    ("home_reader", "usable"),
+    ("homes", "usable"),
     ("known_ops",),
     ("states", "exposure", "passes", "resting", "marks"),
     ("served", "guard"),
