@@ -15,7 +15,8 @@ raises there cuts the backward off before this gradient or after it; none is hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ from offload.arena import typed
 from offload.executor import Executor
 from offload.extents import require_dense
 from offload.passes import Passes
-from offload.program import Use, Verb
+from offload.program import Use, Value, Verb
 from offload.served import ServedParameter
 from offload.task import Task
 
@@ -96,6 +97,21 @@ class Collector:
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
         self.units[unit].kept.discard(parameter)
+
+    def zero(self, unit: int, parameters: Container[int], *, elsewhere: Container[int]) -> None:
+        """Make gradients zeros at home; of those `elsewhere` nobody needs what is there."""
+        collecting, value = self.units[unit], Value("gradient", unit)
+        on_nvme = self._plan.home("gradient", unit).tier == "nvme"
+        self._executor.quiesce("gradient", unit)
+        if on_nvme and all(one in parameters or one in elsewhere for one in collecting.kept):
+            self._executor.clear(value)  # Where that fails it can be asked for again.
+            return
+        flat = self._executor.peek(value)
+        for parameter in collecting.kept:
+            if parameter in parameters:
+                self.shaped(flat, unit, parameter).zero_()
+        with self._executor.lanes.once() if on_nvme else nullcontext():
+            self._executor.poke(value, flat)  # On a drive it takes along what is not zeros.
 
     # -- backward --------------------------------------------------------------------------------
 

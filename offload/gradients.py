@@ -161,12 +161,7 @@ class Gradients:
                 self._come(unit, parameter)
                 zero(shown)
         if hidden:
-            value = Value("gradient", unit)
-            self._executor.quiesce("gradient", unit)
-            flat = self._executor.peek(value)
-            for parameter in hidden:
-                self._collector.shaped(flat, unit, parameter).zero_()
-            self._executor.poke(value, flat)
+            self._collector.zero(unit, hidden, elsewhere=now.shown)
 
     @torch.no_grad()
     def hand_over(self, unit: int) -> list[torch.Tensor | None]:

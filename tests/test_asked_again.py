@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 import offload
+from offload.executor import Executor
+from offload.program import Value
 from offload.store import Store
 from tests.small import adamw, config, small, tokens
 from tests.training import (
@@ -159,3 +161,41 @@ def test_states_that_could_not_be_written_are_not_lost(tmp_path: Path) -> None:
         for number, state in after.items():
             assert all(same_bits(state[name], before[number][name]) for name in state)
         plain(run, 1)
+
+
+def test_gradients_that_could_not_be_made_zeros_become_so_when_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all that lies there is to be zeros, nothing is read."""
+    with attached(NVME, tmp_path) as run:
+        loss_of(run.model, tokens()).backward()
+        parameters: list[Any] = list(run.model.parameters())
+        want = [p.grad.clone() for p in parameters]
+        run.loss().backward()
+        peek, asked, told = Executor.peek, list[str](), list[OSError]()
+
+        def noted(executor: Executor, value: Value) -> torch.Tensor:
+            asked.append(value.kind)
+            return peek(executor, value)
+
+        monkeypatch.setattr(Executor, "peek", noted)
+        again(told, lambda: run.optimizer.zero_grad(set_to_none=False))
+        assert told
+        assert "gradient" not in asked
+        assert not any(p.grad.any() for p in parameters)
+        loss_of(run.model, tokens()).backward()
+        assert all(same_bits(p.grad, one) for p, one in zip(parameters, want))
+        run.step()
+
+
+def test_a_gradient_lost_beside_others_made_zeros_ends_the_engine(tmp_path: Path) -> None:
+    def some(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([model.norm.weight])
+
+    with attached(NVME, tmp_path, optimizer=some) as run:
+        run.loss().backward()
+        with no_write([]), pytest.raises(OSError, match="once"):
+            run.optimizer.zero_grad(set_to_none=False)
+        for use in (run.loss, run.step, lambda: run.model.norm.bias.grad):  # type: ignore
+            with pytest.raises(offload.EngineError, match="once"):
+                use()
