@@ -26,7 +26,7 @@ from torch import nn
 from cpu_adam import accumulate
 from offload.arena import typed
 from offload.executor import Executor
-from offload.extents import require_dense
+from offload.extents import require_values
 from offload.passes import Passes
 from offload.program import Use, Value, Verb
 from offload.served import ServedParameter
@@ -119,10 +119,10 @@ class Collector:
         """Take over a gradient that autograd has just produced.
 
         Raises:
-            ValueError: a sparse gradient.
+            ValueError: a sparse gradient, or one without values.
         """
-        if gradient.layout is not torch.strided:
-            require_dense(self._plan.profile.units[unit].parameters[parameter].name, gradient)
+        if gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
+            require_values(self._plan.profile.units[unit].parameters[parameter].name, gradient)
         collecting = self.units[unit]
         if parameter in collecting.waiting:
             self._put(collecting, unit)
@@ -256,6 +256,8 @@ def let_wait(collecting: Collecting, parameter: int, holder: nn.Parameter) -> bo
         return False
     gradient = _GRAD.__get__(holder)
     if gradient is None or gradient.layout is not torch.strided:
+        return False
+    if type(gradient) is not torch.Tensor:
         return False
     _GRAD.__set__(holder, None)
     collecting.waiting[parameter] = gradient
