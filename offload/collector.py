@@ -86,10 +86,6 @@ class Collector:
         """Whether any parameter of a unit has a gradient."""
         return bool(self.units[unit].kept)
 
-    def has_place(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter can have a gradient: it was trainable at attach."""
-        return parameter in self.units[unit].trainable
-
     def assigned(self, unit: int, parameter: int) -> None:
         """A parameter has a gradient now that no backward brought."""
         self.units[unit].kept.add(parameter)
@@ -224,9 +220,13 @@ class Collector:
     def shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in the flat bytes of all of the unit's."""
         spec = self._plan.profile.units[unit]
-        one = spec.parameters[parameter]
-        dtype = spec.segments[one.segment].gradient_dtype
-        return typed(flat, dtype, spec.gradient_offset(parameter), one.shape)
+        dtype, shape = self.dtype_of(unit, parameter), spec.parameters[parameter].shape
+        return typed(flat, dtype, spec.gradient_offset(parameter), shape)
+
+    def dtype_of(self, unit: int, parameter: int) -> str:
+        """In which gradients of a parameter are summed."""
+        spec = self._plan.profile.units[unit]
+        return spec.segments[spec.parameters[parameter].segment].gradient_dtype
 
     def _adder(
         self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]

@@ -122,10 +122,9 @@ def require_values(name: str, gradient: torch.Tensor) -> None:
     if gradient.layout is not torch.strided:
         refuse_sparse(f"the gradient of {name} is {gradient.layout}")
     kind = type(gradient)
-    if gradient.is_meta or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        found = "on the meta device" if gradient.is_meta else f"a {kind.__name__}"
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(
-            f"the gradient of {name} is {found}, with no values in memory that could be kept: "
+            f"the gradient of {name} is a {kind.__name__}, with no values in memory of its own: "
             "likely of a backward that only imitates one, under FakeTensorMode (who estimates "
             "memory does so). Run that before attach; zero_grad() gives up what has come of it"
         )

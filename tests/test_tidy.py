@@ -67,7 +67,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("states", "exposure", "passes", "resting", "marks"),
     ("served", "guard"),
     ("collector", "extents"),
-    ("shown",),
+    ("shown", "assigned"),
     ("places",),
     ("gradients", "binding", "finality", "structure", "state_view"),
     ("bystanders", "carrier", "holders"),
