@@ -97,7 +97,11 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         places = [(bound, index) for bound in streamed for index in range(len(bound.parameters))]
         values = [engine.values_of(bound.index, index) for bound, index in places]
         take = whole(engine.gradients.hand_over)
-        gradients = [gradient for bound in streamed for gradient in take(bound.index)]
+        held = (gradient for bound in streamed for gradient in take(bound.index))
+        gradients = [
+            None if gradient is None else gradient.to(value.device, value.dtype)
+            for gradient, value in zip(held, values, strict=True)
+        ]
         return model, _hand_back(model, places, values, gradients)
 
 
@@ -108,15 +112,14 @@ def _hand_back(
     values: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor | None],
 ) -> torch.optim.Optimizer | None:
-    """Take the engine off a model whose values have been read."""
+    """Take the engine off a model whose values have been read: here nothing large is made."""
     hooks, engine, optimizer, _ = attachments[model]
     original = optimizer.give_up() if optimizer is not None else None
     del attachments[model]
     hooks.remove()
     for (bound, index), value, gradient in zip(places, values, gradients):
-        parameter = bound.parameters[index]
-        make_plain(parameter, value)
-        parameter.grad = None if gradient is None else gradient.to(value.device, value.dtype)
+        make_plain(bound.parameters[index], value)
+        bound.parameters[index].grad = gradient
     engine.close()
     return original
 

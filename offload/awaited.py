@@ -242,10 +242,11 @@ class Away:
     def gradient(self, index: int) -> torch.Tensor | None:
         """What `p.grad` is, before the unit is met."""
         with torch._C.DisableTorchFunctionSubclass():
-            parameter, owed = self._parameters[index], self._owed.pop(index, None)
+            parameter, owed = self._parameters[index], self._owed.get(index)
             if owed is not None:
                 with torch.no_grad(), torch.inference_mode(False):
                     parameter.grad = owed.clone()
+                del self._owed[index]  # Last: where there is no memory, it is still owed.
             return parameter.grad
 
     def set_gradient(self, index: int, gradient: torch.Tensor | None) -> None:

@@ -15,7 +15,8 @@ raises there cuts the backward off before this gradient or after it; none is hal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +26,9 @@ from torch import nn
 from cpu_adam import accumulate
 from offload.arena import typed
 from offload.executor import Executor
-from offload.extents import require_dense
+from offload.extents import require_values
 from offload.passes import Passes
-from offload.program import Use, Verb
+from offload.program import Use, Value, Verb
 from offload.served import ServedParameter
 from offload.task import Task
 
@@ -85,10 +86,6 @@ class Collector:
         """Whether any parameter of a unit has a gradient."""
         return bool(self.units[unit].kept)
 
-    def has_place(self, unit: int, parameter: int) -> bool:
-        """Whether a parameter can have a gradient: it was trainable at attach."""
-        return parameter in self.units[unit].trainable
-
     def assigned(self, unit: int, parameter: int) -> None:
         """A parameter has a gradient now that no backward brought."""
         self.units[unit].kept.add(parameter)
@@ -97,16 +94,31 @@ class Collector:
         """Let a parameter have no gradient."""
         self.units[unit].kept.discard(parameter)
 
+    def zero(self, unit: int, parameters: Container[int], *, elsewhere: Container[int]) -> None:
+        """Make gradients zeros at home; of those `elsewhere` nobody needs what is there."""
+        collecting, value = self.units[unit], Value("gradient", unit)
+        on_nvme = self._plan.home("gradient", unit).tier == "nvme"
+        self._executor.quiesce("gradient", unit)
+        if on_nvme and all(one in parameters or one in elsewhere for one in collecting.kept):
+            self._executor.clear(value)  # Where that fails it can be asked for again.
+            return
+        flat = self._executor.peek(value)
+        for parameter in collecting.kept:
+            if parameter in parameters:
+                self.shaped(flat, unit, parameter).zero_()
+        with self._executor.lanes.once() if on_nvme else nullcontext():
+            self._executor.poke(value, flat)  # On a drive it takes along what is not zeros.
+
     # -- backward --------------------------------------------------------------------------------
 
     def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
         """Take over a gradient that autograd has just produced.
 
         Raises:
-            ValueError: a sparse gradient.
+            ValueError: a sparse gradient, or one without values.
         """
-        if gradient.layout is not torch.strided:
-            require_dense(self._plan.profile.units[unit].parameters[parameter].name, gradient)
+        if gradient.layout is not torch.strided or type(gradient) is not torch.Tensor:
+            require_values(self._plan.profile.units[unit].parameters[parameter].name, gradient)
         collecting = self.units[unit]
         if parameter in collecting.waiting:
             self._put(collecting, unit)
@@ -208,9 +220,13 @@ class Collector:
     def shaped(self, flat: torch.Tensor, unit: int, parameter: int) -> torch.Tensor:
         """A gradient in the shape of its parameter, in the flat bytes of all of the unit's."""
         spec = self._plan.profile.units[unit]
-        one = spec.parameters[parameter]
-        dtype = spec.segments[one.segment].gradient_dtype
-        return typed(flat, dtype, spec.gradient_offset(parameter), one.shape)
+        dtype, shape = self.dtype_of(unit, parameter), spec.parameters[parameter].shape
+        return typed(flat, dtype, spec.gradient_offset(parameter), shape)
+
+    def dtype_of(self, unit: int, parameter: int) -> str:
+        """In which gradients of a parameter are summed."""
+        spec = self._plan.profile.units[unit]
+        return spec.segments[spec.parameters[parameter].segment].gradient_dtype
 
     def _adder(
         self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
@@ -240,6 +256,8 @@ def let_wait(collecting: Collecting, parameter: int, holder: nn.Parameter) -> bo
         return False
     gradient = _GRAD.__get__(holder)
     if gradient is None or gradient.layout is not torch.strided:
+        return False
+    if type(gradient) is not torch.Tensor:
         return False
     _GRAD.__set__(holder, None)
     collecting.waiting[parameter] = gradient

@@ -18,7 +18,7 @@ import torch
 
 from offload.config import format_bytes
 from offload.executor import Executor
-from offload.home_reader import HomeReader
+from offload.homes import Homes
 from offload.passes import Passes
 from offload.profile import ITEM_BYTES
 from offload.program import Lane, Value
@@ -58,7 +58,7 @@ class Exposures:
         """At most `limit_bytes` of copies at once; a unit that is `in_use` cannot be written."""
         self._executor = executor
         self._passes = passes
-        self._homes = HomeReader(executor)
+        self._homes = Homes(executor)
         self._in_use = in_use
         self._plan = executor.plan
         self.limit_bytes = limit_bytes
@@ -133,7 +133,7 @@ class Exposures:
         # No update is under way: of what is exposed none begins before step(), which waits for it.
         edited = [one for one in sorted(copies) if self._edited(unit, one, copies[one].tensor)]
         self._homes.forget()
-        if edited:
+        if edited or self._homes.unwritten(unit):
             self._passes.pause()
             self._passes.invalidate(unit)
             self._executor.quiesce("weight", unit)
@@ -226,14 +226,16 @@ class Exposures:
 
     def _write_back(self, unit: int, edited: dict[int, torch.Tensor]) -> None:
         """Put edited copies home. States stay as they are, see `cpu_adam` [Note: Edits]."""
-        parts: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        parts: dict[Value, list[tuple[int, torch.Tensor]]] = {
+            value: [] for value in self._homes.unwritten(unit)
+        }
         for parameter, tensor in edited.items():
             flat = tensor.detach().view(-1).view(torch.uint8)
             for piece, here, there, size in self._parts(unit, parameter):
-                parts.setdefault(piece, []).append((here, flat[there : there + size]))
-        for piece, changed in parts.items():
-            value = Value("weight", unit, piece)
-            home = self._executor.peek(value)
+                changed = parts.setdefault(Value("weight", unit, piece), [])
+                changed.append((here, flat[there : there + size]))
+        for value, changed in parts.items():
+            home = self._homes.look(value, last=True)
             for here, part in changed:
                 self._executor.copy_now(home[here : here + part.numel()], part)
-            self._executor.poke(value, home)
+            self._homes.write(value, home)

@@ -113,14 +113,21 @@ def lies_otherwise(tensor: torch.Tensor) -> bool:
     return tensor.dim() > 1 and not tensor.is_contiguous()
 
 
-def require_dense(name: str, gradient: torch.Tensor) -> None:
-    """Refuse the gradient of a parameter where it is not dense.
+def require_values(name: str, gradient: torch.Tensor) -> None:
+    """Refuse the gradient of a parameter where it is not one number an element, in memory.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is sparse, or of a class of its own that torch asks in place of its memory.
     """
     if gradient.layout is not torch.strided:
         refuse_sparse(f"the gradient of {name} is {gradient.layout}")
+    kind = type(gradient)
+    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ValueError(
+            f"the gradient of {name} is a {kind.__name__}, with no values in memory of its own: "
+            "likely of a backward that only imitates one, under FakeTensorMode (who estimates "
+            "memory does so). Run that before attach; zero_grad() gives up what has come of it"
+        )
 
 
 def refuse_sparse(what: str) -> NoReturn:

@@ -28,12 +28,6 @@ shown are APART then. *Let go of*: neither the tensor, in Python or in torch, no
 by anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
 (`.data`, numpy), and what would tell lies beyond the bus; a second copy to compare with would take
 the memory twice.
-
-[Note: Assigned gradients]
-What is assigned to `p.grad` becomes what `p.grad` shows, with memory of its own, which may be part
-of a buffer of the user's: changes of it count, and sums are written to it, as torch's own are. What
-cannot be written to, or is of another dtype than the sums, is copied. Torch would add two gradients
-that share memory in one place; here that is refused when a backward begins.
 """
 
 from __future__ import annotations
@@ -43,6 +37,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 
 from offload.arena import host_tensor
+from offload.assigned import lies_in, may_be_shown, require_fitting
 from offload.collector import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
@@ -50,7 +45,7 @@ from offload.exposure import use_count
 from offload.extents import ALONE, Named, expanded, zero
 from offload.places import Places
 from offload.program import Value
-from offload.shown import SharingLook, Showing, Shown, WrittenInside, is_same, lies_in, may_be_shown
+from offload.shown import SharingLook, Showing, Shown, WrittenInside, is_same
 
 _NO_COPY = (
     "Clip with Config(max_grad_norm=...) instead of clip_grad_norm_, keep gradients in cpu memory "
@@ -104,18 +99,15 @@ class Gradients:
         """Assign `p.grad`, see [Note: Assigned gradients].
 
         Raises:
-            ValueError: of another shape than the parameter, or of a frozen one.
+            TypeError: it is no tensor.
+            ValueError: it does not fit the parameter, or that was frozen at attach.
         """
         if gradient is None:
             self.give_up(unit, parameter)
             return
-        one = self._plan.profile.units[unit].parameters[parameter]
-        place = self._collector.has_place(unit, parameter)
-        if tuple(gradient.shape) != one.shape or not place:
-            raise ValueError(
-                f"a gradient of shape {tuple(gradient.shape)} was assigned to {one.name} of shape "
-                f"{one.shape}{'' if one.trainable else ', which was frozen at attach'}"
-            )
+        one, place = self._plan.profile.units[unit].parameters[parameter], self._executor.device
+        kept = self._collector.dtype_of(unit, parameter)
+        require_fitting(one, gradient, kept, place.torch_device)
         now = self._showing(unit)
         before = now.shown.get(parameter)
         if before is not None and before.tensor is gradient:
@@ -161,12 +153,7 @@ class Gradients:
                 self._come(unit, parameter)
                 zero(shown)
         if hidden:
-            value = Value("gradient", unit)
-            self._executor.quiesce("gradient", unit)
-            flat = self._executor.peek(value)
-            for parameter in hidden:
-                self._collector.shaped(flat, unit, parameter).zero_()
-            self._executor.poke(value, flat)
+            self._collector.zero(unit, hidden, elsewhere=now.shown)
 
     @torch.no_grad()
     def hand_over(self, unit: int) -> list[torch.Tensor | None]:

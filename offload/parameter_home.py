@@ -113,8 +113,11 @@ class ParameterHome:
 
         Raises:
             RuntimeError: inside a backward.
+            TypeError, ValueError: it does not fit, or is the parameter itself.
         """
         refuse_inside("p.grad = ...")
+        if gradient is self.engine.units[self.unit].parameters[self.index]:
+            raise ValueError("a parameter was assigned as its own gradient: assign its clone()")
         with self.engine.lock:
             self.engine.end_abandoned()
             self.engine.finality.require_step("p.grad = ...")

@@ -34,7 +34,7 @@ from offload.awaited import Awaited, Owner
 from offload.binding import BoundUnit
 from offload.device import Device
 from offload.executor import Executor
-from offload.extents import require_apart, require_dense, zero
+from offload.extents import require_apart, require_values, zero
 from offload.frozen import Frozen
 from offload.profile import Chunk, Span
 from offload.program import Op, Use, Value
@@ -115,7 +115,7 @@ class Residents:
 
         Raises:
             RuntimeError: a parameter is not, or lies where another one does.
-            ValueError: a gradient is sparse.
+            ValueError: a gradient is sparse, or has no values.
         """
         updated = list[tuple[str, nn.Parameter, bool]]()
         for unit in self._units.keys() & frozen.keys():
@@ -211,7 +211,7 @@ def _check(bound: BoundUnit, index: int, device: torch.device, *, by_lanes: bool
     bound.require_form(index, device)
     one, parameter = bound.spec.parameters[index], bound.parameters[index]
     assert parameter.grad is not None
-    require_dense(one.name, parameter.grad)
+    require_values(one.name, parameter.grad)
     if parameter.grad.numel() != one.elements or parameter.grad.dtype not in GRADIENT_DTYPES:
         raise ValueError(
             f"the gradient of {one.name} is {tuple(parameter.grad.shape)} of "

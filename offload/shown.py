@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from offload.exposure import use_count
-from offload.extents import ALONE, Named, expanded, sharing
+from offload.extents import ALONE, Named, sharing
 
 _OWN_REFERENCES = 2
 """References to a shown gradient when nobody else holds it: ours, and the one that asks."""
@@ -155,17 +155,3 @@ class SharingLook:
 def is_same(gradient: torch.Tensor, window: torch.Tensor) -> bool:
     """Whether these are the very elements of a gradient's home, in their order."""
     return gradient.data_ptr() == window.data_ptr() and gradient.stride() == window.stride()
-
-
-def lies_in(gradient: torch.Tensor, window: torch.Tensor) -> bool:
-    """Whether an assigned gradient is a view of its own home."""
-    start = window.data_ptr()
-    return start <= gradient.data_ptr() < start + max(1, window.nbytes)
-
-
-def may_be_shown(gradient: torch.Tensor, window: torch.Tensor) -> bool:
-    """Whether `p.grad` can be what was assigned, and the sum in `window` be written to it."""
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided:
-        return False
-    apart = gradient.is_inference() or expanded(gradient)
-    return gradient.dtype == window.dtype and not apart

@@ -18,7 +18,7 @@ from cpu_adam.reference import cut, views
 from offload.arena import host_tensor
 from offload.device import CPU
 from offload.executor import Executor
-from offload.home_reader import HomeReader
+from offload.homes import Homes
 from offload.program import Value
 
 Owner = tuple[int, int]
@@ -37,7 +37,7 @@ class States:
     def __init__(self, executor: Executor):
         """Every parameter at step 0, all states zero."""
         self._executor = executor
-        self._homes = HomeReader(executor)
+        self._homes = Homes(executor)
         self._plan = executor.plan
         self.steps: dict[Owner, int] = {}
         """Steps taken, by unit and parameter."""
@@ -142,12 +142,12 @@ class States:
         if anew and self._plan.home("state", value.unit).tier == "nvme":
             record = host_tensor(self._executor.memory.extent(value)[1])
         else:
-            record = self._executor.peek(value)
+            record = self._homes.look(value, last=True)
         for ((unit, parameter), state, _), here, there in parts:
             fmt = self.format(unit, parameter)
             slots = cut(views(record, fmt, chunk.elements), fmt, here, there.stop - there.start)
             from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
-        self._executor.poke(value, record)
+        self._homes.write(value, record)
 
     def _written(self, owner: Owner, state: Mapping[str, torch.Tensor], steps: int) -> None:
         self.steps[owner] = steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload.home_reader import HomeReader
+from offload.homes import Homes
 from tests import training
 from tests.training import Run
 
@@ -104,14 +104,14 @@ def test_a_drive_that_fails_as_it_ends(tmp_path: Path, monkeypatch: pytest.Monke
         block: Any = run.model.blocks[0]  # type: ignore[index,union-attr]
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         held = {name: p.detach() for name, p in run.model.named_parameters()}
-        look, errors = HomeReader.look, list[OSError]()
+        look, errors = Homes.look, list[OSError]()
 
-        def fails(homes: HomeReader, *args: Any, **kwargs: Any) -> Any:
+        def fails(homes: Homes, *args: Any, **kwargs: Any) -> Any:
             if errors:
                 raise errors.pop()
             return look(homes, *args, **kwargs)
 
-        monkeypatch.setattr(HomeReader, "look", fails)
+        monkeypatch.setattr(Homes, "look", fails)
         # As late as can be: what is read ahead of it is read.
         hook = block.own.register_forward_hook(lambda *_: errors.append(OSError("no drive")))
         with torch.no_grad(), pytest.raises(OSError, match="no drive"):

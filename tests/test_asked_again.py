@@ -1,0 +1,201 @@
+"""What finds no memory, or a drive that fails once, is told; asked again it is right."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.executor import Executor
+from offload.program import Value
+from offload.store import Store
+from tests.small import adamw, config, small, tokens
+from tests.training import (
+    Run,
+    assert_same,
+    attached,
+    loss_of,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
+
+ON_CPU = ("device", "device", "cpu")
+
+
+@contextmanager
+def no_memory(method: str, after: int = 0) -> Iterator[list[int]]:
+    """One call of a method of tensors finds no memory, after so many that do; how many came."""
+    calls: list[int] = []
+    torchs: Callable[..., Any] = getattr(torch.Tensor, method)
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == after:
+            raise MemoryError("there is none just now")
+        return torchs(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, method, refused)
+        yield calls
+
+
+def test_a_gradient_whose_copy_found_no_memory_is_still_owed(tmp_path: Path) -> None:
+    """It is the lanes' until they have updated its resident."""
+    with attached(ON_CPU, tmp_path) as run:
+        run.loss().backward()
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        want = weight.grad.clone()
+        run.optimizer.step()
+        with no_memory("clone"), pytest.raises(MemoryError):
+            weight.grad  # noqa: B018
+        assert same_bits(weight.grad, want)
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_model_whose_gradients_found_no_memory_stays_attached(after: int, tmp_path: Path) -> None:
+    """They are of another dtype in the engine, or come from another memory."""
+    model = small(torch.bfloat16)
+    settings = config(("cpu", "cpu", "cpu"), tmp_path, gradient_dtype="fp32")
+    offload.attach(model, adamw(model), settings)
+    classes = {type(p) for p in model.parameters()}
+    loss_of(model, tokens()).backward()
+    want = [p.grad.to(p.dtype) for p in model.parameters()]  # type: ignore[union-attr]
+    with no_memory("to", after) as calls, pytest.raises(MemoryError):
+        offload.detach(model)
+    assert len(calls) == after + 1
+    assert {type(p) for p in model.parameters()} == classes
+    loss_of(model, tokens())
+    offload.detach(model)
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert all(same_bits(p.grad, one) for p, one in zip(model.parameters(), want))  # type: ignore
+
+
+# -- a drive that fails once ---------------------------------------------------------------------
+
+NVME = ("nvme", "nvme", "nvme")
+
+
+@contextmanager
+def no_write(told: list[OSError]) -> Iterator[None]:
+    """The next write of this thread fails, after it has begun."""
+    errors, transfers = [OSError(errno.EIO, "the drive failed once", "/drive")], Store._transfers
+
+    def failing(store: Store, *args: Any, writing: bool) -> Any:
+        if writing and errors and threading.current_thread() is threading.main_thread():
+            told.append(errors.pop())
+            raise told[-1]
+        return transfers(store, *args, writing=writing)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "_transfers", failing)
+        yield
+
+
+def again(told: list[OSError], work: Callable[[], Any]) -> Any:
+    """Ask for something whose first write fails, and once more where it was told so."""
+    with no_write(told), suppress(OSError):
+        return work()
+    return work()  # Else it has returned.
+
+
+def step_of_an_edit(run: Run, work: Callable[[], Any], told: list[OSError]) -> None:
+    """A weight that lies in one chunk with others is edited after the backward."""
+    norm: Any = run.model.norm
+    run.loss().backward()
+    with torch.no_grad():
+        norm.weight.mul_(0.5)
+    run.extra.append(again(told, work))
+    run.extra.append(norm.bias.detach().sum().item())
+    run.step()
+
+
+EDITS: dict[str, Callable[[Run, list[OSError]], None]] = {
+    "forward": lambda run, told: step_of_an_edit(run, lambda: run.model(tokens()).sum(), told),
+    "step": lambda run, told: step_of_an_edit(run, run.optimizer.step, told),
+    "data": lambda run, told: step_of_an_edit(
+        run, lambda: setattr(run.model.norm.bias, "data", torch.full((32,), 0.25)), told
+    ),
+    "edited again": lambda run, told: step_of_an_edit(
+        run, lambda: [run.model(tokens()).sum(), run.model.norm.bias.data.add_(1)][0], told
+    ),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+def test_an_edit_that_could_not_be_written_is_not_lost(how: str, tmp_path: Path) -> None:
+    """Nor is what lies in its chunk of the drive."""
+    told: list[OSError] = []
+    ours = train(NVME, tmp_path, lambda run, _: EDITS[how](run, told), dtype=torch.float32)
+    assert len(told) == 3
+    alone = train_alone(lambda run, _: EDITS[how](run, []), dtype=torch.float32)
+    assert_same(without_idle_states(ours), without_idle_states(alone))
+
+
+def test_states_that_could_not_be_written_are_not_lost(tmp_path: Path) -> None:
+    """Nor are those of other parameters in the same chunk."""
+    with attached(NVME, tmp_path) as run:
+        plain(run, 0)
+        before = run.optimizer.state_dict()["state"]
+        told: list[OSError] = []
+        norm: Any = run.model.norm
+        for how in ("look", "again"):
+            with no_write(told), pytest.raises(OSError, match="once"):
+                del run.optimizer.state[norm.weight]
+            if how == "look":
+                after = run.optimizer.state_dict()["state"]
+                assert len(after) == len(before)
+        del run.optimizer.state[norm.weight]
+        after = run.optimizer.state_dict()["state"]
+        assert len(after) == len(before) - 1
+        for number, state in after.items():
+            assert all(same_bits(state[name], before[number][name]) for name in state)
+        plain(run, 1)
+
+
+def test_gradients_that_could_not_be_made_zeros_become_so_when_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all that lies there is to be zeros, nothing is read."""
+    with attached(NVME, tmp_path) as run:
+        loss_of(run.model, tokens()).backward()
+        parameters: list[Any] = list(run.model.parameters())
+        want = [p.grad.clone() for p in parameters]
+        run.loss().backward()
+        peek, asked, told = Executor.peek, list[str](), list[OSError]()
+
+        def noted(executor: Executor, value: Value) -> torch.Tensor:
+            asked.append(value.kind)
+            return peek(executor, value)
+
+        monkeypatch.setattr(Executor, "peek", noted)
+        again(told, lambda: run.optimizer.zero_grad(set_to_none=False))
+        assert told
+        assert "gradient" not in asked
+        assert not any(p.grad.any() for p in parameters)
+        loss_of(run.model, tokens()).backward()
+        assert all(same_bits(p.grad, one) for p, one in zip(parameters, want))
+        run.step()
+
+
+def test_a_gradient_lost_beside_others_made_zeros_ends_the_engine(tmp_path: Path) -> None:
+    def some(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([model.norm.weight])
+
+    with attached(NVME, tmp_path, optimizer=some) as run:
+        run.loss().backward()
+        with no_write([]), pytest.raises(OSError, match="once"):
+            run.optimizer.zero_grad(set_to_none=False)
+        for use in (run.loss, run.step, lambda: run.model.norm.bias.grad):  # type: ignore
+            with pytest.raises(offload.EngineError, match="once"):
+                use()
