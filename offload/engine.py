@@ -40,6 +40,7 @@ from offload.profile import profile_of
 from offload.program import Program, Verb
 from offload.reruns import retains
 from offload.resident import Residents
+from offload.resting import OffloadedParameter
 from offload.totals import Report
 from offload.updates import Updates
 from offload.usable import refuse_unusable
@@ -266,8 +267,17 @@ class Engine:
     # -- saved tensors ---------------------------------------------------------------------------
 
     def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, or a copy where it lies in the weights of a unit in use."""
-        return tensor if self.in_use.handle_of(tensor) is None else tensor.clone()
+        """`tensor`, or what shows the same after the use of the unit in whose weights it lies.
+
+        A parameter is itself; all of one, apart from the graph (`p.detach()`), is a view of its
+        private copy, of which edits count; anything else is a copy.
+        """
+        if isinstance(tensor, OffloadedParameter) or not (handle := self.in_use.handle_of(tensor)):
+            return tensor
+        one = self.units[handle.unit].spec.parameters[handle.parameter]
+        if tensor.requires_grad or tensor.numel() != one.elements:
+            return tensor.clone()
+        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.

@@ -67,7 +67,9 @@ class Handle(NamedTuple):
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """What it stands for, where `base` has the parameter's values."""
         if base.dtype is not self.dtype:
-            base = base.reshape(-1).view(torch.uint8).view(self.dtype)
+            flat = base.reshape(-1).view(torch.uint8)
+            flat = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize]
+            base = flat.view(self.dtype)
         start = base.storage_offset() + self.offset // self.dtype.itemsize
         found = torch.as_strided(base, self.shape, self.stride, start)
         if self.negated:
@@ -84,8 +86,9 @@ class Kept(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> Kept:
-        """To keep `tensor`."""
-        return tuple.__new__(Kept, (_detach(tensor), tensor._version))  # As Kept() ends, too.
+        """To keep `tensor`; a leaf is in no graph, and is itself (a subclass, with attributes)."""
+        alias = tensor if tensor.is_leaf else _detach(tensor)
+        return tuple.__new__(Kept, (alias, tensor._version))  # As Kept() ends, too.
 
     def back(self) -> torch.Tensor:
         """The tensor.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,59 @@ def test_a_change_that_is_refused(name: str, tmp_path: Path) -> None:
         hook.remove()
         weights = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         assert_right(run, weights, held)
+
+
+GIVEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "itself": lambda weight: weight,
+    "detached": lambda weight: weight.detach(),
+    "its data, flat": lambda weight: weight.data.view(-1),
+    "turned": lambda weight: weight.detach().t(),
+}
+
+
+class Queries(nn.Module):
+    """Gives what it has."""
+
+    def __init__(self, given: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.given = GIVEN[given]
+
+    def forward(self) -> torch.Tensor:
+        return self.given(self.weight)
+
+
+class Queried(nn.Module):
+    def __init__(self, given: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(training.VOCABULARY, WIDTH)
+        self.queries = nn.ModuleList(Queries(given) for _ in range(2))
+        self.head = nn.Linear(WIDTH, training.VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for queries in self.queries:
+            x = x @ queries().view(WIDTH, WIDTH)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def edited_as_given(run: Run, number: int) -> None:
+    model: Any = run.model
+    training.plain(run, number)
+    given = model.queries[1]()
+    with torch.no_grad():
+        given.clamp_(-0.5, 0.5)
+    given.data[:1].mul_(2)
+    training.plain(run, number)
+    run.extra += [given.is_leaf, given is model.queries[1].weight, given.double().sum().item()]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("given", GIVEN)
+def test_of_what_a_module_gives_of_its_weight_edits_count(
+    given: str, placement: Any, tmp_path: Path
+) -> None:
+    options = training.fp32(build=partial(Queried, given))
+    found = training.train(placement, tmp_path, edited_as_given, **options)
+    expected = training.train_alone(edited_as_given, **options)
+    training.assert_same(found, training.without_idle_states(expected))

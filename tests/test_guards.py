@@ -328,3 +328,68 @@ def test_a_checkpoint_counts_what_is_lent_and_what_is_in_use_alike(
     expected = without_idle_states(train_alone(feature, **fp32(build=with_asides)))
     found = train(placement, tmp_path, feature, **fp32(build=with_asides))
     assert_same(found, expected)
+
+
+class Odd(nn.Module):
+    """Reads a part of its weight as complex numbers, of which the whole is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.view_as_complex(self.weight[:4].view(2, 2))).abs()
+
+
+def test_a_saved_part_of_a_weight_is_of_another_dtype(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(Odd(), Odd())
+
+    with attached(PLACEMENT, tmp_path, build=build, dtype=torch.float32) as run:
+        found = build()
+        for model in (run.model, found):
+            model(torch.ones(3, 2)).sum().backward()
+        pairs = zip(run.model.parameters(), found.parameters())
+        assert all(same_bits(one.grad, other.grad) for one, other in pairs)  # type: ignore
+
+
+class Marked(torch.Tensor):
+    """Of a class of the user's, with an attribute."""
+
+    scale: float
+
+
+class Scaling(torch.autograd.Function):
+    """Saves a tensor that has no gradient, and asks it for more than its values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Marked) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return x * factor.scale
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        assert type(factor) is Marked
+        return gradient * factor.scale, None
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: Marked):
+        super().__init__()
+        self.factor, self.up = factor, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Scaling.apply(self.up(x), self.factor)
+
+
+def test_what_is_saved_of_no_graph_is_the_object_itself(tmp_path: Path) -> None:
+    factor = torch.ones(1).as_subclass(Marked)
+    factor.scale = 3.0
+
+    def build() -> nn.Module:
+        return nn.Sequential(Scaled(factor), nn.Linear(8, 8))
+
+    with attached(PLACEMENT, tmp_path, build=build, dtype=torch.float32) as run:
+        run.model(torch.ones(3, 8)).sum().backward()
