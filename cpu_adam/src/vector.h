@@ -13,8 +13,20 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_METHOD inline __attribute__((always_inline))
-// A loop over the pairs of a group: what it fills then stays in registers, where they are enough.
-#define UNROLL _Pragma("GCC unroll 32")
+
+// A loop over constants, from 0 on: what it fills is in registers, where they are enough, as it is
+// no array even to the compiler's first passes (loops unrolled by a later one are fragile: twice
+// the instructions, where what they fill is a structure's half).
+template <int I> struct Constant {
+    constexpr operator int() const { return I; }
+};
+template <int COUNT, int I = 0, class F> INLINE void each_of(const F& f) {
+    if constexpr (I < COUNT) {
+        f(Constant<I>{});
+        each_of<COUNT, I + 1>(f);
+    }
+}
+#define EACH(i) [&](auto i) __attribute__((always_inline))
 
 constexpr int LANES = CPU_ADAM_LANES;  // 32-bit numbers in a register
 constexpr int WIDTH = 2 * LANES;       // in a pair of them
