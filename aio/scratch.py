@@ -147,12 +147,15 @@ def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None
     """
     kind = io.file_system(fd)
     if kind in MEMORY_FILE_SYSTEMS:
-        return None, f"is on {kind}, which is memory and not a disk"
+        return None, (
+            f"is on {kind}, which is memory and not a disk: what it holds takes memory; give a "
+            "directory on a drive"
+        )
     memory, offset = io.direct_alignment(fd) or (ALIGN_BYTES, ALIGN_BYTES)
     if not memory or not offset:
-        return None, f"is on {kind}, which has no O_DIRECT for this file"
+        return _buffered(f"is on {kind}, which has no O_DIRECT for this file")
     if ALIGN_BYTES % memory or ALIGN_BYTES % offset:
-        return None, (
+        return _buffered(
             f"is on a drive that takes O_DIRECT transfers at multiples of {max(memory, offset)} "
             f"bytes only, and what is stored here is laid out in blocks of {ALIGN_BYTES}"
         )
@@ -161,15 +164,19 @@ def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
-        return None, f"is on {kind}, which has no O_DIRECT"
+        return _buffered(f"is on {kind}, which has no O_DIRECT")
     try:
         _probe(io, fd)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
         io.set_direct(fd, False)
-        return None, f"is on {kind}, which refuses O_DIRECT transfers of {ALIGN_BYTES} bytes"
+        return _buffered(f"is on {kind}, which refuses O_DIRECT transfers of {ALIGN_BYTES} bytes")
     return (memory, offset), None
+
+
+def _buffered(why: str) -> tuple[None, str]:
+    return None, f"{why}: transfers are buffered and take memory of the page cache"
 
 
 def _probe(io: IO, fd: int) -> None:
@@ -186,7 +193,7 @@ def _probe(io: IO, fd: int) -> None:
 def _join(folder: str, copying: str | None, notice: str | None, filled: bool) -> str | None:
     parts = [] if copying is None else [copying]
     if notice is not None:
-        parts.append(f"{notice}: transfers are buffered and take memory of the page cache")
+        parts.append(notice)
     if filled:
         parts.append("is on a file system that cannot reserve space: zeros were written instead")
     return f"the scratch file in {folder} {' and '.join(parts)}." if parts else None

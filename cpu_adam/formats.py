@@ -159,9 +159,10 @@ def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> 
     for row in rows:
         if row.weight_dtype == weight_dtype and states in row.serves:
             return row
-    supported = ", ".join(
-        f"{row.weight_dtype} with states={name!r}" for row in rows for name in row.serves
-    )
+    served: dict[str, list[str]] = {}
+    for row in rows:
+        served.setdefault(row.weight_dtype, []).append(repr(row.serves[0]))
+    found = " and ".join(f"{name} (states={' or '.join(of)})" for name, of in served.items())
     if not rows:
         cause = f"{rule!r} is not a rule that this version has"
         remedy = f"use one of {', '.join(sorted({row.rule for row in FORMATS.values()}))}"
@@ -176,14 +177,15 @@ def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> 
             "convert the model with model.to(torch.bfloat16), or keep the parameters in float32 "
             "and train under torch.autocast"
         )
-    elif any(row.weight_dtype == weight_dtype for row in rows):
+    elif weight_dtype in served:
         cause = f"states={states!r} is a format for weights of another dtype"
         remedy = "use states='exact'"
     else:
         cause = "the model was built or cast in a dtype that no state format serves"
         remedy = "convert the model with model.to(torch.bfloat16) or model.float(), or freeze it"
+    so = f" with states={states!r}" if weight_dtype in served else "" if rows else f" by {rule}"
     raise ValueError(
-        f"asked for an optimizer state of trainable {weight_dtype} weights under {rule} with "
-        f"states={states!r}; found state formats only for {supported or 'other rules'}; likely "
-        f"cause: {cause}; try: {remedy}"
+        f"{weight_dtype} weights cannot be trained{so}; asked for their state under {rule} with "
+        f"states={states!r}; found formats only for {found or 'other rules'}; likely cause: "
+        f"{cause}; try: {remedy}"
     )

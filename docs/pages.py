@@ -13,7 +13,8 @@ MARK = "<!-- made by: python docs/pages.py -->\n"
 CONFIGURATION = """# Configuration
 
 Every field of `offload.Config` has a working default, is a flag of `offload train` and a key of its
-`--config FILE` (JSON). Sizes are bytes, or texts such as `"8GiB"` and `"500MB"`.
+`--config FILE` (JSON). Sizes are bytes, or texts: `"8GiB"` is 8 * 1024^3, `"8GB"` and `"8G"` are
+8 * 1000^3, in the same way with K, M and T.
 
 """
 

@@ -15,6 +15,10 @@ from cpu_adam import CPUAdam
 
 STEPS, LENGTH = 30, 128
 
+# Older versions of transformers 5 call it gradient_checkpointing; newer ones warn of that name.
+NEWER = hasattr(TrainingArguments, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if NEWER else "gradient_checkpointing"
+
 SMALL = LlamaConfig(
     vocab_size=256,
     hidden_size=128,
@@ -44,7 +48,6 @@ def train(config, directory, *, steps=STEPS, resume=False):
         max_steps=steps,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
-        gradient_checkpointing=True,
         max_grad_norm=1.0,
         lr_scheduler_type="cosine",
         warmup_steps=5,
@@ -53,6 +56,7 @@ def train(config, directory, *, steps=STEPS, resume=False):
         eval_steps=10,
         save_steps=10,
         report_to=[],
+        **{CHECKPOINTING: True},
     )
     trainer = Trainer(
         model,

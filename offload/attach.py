@@ -12,7 +12,7 @@ from torch import nn
 from offload.accepted import rule_of
 from offload.attaching import Attached, Attaching, attachments, spec_of
 from offload.binding import BoundUnit, make_plain, partition
-from offload.checks import check_arguments, check_model, check_ways
+from offload.checks import check_arguments, check_model, check_ways, told_how_to_call
 from offload.config import Config
 from offload.device import compute_device
 from offload.engine import Engine
@@ -24,6 +24,7 @@ from offload.program import Op
 from offload.shared import SharedBudget
 
 
+@told_how_to_call
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -63,7 +64,7 @@ def attach(
     check_arguments(model, optimizer, config)
     dtypes = {str(one.dtype).removeprefix("torch.") for one in model.parameters()}
     for remark in config.remarks(dtypes):
-        warnings.warn(remark, stacklevel=2)
+        warnings.warn(remark, stacklevel=3)
     device = compute_device()
     groups = partition(model)
     check_model(model, optimizer, groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from aio.system import is_memory
 from offload.arena import Memory, zeros_on
 from offload.before import Before
 from offload.binding import BoundUnit, Group, count_change, make_plain
@@ -107,6 +109,9 @@ class Attaching:
             speeds = measured_speeds(self.config.nvme_path)
             store = Store(self.config.nvme_path, self.plan.file, weights=self.shares, speeds=speeds)
         try:
+            if store is not None and any(map(is_memory, self.config.nvme_path)):
+                # Other notices are good to know; this one says that what was asked is not had.
+                warnings.warn(str(store.notice), RuntimeWarning, stacklevel=4)
             memory = Memory(self.plan, self.device)
         except BaseException:
             if store is not None:

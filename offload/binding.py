@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.arena import typed
+from offload.forms import advice, differing
 from offload.guard import Handle, Resolver, Saved
 from offload.profile import Unit
 from offload.resting import RestingParameter
@@ -126,6 +127,12 @@ _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 
 
 _version: Callable[[torch.Tensor], int] = _TENSOR._version.__get__
+
+_LOOK = slice(2, Handle._fields.index("version"))
+"""Of a handle, what tells its tensor from others of a unit."""
+
+_NOT_TURNED = (False, False)
+"""As a parameter is itself: neither conjugated nor negated."""
 
 
 def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
@@ -316,8 +323,10 @@ class BoundUnit:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
         version, held = self._counted[parameter]._version, self._saved() or self.saving()
         looks = saved.dtype, tuple(saved.shape), saved.stride()
+        turned = (saved.is_conj(), saved.is_neg()) if type(saved) is torch.Tensor else _NOT_TURNED
         place = engine, self.index, parameter, offset
-        return tuple.__new__(Handle, (*place, *looks, version, held))  # As Handle() ends, too.
+        # As Handle() ends, too.
+        return tuple.__new__(Handle, (*place, *looks, *turned, version, held))
 
     def handle_at(self, engine: Resolver, address: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins at an address among the weights in use."""
@@ -343,7 +352,7 @@ class BoundUnit:
         found = handle.of(self.views[handle.parameter])
         in_slot = self.kept is not None and self.buffer is self.kept.buffer
         if in_slot and len(self._shown) < SHOWN_MAX:
-            self._shown[handle[2:7]] = found
+            self._shown[handle[_LOOK]] = found
         return found
 
     def shown_again(self, handle: Handle) -> torch.Tensor | None:
@@ -351,7 +360,7 @@ class BoundUnit:
         if self.kept is None or self.buffer is not self.kept.buffer:
             return None
         same = self._counted[handle.parameter]._version == handle.version
-        return self._shown.get(handle[2:7]) if same else None
+        return self._shown.get(handle[_LOOK]) if same else None
 
     def require_form(self, parameter: int, device: torch.device) -> None:
         """Refuse a plain parameter that is not what its states are for.
@@ -360,13 +369,13 @@ class BoundUnit:
             RuntimeError: it has another shape, dtype, device or order of its elements.
         """
         one, mine = self.spec.parameters[parameter], self.parameters[parameter]
-        found = (tuple(mine.shape), mine.dtype, mine.device)
-        wanted = (one.shape, getattr(torch, one.dtype), device)
+        found = (tuple(mine.shape), mine.dtype, str(mine.device))
+        wanted = (one.shape, getattr(torch, one.dtype), str(device))
         if found != wanted or not mine.is_contiguous():
+            theirs, ours = differing(found, wanted)
             raise RuntimeError(
-                f"{one.name} is {found} with strides {mine.stride()} now, but its states are for "
-                f"a contiguous {wanted}: likely the model was converted after attach; leave that "
-                "out, or detach() before it"
+                f"{one.name} has {theirs} now, but its states are for {ours}; "
+                + advice(found, wanted, trained=one.trainable)
             )
 
     def close(self) -> None:

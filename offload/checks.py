@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import reprlib
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ from torch import nn
 from cpu_adam import kernel
 from offload.accepted import check_optimizer
 from offload.binding import Group
-from offload.config import Config
+from offload.config import FIELDS, Config
 from offload.engine import Engine
 from offload.extents import lies_otherwise, refuse_sparse, sharing
 from offload.hooks import Hook
@@ -19,6 +22,40 @@ from offload.lanes import EngineError
 from offload.optimizer import Optimizer
 from offload.resting import NO_OTHER_GRADIENT, NO_WHOLE_GRADIENT
 from offload.structure import check_wrapped, structure_of
+
+_Given = ParamSpec("_Given")
+_Returned = TypeVar("_Returned")
+
+
+def told_how_to_call(attach: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
+    """Have `attach` say how it is called where Python itself would refuse the arguments."""
+    signature = inspect.signature(attach)
+
+    @functools.wraps(attach)
+    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(_how_to_call(str(error), kwargs, signature)) from None
+        return attach(*args, **kwargs)
+
+    return call
+
+
+def _how_to_call(error: str, named: Mapping[str, Any], signature: inspect.Signature) -> str:
+    """What is wrong with the arguments of a call, of which Python says `error`."""
+    if fields := [name for name in named if name in FIELDS]:
+        given = ", ".join(f"{name}={reprlib.repr(named[name])}" for name in fields)
+        return (
+            f"attach() was given {' and '.join(fields)}, of Config, by name: write attach(model, "
+            f"optimizer, offload.Config({given}))"
+        )
+    if error.endswith(": 'optimizer'"):
+        return (
+            "attach() was given no optimizer: write attach(model, optimizer, config), or "
+            "attach(model, None, config) for a model that is not trained"
+        )
+    return f"attach(): {error}; it takes {', '.join(signature.parameters)}"
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:

@@ -45,7 +45,7 @@ BYTES_MAX = 2**62
 
 
 def parse_bytes(text: str | int | float) -> int:
-    """Bytes from a number or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"`.
+    """Bytes from a number or a text such as `"8GiB"`, `"500 MB"`, `"1.5g"` (as GB: 1.5 * 1000^3).
 
     Raises:
         ValueError: the text is not a size, is negative, or a number of bytes that is not whole.
@@ -56,8 +56,9 @@ def parse_bytes(text: str | int | float) -> int:
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", str(text).lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(
-                f"{_shown(text)} is not a size in bytes: expected a number with an optional unit "
-                "(kB, MB, GB, TB, KiB, MiB, GiB, TiB), for example 8GiB"
+                f"{_shown(text)} is not a size in bytes: expected a number with an optional unit: "
+                "KiB, MiB, GiB, TiB (powers of 1024), or k, M, G, T, kB, MB, GB, TB (of 1000), "
+                "for example 8GiB"
             )
         number, unit = float(match[1]), match[2]
     if not 0 <= number < BYTES_MAX or number * _UNITS[unit] >= BYTES_MAX:
@@ -85,7 +86,8 @@ def format_bytes(count: int, *, up: bool = False) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """How a model is spread over device memory, CPU memory and NVMe. Sizes take 8GiB and the like.
+    """How a model is spread over device memory, CPU memory and NVMe. Sizes take 8GiB and the like
+    (8G is 8GB, powers of 1000).
 
     Raises:
         ValueError: a field holds what it cannot mean; the message names the field.

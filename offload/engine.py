@@ -25,6 +25,7 @@ from offload.casts import Casts
 from offload.collector import Collector, take_gradient
 from offload.executor import Executor
 from offload.exposure import Exposures
+from offload.fast_path import slow_path_notice
 from offload.finality import Finality
 from offload.fork import unlock_in_children
 from offload.frozen import Frozen
@@ -63,7 +64,9 @@ class Engine:
         self.executor, self._lanes = executor, executor.lanes
         self.residents = Residents(executor, units, self)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
-        self._notices = (*memory.notices, executor.store and executor.store.notice)
+        streamed = (unit for unit in units if unit.index not in self.residents)
+        found = *memory.notices, executor.store and executor.store.notice
+        self._notices = (*found, slow_path_notice(streamed))
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
         self.exposures = Exposures(

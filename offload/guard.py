@@ -28,6 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 from offload.aside import unseen
 from offload.interrupt import whole
@@ -54,6 +55,10 @@ class Handle(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    conjugated: bool
+    """Whether it shows the conjugate of what lies there, as `conj()` leaves it to whoever reads."""
+    negated: bool
+    """Likewise: the imaginary part of such a view."""
     version: int
     """The parameter's version when it was saved."""
     saved: Saved
@@ -64,7 +69,10 @@ class Handle(NamedTuple):
         if base.dtype is not self.dtype:
             base = base.reshape(-1).view(torch.uint8).view(self.dtype)
         start = base.storage_offset() + self.offset // self.dtype.itemsize
-        return torch.as_strided(base, self.shape, self.stride, start)
+        found = torch.as_strided(base, self.shape, self.stride, start)
+        if self.negated:
+            found = torch._neg_view(found)
+        return found.conj() if self.conjugated else found
 
 
 class Kept(NamedTuple):
@@ -194,6 +202,26 @@ def _apart(look: Callable[[torch.Tensor], Found], tensor: torch.Tensor) -> Found
 
 _detach: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
 """Torch's own, whatever a class makes of it."""
+
+
+class LendingGuard(SavingGuard):
+    """The same around a function to which weights at rest are lent.
+
+    A checkpoint that is not reentrant counts what its function saves, and its recompute is to save
+    as much. What is lent in one of them may be in use in the other, with no guard right around: so
+    it is told of the weights, too, and keeps nothing of them.
+    """
+
+    __slots__ = ()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if type(packed) is Handle and self._outer is not None:
+            pack, unpack = self._outer
+            if unpack.__module__ == checkpoint.__name__:
+                pack(tensor)
+        return packed
+
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, ServedParameter)
 """Classes of which torch sends no question to a trap."""

@@ -17,6 +17,7 @@ from offload.aside import NO_RECORDING, aside, left_alone, refuse_transforms, tr
 from offload.binding import BoundUnit
 from offload.collector import Collecting, let_wait, take_gradient
 from offload.engine import Engine
+from offload.fast_path import encoders
 from offload.guard import SavingGuard
 from offload.inert import InertInCopies
 from offload.interrupt import whole
@@ -85,6 +86,9 @@ class Hooks:
             keep(module.register_forward_pre_hook(before, with_kwargs=True))
             keep(module.register_forward_hook(after, always_call=True))
         keep(model.register_forward_hook(_hook(self._leave_root), always_call=True))
+        if any(unit.index in engine.residents.awaited for unit in engine.units):
+            for encoder in encoders(model):
+                keep(encoder.register_forward_pre_hook(_hook(self._meet)))
         streamed = {
             p for u in engine.units if u.index not in engine.residents for p in u.parameters
         }
@@ -127,6 +131,10 @@ class Hooks:
             self._engine.check()
             if not in_backward():
                 self._begin_forward()
+
+    def _meet(self, module: nn.Module, args: Any) -> None:
+        """See [Note: Fast path]."""
+        self._engine.residents.awaited.meet()
 
     def _begin_forward(self) -> None:
         self._engine.refuse_elsewhere()

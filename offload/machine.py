@@ -156,8 +156,11 @@ def _usable(path: str, asked: str) -> tuple[int, int]:
         drive = os.stat(path).st_dev
     except OSError as error:
         advice = _advice(error, path)
-        if path == os.curdir and "nvme_path" in asked:
+        named = "nvme_path" in asked
+        if named and path == os.curdir:
             asked = f"the working directory, which is {asked} where no other is given,"
+        elif named:
+            asked = f"{asked}={os.path.abspath(path)!r}"
         raise OSError(
             error.errno or errno.EIO,
             f"{asked} cannot be used: {error.strerror or error}; likely {advice[0]}; {advice[1]}",

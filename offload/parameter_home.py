@@ -12,7 +12,8 @@ from offload.aside import users_modes
 from offload.binding import BoundUnit
 from offload.engine import Engine
 from offload.extents import lies_otherwise
-from offload.guard import Handle, SavingGuard
+from offload.forms import advice, differing
+from offload.guard import Handle, LendingGuard
 from offload.passes import in_backward, refuse_inside
 from offload.resting import RestingParameter
 
@@ -47,7 +48,7 @@ class ParameterHome:
             if torch.is_grad_enabled():
                 # What autograd saves of the lent parameters is kept as handles.
                 units = [home.engine.units[home.unit] for home in homes]
-                stack.callback(SavingGuard(_Lent(homes), units, in_backward()).close)
+                stack.callback(LendingGuard(_Lent(homes), units, in_backward()).close)
             with torch._C.DisableTorchFunctionSubclass(), users_modes():
                 return function(*args, **kwargs)
 
@@ -138,13 +139,13 @@ class ParameterHome:
         place = self.engine.executor.device.torch_device.type
         wanted = (one.shape, getattr(torch, one.dtype), place)
         if found != wanted:
+            theirs, ours = differing(found, wanted)
+            running = bound.buffer is not None and not in_backward()
             raise ValueError(
-                f"{one.name}.data was set to a tensor of {found}, but the parameter is offloaded "
-                f"as {wanted}: only its values can be replaced; detach() before a model is "
-                "converted or resized (embeddings), and attach it again; where its own forward "
-                "converts it (a router to float32), run one forward before attach"
+                f"{one.name}.data was set to a tensor of {theirs}, but the parameter is offloaded "
+                f"with {ours}, and only its values can be replaced; "
+                + advice(found, wanted, trained=one.trainable, own_forward=running)
             )
-
         if lies_otherwise(data):
             raise ValueError(
                 f"{one.name}.data was set to values that lie in memory with strides "

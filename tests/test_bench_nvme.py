@@ -107,7 +107,8 @@ def test_the_table_is_plain_and_fits_eighty_columns(capsys, tmp_path):
     # The path may be long, and what is said in sentences is only broken on a terminal.
     tables = shown.out.partition("The optimizer state")[0].splitlines()[1:]
     assert max(map(len, tables)) <= 80
-    for expected in ("GB/s", "GiB/s", "p99 ms", "CPU s/GB", "70B model", "RTX4090", "Config("):
+    headings = ("GB/s", "GiB/s", "p99 ms", "CPU s/GB", "tokens/step", " endured\n")
+    for expected in (*headings, "70B model", "RTX4090", "Config("):
         assert expected in shown.out
     assert "\x1b" not in shown.out + shown.err
     assert "not saved" in shown.err
@@ -186,7 +187,7 @@ REFUSED = {
     ". --seconds nan": "--seconds nan: expected 0.1 to 3600\n",
     ". --seconds 0": "--seconds 0.0: expected 0.1 to 3600, as less measures nothing\n",
     ". --size 1MiB --blocks 1MiB": "found no setting whose bytes under way fit",
-    ". --gpu h1000": "--gpu h1000: expected TFLOP/s, or one of b200",
+    ". --gpu h1000": "--gpu h1000: expected dense bf16 TFLOP/s, or one of b200",
     ". --model big": "--model big: expected a number of parameters",
     ". --backends uring": "--backends uring: cannot be used here: there is none of that name",
     ". --compare dd": "--compare dd: it cannot be that; it takes fio\n",

@@ -371,20 +371,29 @@ def shm() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_a_tmpfs_path_works_with_one_notice(shm: Path, tmp_path: Path) -> None:
+def test_a_tmpfs_path_works_with_one_notice_and_a_warning(shm: Path, tmp_path: Path) -> None:
     model, optimizer = started()
     with nothing_leaks():
-        _, attached = offload.attach(model, optimizer, config(shm))
+        with pytest.warns(RuntimeWarning, match="which is memory and not a disk") as told:
+            _, attached = offload.attach(model, optimizer, config(shm))
         (notice,) = attached.engine.notices
-        assert "tmpfs" in notice
+        assert [(str(one.message), one.filename) for one in told] == [(notice, __file__)]
         assert str(shm) in notice
-        assert "\n" not in notice
+        assert notice.endswith(": what it holds takes memory; give a directory on a drive.")
         attached.engine.close()
         del attached
     everything = ("nvme", "nvme", "nvme")
     one, other = (train(everything, path, plain) for path in (shm, tmp_path))
     assert one.losses == other.losses
     assert list(shm.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_warning_of_a_tmpfs_path_may_be_an_error(shm: Path) -> None:
+    model, optimizer = started()
+    with nothing_leaks(), pytest.raises(RuntimeWarning, match="is memory and not a disk"):
+        offload.attach(model, optimizer, config(shm))
+    assert all(type(parameter) is torch.nn.Parameter for parameter in model.parameters())
 
 
 def test_a_disk_gives_no_notice(tmp_path: Path) -> None:

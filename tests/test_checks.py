@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +60,42 @@ def test_arguments_mixed_up_are_refused_in_one_message(name: str) -> None:
     assert "\n" not in str(caught.value)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     torch_step(model, mine)
+
+
+WRONGLY_CALLED: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
+    "fields by name": (
+        lambda m, o: offload.attach(m, o, params="cpu", cpu_memory="8GiB"),  # type: ignore
+        "attach() was given params and cpu_memory, of Config, by name: write attach(model, "
+        "optimizer, offload.Config(params='cpu', cpu_memory='8GiB'))",
+    ),
+    "no optimizer": (
+        lambda m, o: offload.attach(m),  # type: ignore[call-arg]
+        "attach() was given no optimizer: write attach(model, optimizer, config), or attach(model, "
+        "None, config) for a model that is not trained",
+    ),
+    "another name": (
+        lambda m, o: offload.attach(m, o, settings=1),  # type: ignore[call-arg]
+        "attach(): got an unexpected keyword argument 'settings'; it takes model, optimizer, "
+        "config, initialize, budget, machine, pace",
+    ),
+    "too many": (
+        lambda m, o: offload.attach(m, o, offload.Config(), None),  # type: ignore[misc]
+        "attach(): too many positional arguments; it takes model, optimizer, config, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WRONGLY_CALLED)
+def test_calls_that_python_refuses_are_told_how_to_call(how: str) -> None:
+    call, message = WRONGLY_CALLED[how]
+    model = small()
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        call(model, adamw(model))
+
+
+def test_attach_shows_its_arguments() -> None:
+    assert [*inspect.signature(offload.attach).parameters][:3] == ["model", "optimizer", "config"]
+    assert offload.attach.__doc__
 
 
 class Shared(nn.Module):

@@ -129,9 +129,9 @@ REFUSED_FLAGS = {
     "train --cpu-memory 8apples": "'8apples' is not a size",
     "train --max-grad-norm=-1": "--max-grad-norm -1.0: expected a positive",
     "train --nvme-path a b a": "--nvme-path ['a', 'b', 'a']: a directory is named twice",
-    "train --nvme-path . /nowhere": "/nowhere: --nvme-path cannot be used",
+    "train --nvme-path . /nowhere": "error: --nvme-path /nowhere cannot be used: No such file",
     "train --nvme-path": "--nvme-path: expected the path of a directory",
-    "train --nvme-path /nowhere": "/nowhere: --nvme-path cannot be used",
+    "train --nvme-path /nowhere": "error: --nvme-path /nowhere cannot be used: No such file",
     "train --nvme-path /dev/null": "likely it is a file",
     "train --nvme-path /proc": "not a disk",
     "train --cpu-memory 1.5": "no whole number",
@@ -298,6 +298,16 @@ def test_for_people_there_are_tables_and_a_loss(capsys, tmp_path):
     assert "tokens/s" in shown.err
     assert "evaluating 1/" in shown.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm here")
+@pytest.mark.filterwarnings("error:the scratch file in")
+def test_a_path_in_memory_is_one_note(capsys):
+    placed = ("--optimizer", "nvme", "--nvme-path", "/dev/shm")
+    assert run(*SHORT, "--json", "--steps", "1", *placed) == 0
+    told = capsys.readouterr().err
+    assert told.count("/dev/shm is on tmpfs, which is memory and not a disk") == 1
+    assert "note: the scratch file in /dev/shm" in told
 
 
 def test_where_nothing_moves_a_hint_says_how_it_would(capsys):

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import pickle
 import pydoc
+import re
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,17 @@ def test_sizes(text: str | int | float, count: int) -> None:
 def test_what_is_no_size(text: object) -> None:
     with pytest.raises(ValueError, match="is not a size in bytes"):
         parse_bytes(text)  # type: ignore[arg-type]
+
+
+def test_what_is_no_size_is_told_which_units_there_are_and_what_they_mean() -> None:
+    with pytest.raises(ValueError, match="expected a number with an optional unit") as caught:
+        parse_bytes("16x")
+    told = re.search(r"unit: (.*) \(powers of 1024\), or (.*) \(of 1000\)", str(caught.value))
+    assert told
+    for units, base in ((told[1], 1024), (told[2], 1000)):
+        for unit in units.split(", "):
+            assert parse_bytes(f"2{unit}") == 2 * base ** ("kmgt".index(unit[0].lower()) + 1), unit
+    assert {"G", "GB", "GiB"} <= {*told[1].split(", "), *told[2].split(", ")}
 
 
 @given(st.integers(0, 2**61))

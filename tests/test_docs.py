@@ -134,6 +134,14 @@ def test_messages_of_the_troubleshooting_are_those_of_the_code():
         assert told in joined, f"no message says: {told}"
 
 
+def test_what_python_says_of_a_pair_that_is_called_is_in_the_troubleshooting():
+    pair = (torch.nn.Linear(1, 1), None)
+    with pytest.raises(TypeError) as caught:
+        pair(torch.ones(1))
+    text = (ROOT / "docs/troubleshooting.md").read_text("utf-8")
+    assert f'| Python: "{caught.value}" | `attach` returns two' in text
+
+
 def test_what_the_api_page_names_exists():
     for name in re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text("utf-8"), re.M):
         module, _, last = name.rpartition(".")

@@ -249,7 +249,9 @@ def test_the_table() -> None:
     assert FORMATS["compact"].bytes_per_element == 4.0625
     assert format_for("bfloat16", rule="lion") is FORMATS["lion_exact"]
     assert format_for("float32", rule="sgd") is FORMATS["sgd_fp32"]
-    with pytest.raises(ValueError, match="'muon' is not a rule"):
+    with pytest.raises(
+        ValueError, match=r"weights cannot be trained by muon; .*'muon' is not a rule"
+    ):
         format_for("bfloat16", rule="muon")
     for name, row in FORMATS.items():
         assert name == row.name
@@ -262,7 +264,7 @@ def test_the_table() -> None:
 @pytest.mark.parametrize(
     ("weight_dtype", "states", "hint"),
     [
-        ("float16", "exact", "torch.autocast"),
+        ("float16", "exact", r"torch\.bfloat16\).* float32 .*torch\.autocast"),
         ("float64", "exact", r"model\.float\(\)"),
         ("float32", "compact", "states='exact'"),
         ("float16", "compact", "torch.autocast"),
@@ -273,9 +275,24 @@ def test_the_table() -> None:
 def test_what_is_not_supported_is_refused_in_four_parts(
     weight_dtype: str, states: str, hint: str
 ) -> None:
-    pattern = rf"asked for .*{weight_dtype}.*; found .*; likely cause: .*; try: .*{hint}"
-    with pytest.raises(ValueError, match=pattern):
+    pattern = rf"{weight_dtype} weights cannot be trained.*; asked for .*; found .*; likely cause: "
+    with pytest.raises(ValueError, match=rf"^{pattern}.*; try: .*{hint}") as caught:
         format_for(weight_dtype, states)
+    there_are = "bfloat16 (states='exact' or 'compact') and float32 (states='exact')"
+    assert f"; found formats only for {there_are}; " in str(caught.value)
+
+
+def test_what_cannot_be_trained_at_all_is_not_said_of_its_states() -> None:
+    with pytest.raises(ValueError, match=r"^float16 weights cannot be trained; "):
+        format_for("float16")
+    with pytest.raises(
+        ValueError, match=r"^float32 weights cannot be trained with states='compact'"
+    ):
+        format_for("float32", "compact")
+    with pytest.raises(
+        ValueError, match=r"bfloat16 \(states='exact'\) and float32 \(states='exact'\); "
+    ):
+        format_for("float64", rule="lion")
 
 
 # Each op that the reference is written in, against numpy on the same bits.

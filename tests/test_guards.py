@@ -7,15 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from offload.guard import SavingGuard
-from tests.training import Net, Run, attached, plain
+from tests.training import (
+    Net,
+    Run,
+    assert_same,
+    attached,
+    fp32,
+    plain,
+    same_bits,
+    train,
+    train_alone,
+    without_idle_states,
+)
 
 PLACEMENT = ("cpu", "cpu", "cpu")
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
@@ -221,3 +233,98 @@ def test_a_forward_that_has_no_backward_leaves_nothing(
         assert [one() is None for one in nodes] == [False, False]
         del found
         assert [one() is None for one in nodes] == [True, True]
+
+
+class Spectral(nn.Module):
+    """Uses its weight as complex numbers, in ways that torch keeps as bits of a view."""
+
+    USES: ClassVar[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+        "conjugated": lambda x, weight: (x * weight.conj()[0]).real,
+        "conjugated, transposed": lambda x, weight: (x @ weight.mH).real,
+        "negated": lambda x, weight: x.real * weight.conj().imag[0],
+        "negated and not": lambda x, weight: x.real * weight.conj().imag[1] + weight.conj()[0].real,
+    }
+
+    def __init__(self, use: str):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, 2))
+        self.use = self.USES[use]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.use(torch.complex(x, x.sin()), torch.view_as_complex(self.weight))
+        return x + found.tanh()
+
+
+def spectral(use: str) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(Spectral(use), Spectral(use))
+
+
+@pytest.mark.parametrize("at_rest", [False, True], ids=["", "at rest"])
+@pytest.mark.parametrize("use", Spectral.USES)
+def test_a_saved_view_of_a_weight_is_conjugated_and_negated_as_it_was(
+    use: str, at_rest: bool, tmp_path: Path
+) -> None:
+    def gradients(model: Any) -> list[torch.Tensor]:
+        found = model(torch.arange(24.0).view(3, 8) / 24)
+        if at_rest:  # Lent to the functions that use it.
+            found = found + Spectral.USES[use](found + 1j, torch.view_as_complex(model[1].weight))
+        found.pow(2).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    with attached(PLACEMENT, tmp_path, build=partial(spectral, use), dtype=torch.float32) as run:
+        found = gradients(run.model)
+        assert all(map(same_bits, found, gradients(spectral(use))))
+
+
+class Aside(nn.Module):
+    """Keeps a loss of its own, computed from its weights in a checkpoint of its own."""
+
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.loss = torch.tensor(0.0)
+
+    def own(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.up(x).tanh() @ self.down.weight).softmax(-1).pow(2).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.loss = checkpoint(self.own, x, use_reentrant=False)
+        return x + self.down(self.up(x))  # type: ignore[no-any-return]
+
+
+def with_asides() -> Net:
+    model = Net(layers=3)
+    for block in model.blocks:
+        block.aside = Aside()
+        block.register_forward_hook(lambda block, _, output: block.aside(output))
+    return model
+
+
+def only_asides(run: Run, number: int) -> None:
+    """No gradient reaches the output of a block: its weights are lent to what runs again."""
+    run.loss()
+    sum(block.aside.loss for block in run.model.blocks).backward()  # type: ignore[union-attr]
+    run.step()
+
+
+def weights_of_others(run: Run, number: int) -> None:
+    """A checkpoint outside of modules, over weights at rest: in use, maybe, when it runs again."""
+    blocks: Any = run.model.blocks
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        return sum((x @ block.up.weight.t()).sin().sum() for block in blocks)  # type: ignore
+
+    x = torch.ones(2, 32, requires_grad=True)
+    (run.loss() + checkpoint(penalty, x, use_reentrant=False)).backward()
+    run.step()
+
+
+@pytest.mark.parametrize("placement", [PLACEMENT, ("nvme", "cpu", "nvme")])
+@pytest.mark.parametrize("feature", [only_asides, weights_of_others])
+def test_a_checkpoint_counts_what_is_lent_and_what_is_in_use_alike(
+    feature: Any, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    expected = without_idle_states(train_alone(feature, **fp32(build=with_asides)))
+    found = train(placement, tmp_path, feature, **fp32(build=with_asides))
+    assert_same(found, expected)

@@ -192,8 +192,8 @@ def test_a_path_that_cannot_be_the_nvme_tier(tmp_path: Path) -> None:
     for path, kind, attempt in wrong:
         with pytest.raises(kind, match=attempt) as caught:
             nvme_free_bytes((str(path),))
-        assert str(path) in str(caught.value)
-        assert "Config.nvme_path cannot be used" in str(caught.value)
+        assert f"] Config.nvme_path={str(path)!r} cannot be used: " in str(caught.value)
+        assert caught.value.filename == str(path)
         assert "; likely " in str(caught.value)
 
 

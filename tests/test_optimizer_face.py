@@ -274,6 +274,22 @@ def test_existing_states_and_gradients_are_imported(
         )
 
 
+def test_a_copy_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    """Weight averaging copies the module that holds it."""
+    with attached(MIXED, tmp_path) as run:
+        instead = (
+            r"cannot be copied: use its state_dict\(\); .* make it in configure_optimizers\(\)"
+        )
+        with pytest.raises(TypeError, match=instead):
+            copy.deepcopy(run.optimizer)
+        with pytest.raises(TypeError, match=r"cannot be pickled: save its state_dict\(\)"):
+            torch.save(run.optimizer, tmp_path / "optimizer")
+    example = (Path(__file__).parents[1] / "examples/lightning_trainer.py").read_text("utf-8")
+    made = example.partition("def configure_optimizers(self):")[2].partition("    def ")[0]
+    assert "_, optimizer = offload.attach(" in made
+    assert "self.optimizer" not in example
+
+
 @pytest.mark.parametrize("spoil", ["no step", "wide residue"])
 def test_a_damaged_state_is_refused_whole(spoil: str, tmp_path: Path) -> None:
     with attached(MIXED, tmp_path) as run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     train = example("hf_trainer").train
     placed = config(PLACEMENT, tmp_path)
-    theirs = train(None, str(tmp_path / "theirs"))
+    with warnings.catch_warnings():  # Of the example's own ways.
+        warnings.filterwarnings("error", message=".*is deprecated and will be removed")
+        theirs = train(None, str(tmp_path / "theirs"))
     ours = train(placed, str(tmp_path / "ours"))
     assert len(logged(theirs)) > 8
     assert logged(ours) == logged(theirs)

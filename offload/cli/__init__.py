@@ -111,8 +111,10 @@ def bad_input() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        told = error.filename is not None and error.strerror is not None
-        raise BadInput(f"{error.filename}: {error.strerror}" if told else str(error)) from error
+        path, told = error.filename, error.strerror
+        if told is None or path is None:
+            raise BadInput(str(error)) from error
+        raise BadInput(told if str(path) in told else f"{path}: {told}") from error
     except ValueError as error:
         raise BadInput(str(error)) from error
 

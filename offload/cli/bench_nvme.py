@@ -26,10 +26,11 @@ from offload.cli import (
     bench_nvme_saved,
     broken,
     display,
+    gpus,
     measuring,
     nearest,
 )
-from offload.cli.bench_nvme_verdict import GPUS, FormatVerdict, Verdict
+from offload.cli.bench_nvme_verdict import FormatVerdict, Verdict
 from offload.cli.console import Output
 from offload.cli.flags import Flags, flag
 from offload.config import format_bytes, parse_bytes
@@ -132,9 +133,9 @@ class Nvme:
         self._check("model", _amount(self.model) >= 1, "a number of parameters, such as 7B")
         right = self.endurance is None or _amount(self.endurance) >= 1
         self._check("endurance", right, "bytes, such as 600TB")
-        gpu = _GPU if self.gpu is None else self.gpu
-        right = gpu.lower() in GPUS or _amount(gpu) >= 1
-        self._check("gpu", right, f"TFLOP/s, or one of {', '.join(GPUS)}")
+        right = self.gpu is None or gpus.flops_of(self.gpu) is not None
+        like = "" if right else nearest(str(self.gpu), tuple(gpus.GPUS))
+        self._check("gpu", right, f"dense bf16 TFLOP/s, or one of {', '.join(gpus.GPUS)}{like}")
 
     def _check(self, name: str, right: bool, expected: str) -> None:
         if not right:
@@ -380,15 +381,15 @@ def _concluded(
 
 
 def _verdict(asked: Nvme, report: bench_nvme_report.Report) -> Verdict:
-    name = (asked.gpu or _GPU).lower()
+    gpu = asked.gpu or _GPU
     free_bytes = None
     with contextlib.suppress(OSError):
         free_bytes = nvme_free_bytes(tuple(found.path for found in report.found))
     return Verdict(
         parameters=_amount(asked.model),
         model=asked.model,
-        gpu=name.upper() if name in GPUS else f"a GPU of {asked.gpu} TFLOP/s",
-        gpu_flops=GPUS[name] if name in GPUS else _amount(name) * 1e12,
+        gpu=gpus.shown(gpu),
+        gpu_flops=gpus.flops_of(gpu) or 0.0,
         endurance_bytes=_amount(asked.endurance or _ENDURANCE) * len(report.found),
         each_way=report.each_way(),
         free_bytes=free_bytes,

@@ -31,6 +31,9 @@ NARROW_WIDTH = 11
 FIGURE_SECONDS_MIN = 0.3
 """What was measured for less says little: it is told, and not saved."""
 
+WRITES_ODD = 1.5
+"""Times as fast as they read: where drives write so, something else took the bytes."""
+
 
 @dataclass(slots=True)
 class Report:
@@ -66,11 +69,18 @@ class Report:
         if not brief:
             return None
         figure, found = min(brief, key=lambda one: one[0].seconds)
+        smaller = ", or a smaller --size, whose writing takes less of them"
         return (
             f"{DOING[figure.mode]} in {found.path} was measured for {figure.seconds:.2g} s only, "
-            "too little to plan by; try: more --seconds, or a smaller --size, whose writing takes "
-            "less of them"
+            f"too little to plan by; try: more --seconds{'' if self.writes_odd else smaller}"
         )
+
+    @property
+    def writes_odd(self) -> float | None:
+        """Times as fast as it reads that a drive writes, where that is more than drives do."""
+        rates = [_rates(found) for found in self.found]
+        odd = max((rate["write"] / rate["read"] for rate in rates if rate.get("read")), default=0.0)
+        return odd if odd >= WRITES_ODD else None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -202,13 +212,13 @@ def _interval(ratio: Ratio) -> str:
 
 
 _FORMAT_COLUMNS = (
-    ("states", 10),
+    ("states", 15),
     ("bytes", 5),
     ("M/s", 6),
     ("s/step", 6),
     ("tokens/step", 11),
-    ("GB/step", 8),
-    ("steps endured", 13),
+    ("GB/step", 7),
+    ("endured", 9),
 )
 
 
@@ -217,14 +227,15 @@ def formats(verdict: Verdict, *, narrow: bool = False) -> Table:
     table = _table(
         f"Optimizer state on nvme, {verdict.model} parameters, {verdict.gpu}",
         _FORMAT_COLUMNS,
-        "bytes: of state for each parameter; M/s: million parameters whose state is read and "
+        "states: Config(states=), dtype of the weights, optimizer where it is not Adam; bytes: "
+        "of state for each parameter; M/s: million parameters whose state is read and "
         f"written back, {verdict.each_way.how}; GB/step: written; tokens/step: from which the GPU, "
-        f"at {GPU_SHARE:.0%} of its peak, takes longer than the drives.",
+        f"at {GPU_SHARE:.0%} of its peak, takes longer than the drives; endured: steps.",
         narrow=narrow,
     )
     for one in verdict.formats:
         table.add_row(
-            one.name,
+            one.label,
             f"{one.bytes_per_parameter:.3g}",
             f"{one.parameters_per_s / 1e6:.0f}",
             f"{one.step_seconds:.3g}",
@@ -244,6 +255,12 @@ def _rounded(number: float) -> str:
     return f"{float(f'{number:.3g}'):,.0f}"
 
 
+_NOT_LOOKED_AT = (
+    " All this is of the drive alone: whether weights, gradients and activations fit the memory of "
+    "the GPU and of this machine was not looked at."
+)
+
+
 def verdict(found: Verdict, report: Report) -> str:
     """What it means for somebody who trains, in a few sentences."""
     exact, count = found.formats[0], len(report.found)
@@ -256,14 +273,14 @@ def verdict(found: Verdict, report: Report) -> str:
     else:
         endured = f"the {endured} that {they} (--endurance)"
     text = (
-        f"The optimizer state ({exact.name}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
+        f"The optimizer state ({exact.label}) of {exact.parameters_per_s / 1e6:.0f} M parameters "
         f"streams through {drives} each second, {found.each_way.how}, that of a {found.model} "
         f"model in {exact.step_seconds:.3g} s; from {_rounded(exact.tokens_per_step)} tokens per "
         f"step on, {gpu} is what bounds it and no longer the drive. Each step writes "
         f"{exact.written_bytes_per_step / 1e9:.4g} GB: {_rounded(exact.steps_endured)} steps use "
         f"up {endured}."
     )
-    text += _room(found) + _caches(report)
+    text += _room(found) + _NOT_LOOKED_AT + _caches(report)
     if not all(one.direct for one in report.found):
         text += " Without O_DIRECT this may be the page cache's speed: the drive may be far slower."
     if report.too_brief:
@@ -275,29 +292,28 @@ def _room(found: Verdict) -> str:
     """Whether the optimizer state fits what is free."""
     if found.free_bytes is None:
         return ""
-    sizes = {one.name: one.bytes_per_parameter * found.parameters for one in found.formats}
+    first = found.formats[0]
+    sizes = {
+        one.states: one.bytes_per_parameter * found.parameters
+        for one in found.formats
+        if (one.weights, one.rule) == (first.weights, first.rule)
+    }
     name, size = next(iter(sizes.items()))
     free = f"{found.free_bytes / 1e9:.4g} GB are free"
     told = f" The state ({name}) of a {found.model} model takes {size / 1e9:.4g} GB; {free}: "
     if size <= found.free_bytes:
         return f"{told}it fits."
     fits = [one for one in sizes if sizes[one] <= found.free_bytes]
-    return f"{told}it does not fit{f', {fits[0]} would' if fits else ''}."
-
-
-WRITES_ODD = 1.5
-"""Times as fast as they read: where drives write so, something else took the bytes."""
+    return f"{told}it does not fit{f', with states={fits[0]!r} it would' if fits else ''}."
 
 
 def _caches(report: Report) -> str:
     """A doubt about drives that write much faster than they read."""
-    rates = [_rates(found) for found in report.found]
-    odd = max((rate["write"] / rate["read"] for rate in rates if rate.get("read")), default=0.0)
-    if odd < WRITES_ODD:
+    if report.writes_odd is None:
         return ""
     return (
-        f" But writing was {odd:.2g} times as fast as reading: likely a cache took the bytes, and "
-        "long training will write slower; a larger --size and more --seconds tell."
+        f" But writing was {report.writes_odd:.2g} times as fast as reading: likely a cache took "
+        "the bytes, and long training will write slower; a larger --size and more --seconds tell."
     )
 
 

@@ -12,22 +12,8 @@ from dataclasses import dataclass, field
 
 from cpu_adam.formats import FORMATS, StateFormat
 
-GPUS = {
-    "b200": 2250e12,
-    "h200": 989e12,
-    "h100": 989e12,
-    "a100": 312e12,
-    "mi300x": 1307e12,
-    "l40s": 362e12,
-    "a6000": 155e12,
-    "rtx5090": 210e12,
-    "rtx4090": 165e12,
-    "rtx3090": 71e12,
-}
-"""Dense bf16 FLOP per second with float32 sums, from the vendors' data sheets."""
-
 GPU_SHARE = 0.4
-"""Of those, what training reaches where nothing waits for a drive."""
+"""Of what a GPU computes at most, what training reaches where nothing waits for a drive."""
 
 FLOP_PER_PARAMETER = 6.0
 """For each token, forward and backward."""
@@ -62,6 +48,13 @@ class FormatVerdict:
     """One state format on these drives."""
 
     name: str
+    """Of the row of `FORMATS`."""
+    states: str
+    """Of `Config`, which asks for it."""
+    weights: str
+    """Dtype of the weights whose state it is."""
+    rule: str
+    """By which the optimizer updates: adam, lion, sgd."""
     bytes_per_parameter: float
     """Of its state, without the weight."""
     parameters_per_s: float
@@ -73,6 +66,12 @@ class FormatVerdict:
     written_bytes_per_step: float
     steps_endured: float
     """Until the drives have written what they endure."""
+
+    @property
+    def label(self) -> str:
+        """By what a user gets it: states, weights, and the optimizer where it is not Adam."""
+        weights = {"bfloat16": "bf16", "float32": "fp32"}[self.weights]
+        return f"{self.states} {weights}" + (f" {self.rule}" if self.rule != "adam" else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +105,9 @@ class Verdict:
             flop = FLOP_PER_PARAMETER * self.parameters
             yield FormatVerdict(
                 name=row.name,
+                states=row.serves[0],
+                weights=row.weight_dtype,
+                rule=row.rule,
                 bytes_per_parameter=size,
                 parameters_per_s=rate / size,
                 step_seconds=seconds,

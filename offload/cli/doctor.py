@@ -233,6 +233,8 @@ def _tried(paths: Sequence[str]) -> Iterator[findings_drives.Tried]:
 
 def _trained(torch: Any, paths: Sequence[str]) -> Finding:
     """What comes of a training step of a very small model, its states where they would be."""
+    import warnings
+
     import offload
 
     tier: Any = "nvme" if paths else "cpu"
@@ -242,7 +244,9 @@ def _trained(torch: Any, paths: Sequence[str]) -> Finding:
         config = offload.Config(
             params="cpu", gradients="cpu", optimizer=tier, nvme_path=tuple(paths)
         )
-        model, optimizer = offload.attach(model, optimizer, config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # A finding of its own says it.
+            model, optimizer = offload.attach(model, optimizer, config)
         with optimizer.engine:
             model(torch.ones(1, 64)).sum().backward()
             optimizer.step()

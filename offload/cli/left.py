@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from offload import recorded, runs
 from offload.cli import in_flags, measuring
@@ -16,19 +16,21 @@ from offload.cli.console import Output
 from offload.cli.settings import Train
 from offload.runs import Run
 
+_Returned = TypeVar("_Returned")
+
 
 def note(remarks: Output, notices: Sequence[str]) -> None:
-    """Tells each in a line of its own."""
-    for notice in notices:
+    """Tells each in a line of its own, once."""
+    for notice in dict.fromkeys(notices):
         remarks.sentence(f"note: {in_flags(notice)}")
 
 
-def warnings_of(remarks: Output, call: Callable[[], object]) -> None:
-    """Tells as notes what a call warns of."""
+def warnings_of(call: Callable[[], _Returned]) -> tuple[_Returned, list[str]]:
+    """What a call returns, and what it warns of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        call()
-    note(remarks, [str(one.message) for one in caught])
+        returned = call()
+    return returned, [str(one.message) for one in caught]
 
 
 def check(settings: Train) -> None:

@@ -61,10 +61,10 @@ def command(arguments: Sequence[str]) -> None:
     left.note(remarks, [*corpus.notices, *_short_of_peak(settings)])
     with Signals() as signals:
         with bad_input():
-            left.warnings_of(remarks, cpu_adam.kernel)
-            model, optimizer = build(settings)
+            left.note(remarks, left.warnings_of(cpu_adam.kernel)[1])
+            (model, optimizer), told = left.warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
-            left.note(remarks, engine.notices)
+            left.note(remarks, [*told, *engine.notices])
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
