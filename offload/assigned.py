@@ -50,6 +50,19 @@ def require_fitting(one: Parameter, gradient: object, kept: str, device: torch.d
     require_values(one.name, gradient)
 
 
+def require_shape(one: Parameter, gradient: torch.Tensor) -> None:
+    """Refuse what is shown of a parameter's gradient where its data was set to something else.
+
+    Raises:
+        ValueError: it is of another shape.
+    """
+    if tuple(gradient.shape) != one.shape:
+        raise ValueError(
+            f"the gradient of {one.name} is of shape {tuple(gradient.shape)} now, the parameter "
+            f"of {one.shape}: likely its data was set; assign a gradient of the parameter's shape"
+        )
+
+
 def lies_in(gradient: torch.Tensor, window: torch.Tensor) -> bool:
     """Whether an assigned gradient is a view of its own home."""
     start = window.data_ptr()

@@ -37,7 +37,7 @@ from collections.abc import Container, Iterable, Iterator
 import torch
 
 from offload.arena import host_tensor
-from offload.assigned import lies_in, may_be_shown, require_fitting
+from offload.assigned import lies_in, may_be_shown, require_fitting, require_shape
 from offload.collector import Collector
 from offload.config import format_bytes
 from offload.executor import Executor
@@ -89,6 +89,7 @@ class Gradients:
         """
         if not self._collector.has(unit, parameter):
             return None
+        self._renew(unit)
         self._executor.quiesce("gradient", unit)
         now = self._showing(unit)
         if parameter not in now.shown:
@@ -108,6 +109,7 @@ class Gradients:
         one, place = self._plan.profile.units[unit].parameters[parameter], self._executor.device
         kept = self._collector.dtype_of(unit, parameter)
         require_fitting(one, gradient, kept, place.torch_device)
+        self._renew(unit)
         now = self._showing(unit)
         before = now.shown.get(parameter)
         if before is not None and before.tensor is gradient:
@@ -131,6 +133,7 @@ class Gradients:
 
     def give_up(self, unit: int, parameter: int) -> None:
         """Let a parameter have no gradient."""
+        self._renew(unit)
         if unit in self._units:
             self._lose(unit, parameter)
         self._collector.give_up(unit, parameter)
@@ -145,6 +148,7 @@ class Gradients:
 
         Those that are not shown become so at home, as to show them may take a copy.
         """
+        self._renew(unit)
         kept = [one for one in parameters if self._collector.has(unit, one)]
         now = self._units.get(unit, Showing())
         hidden = [one for one in kept if one not in now.shown and now.copied is None]
@@ -209,17 +213,27 @@ class Gradients:
         for unit in self._units:
             self._put_home(unit)
 
-    @torch.no_grad()
     def renew_shown(self) -> None:
         """After a backward: gradients that are still held show what was added to them."""
         self.written.look(self._named())
-        for unit, now in self._units.items():
-            self._executor.quiesce("gradient", unit)
-            if now.copied is not None:
-                self._executor.copy_now(now.copied, self._executor.peek(Value("gradient", unit)))
-            for parameter, shown in now.shown.items():
-                if shown.apart:
-                    shown.tensor.copy_(self._at_home(unit, parameter))
+        for now in self._units.values():
+            now.due = True
+        for unit in self._units:
+            self._renew(unit)
+
+    @torch.no_grad()
+    def _renew(self, unit: int) -> None:
+        """Show what was added; where home cannot be read, whoever asks for it next tries again."""
+        now = self._units.get(unit)
+        if now is None or not now.due:
+            return
+        self._executor.quiesce("gradient", unit)
+        if now.copied is not None:
+            self._executor.copy_now(now.copied, self._executor.peek(Value("gradient", unit)))
+        for parameter, shown in now.shown.items():
+            if shown.apart:
+                shown.tensor.copy_(self._at_home(unit, parameter))
+        now.due = False
 
     def let_go(self) -> None:
         """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
@@ -309,19 +323,14 @@ class Gradients:
 
     def _put_home(self, unit: int) -> None:
         """Put home what is shown of a unit from elsewhere."""
+        self._renew(unit)
         now = self._units.get(unit)
         if now is None:
             return
         self._executor.quiesce("gradient", unit)
         for parameter, shown in now.shown.items():
             here = self._at_home(unit, parameter)
-            if shown.tensor.shape != here.shape:
-                name = self._plan.profile.units[unit].parameters[parameter].name
-                raise ValueError(
-                    f"the gradient of {name} is of shape {tuple(shown.tensor.shape)} now, the "
-                    f"parameter of {tuple(here.shape)}: likely its data was set; assign a "
-                    "gradient of the parameter's shape"
-                )
+            require_shape(self._plan.profile.units[unit].parameters[parameter], shown.tensor)
             if not is_same(shown.tensor, here):
                 if not shown.apart and self._others_view(unit):  # `p.grad.t_()`, or its data set.
                     self._part(unit)

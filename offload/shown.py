@@ -94,6 +94,8 @@ class Showing:
     """By parameter."""
     copied: torch.Tensor | None = None
     """The unit's gradients in CPU memory, where their home is elsewhere."""
+    due: bool = False
+    """Whether a backward has brought more home than is shown."""
 
 
 class WrittenInside:

@@ -87,12 +87,13 @@ NVME = ("nvme", "nvme", "nvme")
 
 
 @contextmanager
-def no_write(told: list[OSError]) -> Iterator[None]:
-    """The next write of this thread fails, after it has begun."""
+def no_transfer(told: list[OSError], *, write: bool = True) -> Iterator[None]:
+    """The next write, or read, of this thread fails after it has begun."""
     errors, transfers = [OSError(errno.EIO, "the drive failed once", "/drive")], Store._transfers
 
     def failing(store: Store, *args: Any, writing: bool) -> Any:
-        if writing and errors and threading.current_thread() is threading.main_thread():
+        mine = threading.current_thread() is threading.main_thread()
+        if mine and errors and writing == write:
             told.append(errors.pop())
             raise told[-1]
         return transfers(store, *args, writing=writing)
@@ -104,7 +105,7 @@ def no_write(told: list[OSError]) -> Iterator[None]:
 
 def again(told: list[OSError], work: Callable[[], Any]) -> Any:
     """Ask for something whose first write fails, and once more where it was told so."""
-    with no_write(told), suppress(OSError):
+    with no_transfer(told), suppress(OSError):
         return work()
     return work()  # Else it has returned.
 
@@ -136,9 +137,10 @@ EDITS: dict[str, Callable[[Run, list[OSError]], None]] = {
 def test_an_edit_that_could_not_be_written_is_not_lost(how: str, tmp_path: Path) -> None:
     """Nor is what lies in its chunk of the drive."""
     told: list[OSError] = []
-    ours = train(NVME, tmp_path, lambda run, _: EDITS[how](run, told), dtype=torch.float32)
-    assert len(told) == 3
-    alone = train_alone(lambda run, _: EDITS[how](run, []), dtype=torch.float32)
+    short: Any = {"steps": 2, "dtype": torch.float32}
+    ours = train(NVME, tmp_path, lambda run, _: EDITS[how](run, told), **short)
+    assert len(told) == 2
+    alone = train_alone(lambda run, _: EDITS[how](run, []), **short)
     assert_same(without_idle_states(ours), without_idle_states(alone))
 
 
@@ -150,7 +152,7 @@ def test_states_that_could_not_be_written_are_not_lost(tmp_path: Path) -> None:
         told: list[OSError] = []
         norm: Any = run.model.norm
         for how in ("look", "again"):
-            with no_write(told), pytest.raises(OSError, match="once"):
+            with no_transfer(told), pytest.raises(OSError, match="once"):
                 del run.optimizer.state[norm.weight]
             if how == "look":
                 after = run.optimizer.state_dict()["state"]
@@ -194,8 +196,41 @@ def test_a_gradient_lost_beside_others_made_zeros_ends_the_engine(tmp_path: Path
 
     with attached(NVME, tmp_path, optimizer=some) as run:
         run.loss().backward()
-        with no_write([]), pytest.raises(OSError, match="once"):
+        with no_transfer([]), pytest.raises(OSError, match="once"):
             run.optimizer.zero_grad(set_to_none=False)
         for use in (run.loss, run.step, lambda: run.model.norm.bias.grad):  # type: ignore
             with pytest.raises(offload.EngineError, match="once"):
                 use()
+
+
+AFTER: dict[str, Callable[[Run, Any], Any]] = {
+    "step": lambda run, up: None,
+    "shown": lambda run, up: (up.weight.grad.sum(), up.bias.grad.sum()),
+    "another given up": lambda run, up: setattr(up.bias, "grad", None),
+    "another replaced": lambda run, up: setattr(up.bias, "grad", torch.ones(128)),
+}
+
+
+@pytest.mark.parametrize("how", AFTER)
+def test_what_a_backward_brought_is_not_lost_where_it_cannot_be_shown(
+    how: str, tmp_path: Path
+) -> None:
+    """All has come home; a held gradient is read from there, and that fails once."""
+    told: list[OSError] = []
+
+    def held(run: Run, number: int) -> None:
+        up: Any = run.model.blocks[0].up  # type: ignore[index,union-attr]
+        run.loss().backward()
+        kept, loss = up.weight.grad, run.loss()
+        with no_transfer(told, write=False), suppress(OSError):
+            loss.backward()
+        run.extra.append(AFTER[how](run, up))
+        run.optimizer.step()
+        run.extra.append(kept.sum())
+        run.optimizer.zero_grad()
+
+    short: Any = {"steps": 2, "dtype": torch.float32}
+    ours = train(("cpu", "nvme", "cpu"), tmp_path, held, **short)
+    assert len(told) == 2
+    alone = train_alone(held, **short)
+    assert_same(without_idle_states(ours), without_idle_states(alone))
