@@ -11,7 +11,8 @@ still held are renewed, so that they go on showing the parameter. All copies tog
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -151,13 +152,24 @@ class Exposures:
                 return self._plan.profile.units[unit].parameters[parameter].name
         return None
 
-    def disown(self, unit: int, parameter: int, values: torch.Tensor) -> None:
-        """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows."""
+    @contextmanager
+    def disowned(self, unit: int, parameter: int, values: torch.Tensor) -> Iterator[None]:
+        """Other `values` come, in memory of their own: whoever holds a copy keeps what it shows.
+
+        Where they do not come the copy is the parameter's as before.
+        """
         found = self.copies.get(unit, {}).get(parameter)
-        if found is not None and found.tensor.data_ptr() != values.data_ptr():
-            del self.copies[unit][parameter]
-            if not self.copies[unit]:
-                del self.copies[unit]
+        if found is None or found.tensor.data_ptr() == values.data_ptr():
+            yield
+            return
+        del self.copies[unit][parameter]
+        if not self.copies[unit]:
+            del self.copies[unit]
+        try:
+            yield
+        except BaseException:
+            self.copies.setdefault(unit, {})[parameter] = found
+            raise
 
     def read(self, unit: int, parameter: int) -> torch.Tensor:
         """The values of a parameter after any update, in memory of their own, not counted."""

@@ -1,33 +1,7 @@
 """Gradients, as the user meets them: shown as `p.grad`, edited, assigned, given up.
 
-[Note: Where a gradient is]
 `Collector` knows whether a gradient is there at all, and brings it home. What `p.grad` shows of it
-is known here, by parameter:
-
-    HIDDEN     nobody has asked, or nobody holds what was shown any more
-    IN PLACE   a view of the home, in memory that the host can read
-    IN A COPY  a view of a copy of the unit's gradients, whose home is elsewhere
-    APART      memory of its own: the user's, see below, or what was held when a step took the home,
-               or the home itself, or a copy, that has been left to who has views of it
-
-    what happens         HIDDEN        IN PLACE               IN A COPY           APART
-    p.grad               IN PLACE or   -                      -                   -
-                         IN A COPY
-    p.grad = other       APART         lost, APART            lost, APART         APART
-    a backward begins    -             HIDDEN if let go of    put home; HIDDEN    put home; HIDDEN
-                                                              if let go of        if let go of
-    it ends              -             -                      renewed             renewed
-    step(), sleep()      -             set apart, or waited   put home            put home
-    zero_grad()          -             lost, HIDDEN           lost, HIDDEN        HIDDEN
-
-*Set apart*: a tensor that somebody holds gets memory of its own (it is APART then). Where somebody
-has a view it cannot move: it stays, and `step()` waits for the update that reads it. *Lost*: it is
-followed no longer; one that somebody holds gets memory of its own, and where somebody has a view
-the home, or the copy, of all of the unit's gradients moves instead (`places`), so those that are
-shown are APART then. *Let go of*: neither the tensor, in Python or in torch, nor its memory is held
-by anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
-(`.data`, numpy), and what would tell lies beyond the bus; a second copy to compare with would take
-the memory twice.
+is known here, see `shown` [Note: Where a gradient is].
 """
 
 from __future__ import annotations
@@ -121,7 +95,7 @@ class Gradients:
         shows, same = may_be_shown(gradient, window), is_same(gradient, window)
         if not same:  # Else `p.grad = p.grad.detach()`.
             del window  # No view of the user's.
-            self._lose(unit, parameter)
+            self._lose(unit, parameter, others=True)
             window = self._seen(unit, parameter)
             if not shows:
                 self._executor.copy_now(window, gradient)
@@ -292,13 +266,22 @@ class Gradients:
         if home.tier == "cpu" or (home.tier == "device" and self._executor.device.is_host):
             return self._executor.peek(value)
         if now.copied is None:
-            what = f"showing the gradients of {self._name(unit)} needs a copy from {home.tier}"
-            self._make_room(self._plan.bytes_of("gradient", unit), what, _NO_COPY)
-            copied = host_tensor(self._plan.bytes_of("gradient", unit)).data  # With no base.
+            copied = self._fresh(unit)
             if self._collector.has_any(unit):
                 self._executor.copy_now(copied, self._executor.peek(value))
             now.copied = copied  # Last: what could not be read is not shown, nor put home.
         return now.copied
+
+    def _fresh(self, unit: int) -> torch.Tensor:
+        """Memory for a copy of a unit's gradients.
+
+        Raises:
+            MemoryError: there is no room for it.
+        """
+        size, tier = self._plan.bytes_of("gradient", unit), self._plan.home("gradient", unit).tier
+        what = f"showing the gradients of {self._name(unit)} needs a copy from {tier}"
+        self._make_room(size, what, _NO_COPY)
+        return host_tensor(size).data  # With no base.
 
     def _make_room(self, size: int, what: str, remedy: str) -> None:
         """Refuse more memory than the user has granted."""
@@ -340,15 +323,15 @@ class Gradients:
         if now.copied is not None:
             self._executor.poke(Value("gradient", unit), now.copied)
 
-    def _lose(self, unit: int, parameter: int) -> None:
-        """What was shown of one gradient will never count again."""
+    def _lose(self, unit: int, parameter: int, *, others: bool = False) -> None:
+        """What was shown of one gradient will never count again, or `others` in its place."""
         self._come(unit, parameter)
         now = self._showing(unit)
         shown = now.shown.get(parameter)
         if shown is not None and not shown.apart:
             here = is_same(shown.tensor, self._at_home(unit, parameter))  # Else its data was set.
             if shown.viewed if here else self._others_view(unit):
-                self._part(unit)
+                self._part(unit, others=others)
             elif shown.held:
                 shown.set_apart()
         now.shown.pop(parameter, None)
@@ -363,8 +346,10 @@ class Gradients:
         else:
             del self._showing(unit).shown[parameter]
 
-    def _part(self, unit: int) -> None:
+    def _part(self, unit: int, *, others: bool = False) -> None:
         """Leave the home of a unit's gradients, or the copy of it, to who has views of that.
+
+        With `others` to be shown there is another copy then.
 
         Raises:
             MemoryError: there is no room for another home.
@@ -372,9 +357,10 @@ class Gradients:
         self._executor.quiesce("gradient", unit)
         now = self._showing(unit)
         if now.copied is not None:
+            fresh = self._fresh(unit).copy_(now.copied) if others else None
             self._executor.poke(Value("gradient", unit), now.copied)
             self._places.leave(now.copied)
-            now.copied = None
+            now.copied = fresh
         else:
             if size := self._places.needs(unit):
                 what = (

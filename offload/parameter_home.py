@@ -153,14 +153,15 @@ class ParameterHome:
                 "parameters are contiguous, with which torch computes other bits: leave the model "
                 "in torch.contiguous_format, give it a contiguous() copy, or detach() first"
             )
-        with self.engine.lock:
+        with self.engine.lock, ExitStack() as stack:
             if bound.buffer is None:
                 self.engine.end_abandoned()
                 self.engine.exposures.put_home(self.unit)
-                self.engine.exposures.disown(self.unit, self.index, data)
+                stack.enter_context(self.engine.exposures.disowned(self.unit, self.index, data))
             elif not (data.is_contiguous() and _same_place(bound.parameters[self.index], data)):
                 self._set_apart(bound)
-            with self.lent(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            stack.enter_context(self.lent())
+            with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
                 torch.Tensor.detach(bound.parameters[self.index]).copy_(data)
 
     def _set_apart(self, bound: BoundUnit) -> None:

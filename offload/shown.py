@@ -1,4 +1,33 @@
-"""What `p.grad` has returned, and who else holds it."""
+"""What `p.grad` has returned, and who else holds it.
+
+[Note: Where a gradient is]
+What `p.grad` shows of a gradient that is at home:
+
+    HIDDEN     nobody has asked, or nobody holds what was shown any more
+    IN PLACE   a view of the home, in memory that the host can read
+    IN A COPY  a view of a copy of the unit's gradients, whose home is elsewhere
+    APART      memory of its own: the user's (see `assigned`), or what was held when a step took the
+               home, or the home itself, or a copy, that has been left to who has views of it
+
+    what happens         HIDDEN        IN PLACE               IN A COPY           APART
+    p.grad               IN PLACE or   -                      -                   -
+                         IN A COPY
+    p.grad = other       APART         lost, APART            lost, APART         APART
+    a backward begins    -             HIDDEN if let go of    put home; HIDDEN    put home; HIDDEN
+                                                              if let go of        if let go of
+    it ends              -             -                      renewed             renewed
+    step(), sleep()      -             set apart, or waited   put home            put home
+    zero_grad()          -             lost, HIDDEN           lost, HIDDEN        HIDDEN
+
+*Set apart*: a tensor that somebody holds gets memory of its own (it is APART then). Where somebody
+has a view it cannot move: it stays, and `step()` waits for the update that reads it. *Lost*: it is
+followed no longer; one that somebody holds gets memory of its own, and where somebody has a view
+the home, or the copy, of all of the unit's gradients moves instead (`places`), so those that are
+shown are APART then. *Let go of*: neither the tensor, in Python or in torch, nor its memory is held
+by anybody else. *Put home*: a copy goes whole, edited or not. Memory can be written without a trace
+(`.data`, numpy), and what would tell lies beyond the bus; a second copy to compare with would take
+the memory twice.
+"""
 
 from __future__ import annotations
 

@@ -234,3 +234,44 @@ def test_what_a_backward_brought_is_not_lost_where_it_cannot_be_shown(
     assert len(told) == 2
     alone = train_alone(held, **short)
     assert_same(without_idle_states(ours), without_idle_states(alone))
+
+
+# -- what somebody has views of ------------------------------------------------------------------
+
+
+def test_values_that_find_no_memory_leave_a_held_view_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise MemoryError("there is none just now")
+
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        norm: Any = run.model.norm
+        held = norm.weight.detach()
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(type(run.engine.executor.device), "empty", refused)
+            norm.weight.data = torch.zeros_like(held)
+        held.fill_(3)
+        assert norm.weight.eq(3).all()
+        norm.weight.data = torch.zeros_like(held)
+        assert held.eq(3).all()
+        assert not norm.weight.any()
+
+
+def test_a_gradient_that_finds_no_room_leaves_what_is_shown(tmp_path: Path) -> None:
+    """The copy that is shown is its viewer's once there is another."""
+    with attached(("cpu", "nvme", "cpu"), tmp_path, exposed_memory="4KiB") as run:
+        weight: Any = run.model.norm.weight
+        run.loss().backward()
+        shown = weight.grad
+        view, other = shown.view(-1), torch.zeros_like(shown)
+        with pytest.raises(MemoryError, match="exposed_memory"):
+            weight.grad = other
+        view.fill_(3)
+        assert weight.grad is shown
+        assert shown.eq(3).all()
+        del view
+        weight.grad = other
+        assert weight.grad is other
+        assert shown.eq(3).all()
+        run.step()
