@@ -275,7 +275,7 @@ class Engine:
         if isinstance(tensor, OffloadedParameter) or not (handle := self.in_use.handle_of(tensor)):
             return tensor
         one = self.units[handle.unit].spec.parameters[handle.parameter]
-        if tensor.requires_grad or tensor.numel() != one.elements:
+        if tensor.grad_fn is not None or tensor.numel() != one.elements:
             return tensor.clone()
         return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
 

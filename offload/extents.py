@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
 from offload.exposure import use_count
 
@@ -117,14 +118,13 @@ def require_values(name: str, gradient: torch.Tensor) -> None:
     """Refuse the gradient of a parameter where it is not one number an element, in memory.
 
     Raises:
-        ValueError: it is sparse, or of a class of its own that torch asks in place of its memory.
+        ValueError: it is sparse, or only imitates one.
     """
     if gradient.layout is not torch.strided:
         refuse_sparse(f"the gradient of {name} is {gradient.layout}")
-    kind = type(gradient)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if gradient.is_meta or isinstance(gradient, FakeTensor):
         raise ValueError(
-            f"the gradient of {name} is a {kind.__name__}, with no values in memory of its own: "
+            f"the gradient of {name} is a {type(gradient).__name__}, with no values in memory: "
             "likely of a backward that only imitates one, under FakeTensorMode (who estimates "
             "memory does so). Run that before attach; zero_grad() gives up what has come of it"
         )

@@ -166,6 +166,19 @@ class RestingParameter(OffloadedParameter):
         return wholly(resting[0]._offload_home.lend, func, resting, args, kwargs)
 
 
+def _asked_alone(name: str) -> property:
+    """An attribute of torch's where torch.compile breaks its graph: it takes what the trap answers
+    for the stand-in's own, and what it holds that against is not asked of the trap."""
+    own = getattr(torch.Tensor, name)
+    return property(
+        left_alone(lambda parameter: own.__get__(parameter)),
+        left_alone(lambda parameter, value: own.__set__(parameter, value)),
+        left_alone(lambda parameter: own.__delete__(parameter)),
+    )
+
+
+for _name in ("grad", "data", "T", "mT", "H", "mH", "real", "imag"):
+    setattr(RestingParameter, _name, _asked_alone(_name))
 torch._dynamo.config.nontraceable_tensor_subclasses.add(RestingParameter)
 
 _SIGNATURES = {one: signature(one) for one in (torch.autograd.grad, torch.autograd.backward)}
