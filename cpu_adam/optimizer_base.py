@@ -32,6 +32,7 @@ from cpu_adam.native import is_finite
 from cpu_adam.parameter_state import (
     STEP,
     agreed,
+    check_kind,
     check_parameter,
     check_slot,
     check_state_dict,
@@ -260,6 +261,7 @@ class CPUOptimizer(torch.optim.Optimizer):
         groups, owners = [], {}
         for group, old in zip(self.param_groups, saved_groups):
             options = {key: value for key, value in old.items() if key != "params"}
+            check_kind(self.defaults, options)
             groups.append({**group, **copy.deepcopy(options), "params": group["params"]})
             self._check_group(groups[-1])
             owners.update({key: (p, groups[-1]) for key, p in zip(old["params"], group["params"])})

@@ -158,6 +158,20 @@ def check_state_dict(given: Any) -> tuple[list[dict[str, Any]], Mapping[Any, Any
     )
 
 
+def check_kind(options: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise ValueError where a saved group is of another kind of optimizer than `options` are.
+
+    Its learning rate would be taken over; states tell only where it has any (SGD may have none).
+    """
+    for mine, other in (("betas", "momentum"), ("momentum", "betas")):
+        if mine in options and mine not in saved and other in saved:
+            raise ValueError(
+                f"asked to load parameter groups with {mine}; found some with {other} and no "
+                f"{mine}; likely cause: a checkpoint of another kind of optimizer; try: begin "
+                f"anew, or load it into the kind that it was saved of"
+            )
+
+
 def loaded(
     parameter: Tensor, format: StateFormat, saved: Mapping[str, Any], counts_steps: bool
 ) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -34,6 +33,7 @@ from offload.states import States
 from offload.store import Store
 from offload.strangers import watch
 from offload.trace import Trace
+from offload.warned import warn_user
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
@@ -111,7 +111,7 @@ class Attaching:
         try:
             if store is not None and any(map(is_memory, self.config.nvme_path)):
                 # Other notices are good to know; this one says that what was asked is not had.
-                warnings.warn(str(store.notice), RuntimeWarning, stacklevel=4)
+                warn_user(str(store.notice))
             memory = Memory(self.plan, self.device)
         except BaseException:
             if store is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from offload.warned import warn_user
 
 OTHER_STEPS = 2
 """So many in a row, after another number of backward calls than was declared, are worth a word."""
@@ -68,4 +68,4 @@ class DeclaredBackwards:
             f", the last after {found}{idle}; likely {cause}; try {remedy}, or leave it out where "
             "the number varies"
         )
-        warnings.warn(self.notice, RuntimeWarning, stacklevel=2)
+        warn_user(self.notice)

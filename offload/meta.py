@@ -52,7 +52,7 @@ def reset(module: nn.Module) -> None:
     own: Any = getattr(module, "reset_parameters", None)
     if own is None:
         raise ValueError(
-            f"parameters of a {type(module).__name__} are on the meta device and it has no "
-            "reset_parameters(): pass initialize= to attach"
+            f"{type(module).__name__} has parameters on the meta device, and no reset_parameters() "
+            "to give them values: pass initialize= to attach"
         )
     own()

@@ -10,6 +10,7 @@ from torch import nn
 
 from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.optimizer_base import CPUOptimizer
+from cpu_adam.parameter_state import check_kind
 from offload.accepted import HYPER_OF, check_group, rule_of
 from offload.engine import Engine
 from offload.frozen import ParameterStep
@@ -322,6 +323,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
         for number, (group, changes) in enumerate(zip(groups, options)):
+            check_kind(group, changes)
             check_group(number, {**group, **changes})
             self._hyper_of({**group, **changes})  # Which refuses what is no number.
         found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []

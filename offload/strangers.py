@@ -6,7 +6,6 @@ in no tier, and nobody notices: a trainer that was not given the attached optimi
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from functools import cache
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from offload.optimizer import Optimizer
+from offload.warned import warn_user
 
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _steps: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
@@ -49,14 +49,12 @@ def _look_at(stranger: torch.optim.Optimizer) -> None:
         return
     _steps[stranger] = None
     kind = type(stranger).__name__
-    warnings.warn(
+    warn_user(
         f"{kind} steps {name} of an attached model, and the optimizer that offload.attach returned "
         "takes no step: likely a trainer made its own, or it was made after attach. What it trains "
         "is right, but its states are in no tier, and its options are not those of the attached "
         "one: step that, and hand it to the trainer (of Hugging Face: Trainer(..., "
-        "optimizers=(optimizer, None)))",
-        RuntimeWarning,
-        stacklevel=4,
+        "optimizers=(optimizer, None)))"
     )
 
 

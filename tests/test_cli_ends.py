@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 
-from offload.cli import Signals, Stopped, bench_nvme, train
+from offload.cli import Signals, Stopped, bench_nvme, left, train
+from offload.cli.console import Output
 from offload.program import Lane
 from tests.command import SHORT, run
 from tests.forked import Forked
@@ -229,3 +230,23 @@ def test_a_name_that_the_output_cannot_encode_loses_no_figures(tmp_path, encodin
     assert f"{shown}(" in "".join(output.split())  # Long names are broken before what they are.
     assert f"nvme_path='{tmp_path}/caf" in output
     assert f"measuring reading in {tmp_path}/{shown}" in errors
+
+
+def test_what_takes_long_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(left, "SLOW_SECONDS", 0.01)
+    told = threading.Event()
+
+    class Remarks(Output):
+        def sentence(self, text: str, style: str | None = None) -> None:
+            super().sentence(text, style)
+            told.set()
+
+    with left.told_if_slow(Remarks(stderr=True), "making the model..."):
+        assert told.wait(60.0)
+    assert capsys.readouterr().err == "making the model...\n"
+    monkeypatch.setattr(left, "SLOW_SECONDS", 60.0)
+    with left.told_if_slow(Remarks(stderr=True), "making the model..."):
+        pass
+    assert capsys.readouterr().err == ""

@@ -19,15 +19,19 @@ from tests.training import same_bits
 SAVED_BY: dict[str, Any] = {
     "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.5),
     "amsgrad": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "sgd without states": lambda p: torch.optim.SGD(p, lr=1e-2),
 }
 
 
 def saved_by(kind: str) -> dict[str, Any]:
     model = small()
-    optimizer = SAVED_BY[kind](model.parameters())
+    groups, _, states = kind.partition(" beside states of ")
+    optimizer = SAVED_BY[groups](model.parameters())
     torch_step(model, optimizer)
-    return copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer.state_dict())
+    return {**saved, "state": saved_by(states)["state"]} if states else saved
 
 
 def test_adamw_decays_as_adamw_whatever_it_loads(tmp_path: Path) -> None:
@@ -44,7 +48,12 @@ def test_adamw_decays_as_adamw_whatever_it_loads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("amsgrad", r"amsgrad=True .* not offered"), ("sgd", "found one with momentum_buffer")],
+    [
+        ("amsgrad", r"amsgrad=True .* not offered"),
+        ("sgd", "found some with momentum and no betas"),
+        ("sgd without states", "found some with momentum and no betas"),
+        ("adamw beside states of sgd", "found one with momentum_buffer"),
+    ],
 )
 def test_what_another_optimizer_saved_is_refused(kind: str, message: str, tmp_path: Path) -> None:
     model = small()

@@ -14,13 +14,14 @@ from tests.training import Run, attached, fp32
 
 
 def steps(run: Run, optimizer: Any, count: int) -> list[str]:
-    """What is told while another optimizer steps."""
+    """What is told, of a line here, while another optimizer steps."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(count):
             run.loss().backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert all(one.filename == __file__ for one in told)
     return [str(one.message) for one in told]
 
 
@@ -40,6 +41,12 @@ def test_told_of_once_and_right(placement: Any, tmp_path: Path) -> None:
 
     found = training.train(placement, tmp_path, plain, **fp32())
     training.assert_same(found, training.train_alone(plain, **fp32()))
+
+
+def test_another_number_of_backwards_is_told_of_the_line_that_steps(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, **fp32(micro_batches=2)) as run:
+        (told,) = steps(run, run.optimizer, 3)
+        assert "steps in a row came after fewer" in told
 
 
 class Around(torch.optim.Optimizer):

@@ -37,8 +37,9 @@ PURE_OF_CPU_ADAM = ("formats", "checksum")
 """What the pure core may use of `cpu_adam`."""
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert", "declared"),
-    ("deepspeed_values",),
+    ("deepspeed_keys", "intervals", "kept", "aside", "shapes", "scaler", "inert"),
+    ("deepspeed_values", "warned"),
+    ("declared",),
     ("deepspeed", "deepspeed_optimizer"),
     ("runs", "disks", "forms"),
     ("breakdown",),

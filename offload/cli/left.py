@@ -5,9 +5,11 @@ By then a run has its result, or an error of its own, which nothing here may tak
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from offload import recorded, runs
@@ -17,6 +19,9 @@ from offload.cli.settings import Train
 from offload.runs import Run
 
 _Returned = TypeVar("_Returned")
+
+SLOW_SECONDS = 2.0
+"""So long a person waits before it seems to hang."""
 
 
 def note(remarks: Output, notices: Sequence[str]) -> None:
@@ -31,6 +36,18 @@ def warnings_of(call: Callable[[], _Returned]) -> tuple[_Returned, list[str]]:
         warnings.simplefilter("always")
         returned = call()
     return returned, [str(one.message) for one in caught]
+
+
+@contextlib.contextmanager
+def told_if_slow(remarks: Output, what: str) -> Iterator[None]:
+    """Tells what is being done, where that takes longer than people wait without a word."""
+    telling = threading.Timer(SLOW_SECONDS, remarks.sentence, [what])
+    telling.daemon = True
+    telling.start()
+    try:
+        yield
+    finally:
+        telling.cancel()
 
 
 def check(settings: Train) -> None:

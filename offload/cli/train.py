@@ -62,7 +62,8 @@ def command(arguments: Sequence[str]) -> None:
     with Signals() as signals:
         with bad_input():
             left.note(remarks, left.warnings_of(cpu_adam.kernel)[1])
-            (model, optimizer), told = left.warnings_of(lambda: build(settings))
+            with left.told_if_slow(remarks, f"making the model, {settings.size}..."):
+                (model, optimizer), told = left.warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
             left.note(remarks, [*told, *engine.notices])
             _introduce(console, settings, model, corpus, engine)
