@@ -326,8 +326,8 @@ WAITS = (
     Wait(
         "gradients: before those held are renewed",
         "gradients",
-        '            self._executor.quiesce("gradient", unit)\n            if now.copied',
-        "            if now.copied",
+        '        self._executor.quiesce("gradient", unit)\n        if now.copied is not None',
+        "        if now.copied is not None",
     ),
     Wait(
         "gradients: for the place where they are collected",
