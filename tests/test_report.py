@@ -268,8 +268,8 @@ def test_what_is_predicted_of_a_lane_is_what_is_measured(optimizer):
             break
     else:
         pytest.fail(f"predicted {predicted}, measured {measured}")
-    # Twice as fast a device does not only update faster.
-    assert made.prediction.what_if["compute"] < 0.95 * made.prediction.step_s
+    # With states on the host a faster device updates nothing faster: it is the user's own compute.
+    assert made.prediction.what_if["compute"] < made.prediction.step_s
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])
