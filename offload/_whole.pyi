@@ -25,8 +25,11 @@ def prepare(
 def tell(names: dict[str, Any], tear: Callable[[BaseException], None]) -> None:
     """Of a module with the `owner` of calls; `tear` is told what has ended something whole."""
 
-def record(append: Callable[[tuple[float, float, object]], None]) -> None:
-    """Tell of each call from now on, when it began and ended, and whose it was."""
+def record(most: int) -> None:
+    """Keep of the last so many calls from now on when each began and ended, and whose it was."""
+
+def recorded() -> list[tuple[float, float, object]]:
+    """What is kept of them, the first first."""
 
 def call(
     function: Callable[..., Any], otherwise: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils import _python_dispatch as _dispatch
 
 from cpu_adam.built import require_version
 
-WHOLE_VERSION = 2
+WHOLE_VERSION = 3
 """Of the compiled module for calls from outside, as `src/whole/module.cpp` has it."""
 
 try:
@@ -148,13 +148,11 @@ def aside(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     """Let `function` work without the modes that are active where it is called, and uncompiled."""
 
     def work(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        if transforms():
-            with temporarily_clear_interpreter_stack():
-                return work(*args, **kwargs)
-        if nothing_to_take():
-            return function(*args, **kwargs)
-        with _off():
-            return function(*args, **kwargs)
+        with temporarily_clear_interpreter_stack() if transforms() else nullcontext():
+            if nothing_to_take():
+                return function(*args, **kwargs)
+            with _off():
+                return function(*args, **kwargs)
 
     @functools.wraps(function)
     def run(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:

@@ -19,7 +19,7 @@ from offload.device import CPU, Device
 from offload.engine import Engine
 from offload.executor import Executor
 from offload.hooks import Hooks
-from offload.interrupt import recorded, whole
+from offload.interrupt import calls, record, whole
 from offload.layout import Plan
 from offload.machine import host_free_bytes, measured_speeds
 from offload.meta import initialize_fresh, reset
@@ -117,7 +117,10 @@ class Attaching:
             if store is not None:
                 store.close()
             raise
-        trace = Trace(recorded(), self.plan.profile) if self.config.trace else None
+        trace = None
+        if self.config.trace:
+            record()
+            trace = Trace(calls, self.plan.profile)
         executor = Executor(self.plan, memory, store, self.device, pace, trace)
         try:
             if self.budget is not None:

@@ -322,7 +322,7 @@ class BoundUnit:
     def handle(self, engine: Resolver, parameter: int, offset: int, saved: torch.Tensor) -> Handle:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
         version, held = self._counted[parameter]._version, self._saved() or self.saving()
-        looks = saved.dtype, tuple(saved.shape), saved.stride()
+        looks = saved.dtype, saved.shape, saved.stride()
         turned = (saved.is_conj(), saved.is_neg()) if type(saved) is torch.Tensor else _NOT_TURNED
         place = engine, self.index, parameter, offset
         # As Handle() ends, too.

@@ -27,7 +27,7 @@ from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.fast_path import slow_path_notice
 from offload.finality import Finality
-from offload.fork import unlock_in_children
+from offload.fork import end_in_children
 from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
@@ -83,7 +83,7 @@ class Engine:
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self.backwards = Backwards()
-        unlock_in_children(self)
+        end_in_children(self)
         self._close = weakref.finalize(self, _shut, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
         atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
@@ -116,7 +116,7 @@ class Engine:
         lanes, executor = self._lanes, self.executor
         simple = executor.device.is_host and executor.bed is None
         # Cheap questions first; refuse_unusable asks the others, and raises only if one says no.
-        if lanes.ended or not simple or os.getpid() != self._pid or torn_times() != self._torn:
+        if lanes.ended or not simple or torn_times() != self._torn:
             refuse_unusable(executor, self._pid, self._torn)
         interrupt.owner = lanes.owner
 
@@ -272,7 +272,8 @@ class Engine:
         A parameter is itself; all of one, apart from the graph (`p.detach()`), is a view of its
         private copy, of which edits count; anything else is a copy.
         """
-        if isinstance(tensor, OffloadedParameter) or not (handle := self.in_use.handle_of(tensor)):
+        own = type(tensor) is not torch.Tensor and isinstance(tensor, OffloadedParameter)
+        if own or not (handle := self.in_use.handle_of(tensor)):
             return tensor
         one = self.units[handle.unit].spec.parameters[handle.parameter]
         if tensor.grad_fn is not None or tensor.numel() != one.elements:

@@ -8,8 +8,20 @@ import weakref
 from typing import Protocol
 
 
-class _Locked(Protocol):
+class _Lanes(Protocol):
+    ended: bool
+
+
+class _Executor(Protocol):
+    @property
+    def lanes(self) -> _Lanes: ...
+
+
+class _Engine(Protocol):
     lock: threading.RLock
+
+    @property
+    def executor(self) -> _Executor: ...
 
 
 def forked(what: str, instead: str) -> RuntimeError:
@@ -20,20 +32,21 @@ def forked(what: str, instead: str) -> RuntimeError:
     )
 
 
-_locked: weakref.WeakSet[_Locked] = weakref.WeakSet()
+_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
 
 
-def unlock_in_children(locked: _Locked) -> None:
-    """Give an engine another lock wherever this process forks.
+def end_in_children(engine: _Engine) -> None:
+    """Let an engine be of no use wherever this process forks, where it has no lanes.
 
-    Nobody gives back in a child what a thread of its parent had.
+    Its lock is another one there: nobody gives back in a child what a thread of its parent had.
     """
-    _locked.add(locked)
+    _engines.add(engine)
 
 
-def _unlock() -> None:
-    for one in _locked:
+def _end() -> None:
+    for one in _engines:
         one.lock = threading.RLock()
+        one.executor.lanes.ended = True
 
 
-os.register_at_fork(after_in_child=_unlock)
+os.register_at_fork(after_in_child=_end)

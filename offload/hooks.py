@@ -20,7 +20,7 @@ from offload.engine import Engine
 from offload.fast_path import encoders
 from offload.guard import SavingGuard
 from offload.inert import InertInCopies
-from offload.interrupt import whole
+from offload.interrupt import whole_parts
 from offload.marks import Marks
 from offload.outputs import replaced, tensors_in
 from offload.passes import in_backward
@@ -39,16 +39,16 @@ class _Running(NamedTuple):
     """In a recompute, what made the arguments: the forward's thread has other numbers."""
     thread: int
 
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, of the output, was made in the module's forward.
+    def maker(self, tensor: torch.Tensor) -> Any:
+        """What made `tensor`, of the output, if that was in the module's forward, else None.
 
         What a module only passes on (T5's position bias) is another's, and comes in the middle of
         that one's backward: to bring this one into use then would take its weights from under it.
         """
         maker = tensor.grad_fn
         if maker is None or (self.given and any(maker is one for one in self.given)):
-            return False
-        return maker._sequence_nr() >= self.began
+            return None
+        return maker if maker._sequence_nr() >= self.began else None
 
 
 class Hooks:
@@ -61,9 +61,9 @@ class Hooks:
         """The outermost first."""
         self._announces = self._in_forward = False
         self._handles: list[Any] = []
-        before_backward = whole(self._before_backward)
+        call, *first = whole_parts(self._before_backward)
         self._announce = [
-            partial(before_backward, unit) if unit.spec.backward else None for unit in engine.units
+            partial(call, *first, unit) if unit.spec.backward else None for unit in engine.units
         ]
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self.structure = Structure(model, engine)
@@ -181,7 +181,8 @@ class Hooks:
                     engine.casts.use(bound.index)
             guard = SavingGuard(engine.in_use, used, inside)
             given = _makers((args, kwargs)) if inside else ()
-            self._running.append(_Running(module, guard, _sequence_number(), given, get_ident()))
+            run = module, guard, _sequence_number(), given, get_ident()
+            self._running.append(tuple.__new__(_Running, run))  # As _Running() ends, too.
 
     def _after_forward(
         self,
@@ -222,10 +223,10 @@ class Hooks:
     ) -> None:
         """Let gradients that reach the output of a module tell that its units' backward is next."""
         for tensor in output:
-            if run.made(tensor):
+            if (maker := run.maker(tensor)) is not None:
                 for bound in used:
                     if (backward := self._announce[bound.index]) is not None:
-                        _announce(tensor, partial(backward, run.began))
+                        _announce(tensor, maker, partial(backward, run.began))
 
     def _before_backward(self, bound: BoundUnit, began: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of a unit: its backward is next."""
@@ -268,13 +269,13 @@ def _makers(arguments: Any) -> tuple[Any, ...]:
     return tuple(one.grad_fn for one in tensors_in(arguments))
 
 
-def _announce(leaf: Any, backward: Callable[..., Any]) -> None:
+def _announce(made: Any, maker: Any, backward: Callable[..., Any]) -> None:
     """What `register_hook` does, which makes a handle besides, where the tensor has no hook yet."""
-    if leaf._backward_hooks is not None:
-        leaf.register_hook(backward)
+    if made._backward_hooks is not None:
+        made.register_hook(backward)
         return
-    leaf._backward_hooks = hooks = OrderedDict()
-    leaf.grad_fn._register_hook_dict(leaf)
+    made._backward_hooks = hooks = OrderedDict()
+    maker._register_hook_dict(made)
     hooks[_announce] = backward  # The keys of others are numbers.
 
 
@@ -282,11 +283,18 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 """The number that autograd gives to the next operation of this thread."""
 
 
+@left_alone
+def _called(*_: object) -> None:
+    """What torch.compile takes a hook to call: what it does call is no function of Python's."""
+
+
 class Hook(InertInCopies, partial[Any]):
     """A hook that torch.compile leaves alone.
 
     It is called without a frame of its own.
     """
+
+    func = staticmethod(_called)  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
         """Functions have a name, and torch.jit.script asks for it."""
@@ -306,7 +314,7 @@ def _hook(function: Callable[..., Any], *args: Any, refuses: bool = False) -> Ho
         return apart(*args)
 
     apart = aside(function)
-    return Hook(whole(function, otherwise), *args)
+    return Hook(*whole_parts(function, otherwise), *args)
 
 
 def _gradient_made(

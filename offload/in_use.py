@@ -39,7 +39,7 @@ class InUse:
         self._passes = passes
         self.units: list[BoundUnit] = []
         """Those in use."""
-        self._device_type = executor.device.torch_device.type
+        self._on_cpu = executor.device.torch_device.type == "cpu"
 
     def serve(self, bound: BoundUnit) -> None:
         """Wait for a unit's weights and let its parameters be views of them."""
@@ -213,6 +213,6 @@ class InUse:
         address = tensor.data_ptr()
         for bound in self.units:
             if bound.address <= address < bound.end:  # Of what is empty the address is zero.
-                own = tensor.device.type == self._device_type
+                own = tensor.is_cpu is self._on_cpu  # Else that is of other memory.
                 return bound.handle_at(self._resolver, address, tensor) if own else None
         return None

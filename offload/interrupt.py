@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from signal import SIGCHLD, SIGINT, SIGKILL, SIGSTOP, SIGURG, SIGWINCH, valid_signals
 from types import FrameType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from cpu_adam import interrupt as of_steps
 from cpu_adam.built import require_version
@@ -66,20 +66,24 @@ _told = [0]
 CALLS_MAX = 1 << 16
 """Calls that are kept: more of them than of ops, as each larger gradient is one."""
 
-calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
-"""When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
-and whose they were, see `owner`. On threads other than the main one those within a call are here,
-too."""
+_calls: deque[tuple[float, float, object]] = deque(maxlen=CALLS_MAX)
 owner: object = None
 """Whose the call is that is under way, and those after it that do not say; the module that is
 compiled reads it, too."""
 
 
-def recorded() -> deque[tuple[float, float, object]]:
-    """`calls`, to which calls are added from now on."""
+def record() -> None:
+    """Keep `calls` from now on."""
     if _native is not None:
-        _native.record(calls.append)
-    return calls
+        _native.record(CALLS_MAX)
+
+
+def calls() -> deque[tuple[float, float, object]]:
+    """When the last calls of `whole` things, of all engines, began and ended (`time.perf_counter`),
+    and whose they were, see `owner`. On threads other than the main one those within a call are
+    here, too.
+    """
+    return deque(_calls if _native is None else _native.recorded(), CALLS_MAX)
 
 
 def torn_times() -> int:
@@ -151,6 +155,16 @@ def whole(
     return left_alone(run)  # type: ignore[no-any-return]
 
 
+def whole_parts(
+    function: Callable[Parameters, Result],
+    otherwise: Callable[Parameters, Result] | None = None,
+) -> tuple[Callable[..., Any], ...]:
+    """`whole`, as what to call and its first arguments: for `partial`, without a frame between."""
+    if _native is None:
+        return (whole(function, otherwise),)
+    return _native.call, function, otherwise or aside(function)
+
+
 def by_note(
     function: Callable[Parameters, Result],
     otherwise: Callable[Parameters, Result] | None = None,
@@ -182,7 +196,7 @@ def by_exchange(
             try:
                 return work(*args, **kwargs)
             finally:
-                calls.append((since, _now(), owner))
+                _calls.append((since, _now(), owner))
         if _inside:
             return work(*args, **kwargs)
         since = _now()
@@ -208,7 +222,7 @@ def by_exchange(
         finally:
             if _inside or _came:
                 _end(found)
-            calls.append((since, _now(), owner))
+            _calls.append((since, _now(), owner))
 
     return run
 

@@ -81,7 +81,8 @@ class Lanes:
         """Whose its calls are, for those that record them."""
         self._device = device
         self.closed = self.ended = False
-        """Whether nobody shall use it any more; whether that is so or one has failed."""
+        """Whether nobody shall use it any more; whether that is so, or one has failed, or this is
+        a forked child, which has none."""
         self._failure: BaseException | None = None
         intra_op_threads = torch.get_num_threads()
         self._threads = [

@@ -8,6 +8,7 @@ has no room for any more is forgotten, the oldest first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.intervals import Interval
@@ -57,8 +58,8 @@ Called = tuple[float, float, object]
 class Trace:
     """What an engine did last."""
 
-    def __init__(self, called: deque[Called] | None = None, profile: Profile | None = None):
-        """Nothing yet; calls into the engine are among those of the ring `called`."""
+    def __init__(self, called: Callable[[], deque[Called]] = deque, profile: Profile | None = None):
+        """Nothing yet; calls into the engine are among those of the ring that `called` gives."""
         self.key = object()
         """Of calls, those with it are this engine's."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
@@ -66,11 +67,12 @@ class Trace:
         """In the order of their end, but across lanes only nearly so."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self._called: deque[Called] = deque() if called is None else called
+        self._called = called
 
     def copy(self) -> Trace:
         """The same as of now; whoever records must not do so meanwhile."""
-        copied = Trace(self._called.copy())
+        called = self._called()
+        copied = Trace(lambda: called)
         copied.key = self.key
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
         copied.stepped = self.stepped.copy()
@@ -79,12 +81,12 @@ class Trace:
     @property
     def called(self) -> list[Interval]:
         """Calls into this engine."""
-        return [(start, stop) for start, stop, of in self._called if of is self.key]
+        return [(start, stop) for start, stop, of in self._called() if of is self.key]
 
     @property
     def since(self) -> float:
         """From here on nothing is missing; 0.0 where nothing has been forgotten."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
-        if len(self._called) == self._called.maxlen:
-            full.append(self._called[0][1])
+        if len(called := self._called()) == called.maxlen:
+            full.append(called[0][1])
         return max(full, default=0.0)

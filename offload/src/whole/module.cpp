@@ -12,6 +12,7 @@
 #include <array>
 #include <atomic>
 #include <optional>
+#include <tuple>
 #include <vector>
 
 namespace nb = nanobind;
@@ -173,9 +174,17 @@ void leave() {
 struct Told {
     nb::handle names;  // of the module: `owner` is among them
     nb::handle owner, tear;
-    nb::handle append;  // to `calls`, once they are recorded
 };
 Told told;
+
+// The last calls, in a ring, once they are recorded: no objects of Python's, which its garbage
+// collector would count.
+struct Call {
+    double began, ended;
+    nb::handle owner;  // held
+};
+std::vector<Call> calls;
+size_t calls_max = 0, oldest = 0;
 
 double now() {  // as Python's time.perf_counter
     timespec at;
@@ -185,13 +194,20 @@ double now() {  // as Python's time.perf_counter
 
 void record(double since) {
     if (since == 0) return;
-    const nb::handle owner = PyDict_GetItemWithError(told.names.ptr(), told.owner.ptr());
-    told.append(nb::make_tuple(since, now(), owner.is_valid() ? owner : nb::handle(Py_None)));
+    const nb::handle found = PyDict_GetItemWithError(told.names.ptr(), told.owner.ptr());
+    Call one{since, now(), (found.is_valid() ? found : nb::handle(Py_None)).inc_ref()};
+    if (calls.size() < calls_max) {
+        calls.push_back(one);
+        return;
+    }
+    std::swap(calls[oldest], one);
+    oldest = (oldest + 1) % calls_max;
+    one.owner.dec_ref();  // Last, as that may call anything.
 }
 
 // Between `enter` and `leave` Python calls no handler: what is called lies in between as a whole.
 nb::object run(PyObject* const* args, size_t count, PyObject* names) {
-    const double since = told.append.is_valid() ? now() : 0;
+    const double since = calls_max ? now() : 0;
     const int how = enter();
     PyObject* work = args[how & UNUSUAL ? 1 : 0];
     nb::object result = nb::steal(PyObject_Vectorcall(work, args + 2, count - 2, names));
@@ -232,7 +248,7 @@ PyMethodDef calling = {"call", PyCFunction(reinterpret_cast<void*>(&call)),
 }  // namespace
 
 NB_MODULE(_whole, module) {
-    module.attr("VERSION") = 2;  // as offload/aside.py has it
+    module.attr("VERSION") = 3;  // as offload/aside.py has it
     module.def("handler_of", [](int number) {
         struct sigaction now;
         return sigaction(number, nullptr, &now) == 0 ? uintptr_t(now.sa_handler) : 0;
@@ -255,8 +271,21 @@ NB_MODULE(_whole, module) {
         told.owner = nb::steal(PyUnicode_InternFromString("owner")).release();
         told.tear = tear.inc_ref();
     });
-    module.def("record", [](nb::handle append) {
-        if (!told.append.is_valid()) told.append = append.inc_ref();
+    module.def("record", [](size_t most) {
+        calls_max = most;
+        calls.reserve(most);
+    });
+    module.def("recorded", [] {
+        std::vector<std::tuple<double, double, nb::object>> found;  // first: a list may collect
+        for (size_t at = 0; at < calls.size(); at++) {
+            const Call& one = calls[(oldest + at) % calls.size()];
+            found.emplace_back(one.began, one.ended, nb::borrow(one.owner));
+        }
+        nb::list made;
+        for (const auto& [began, ended, owner] : found) {
+            made.append(nb::make_tuple(began, ended, owner));
+        }
+        return made;
     });
     module.attr("call") = nb::steal(PyCFunction_NewEx(&calling, nullptr, nullptr));
     module.def("inside", [] { return inside.load(); });
