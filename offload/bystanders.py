@@ -30,9 +30,10 @@ _HEARTBEAT = "ipykernel.heartbeat"
 
 def any_in_torch() -> bool:
     """Whether another thread may be inside a function of torch's, called before this was."""
-    me, known = threading.get_ident(), threading._active  # type: ignore[attr-defined]
-    for ident, frame in sys._current_frames().items():
-        if ident != me and not _apart(frame):
+    known, others = threading._active, sys._current_frames()  # type: ignore[attr-defined]
+    del others[threading.get_ident()]  # A frame that has itself stays, and so do all it came from.
+    for ident, frame in others.items():
+        if not _apart(frame):
             thread = known.get(ident)
             if thread is None or not thread.name.startswith(_OURS):
                 return True

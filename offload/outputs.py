@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 
 def replaced(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -21,8 +21,7 @@ def replaced(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def _replaced(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: set[int]) -> Any:
-    leaves, spec = tree_flatten(tree)
-    changed = False
+    leaves, changed = tree_leaves(tree), False
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             leaves[index] = change(leaf)
@@ -33,7 +32,7 @@ def _replaced(tree: Any, change: Callable[[torch.Tensor], torch.Tensor], seen: s
                 new = _replaced(value, change, seen)
                 if new is not value:
                     object.__setattr__(leaf, name, new)  # Also where the dataclass is frozen.
-    return tree_unflatten(leaves, spec) if changed else tree
+    return tree_unflatten(leaves, tree_structure(tree)) if changed else tree
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

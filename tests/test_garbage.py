@@ -1,0 +1,139 @@
+"""What the engine makes goes as soon as nobody has it, and waits for no garbage collector.
+
+What only a collector finds keeps with it all that it holds: a frame of the engine's those of the
+user's loop, and with them a loss with its graph; and how often one runs, is anybody's guess.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.awaited import AwaitedParameter
+from tests.training import Net, Run, attached, in_turn, plain
+
+PLACEMENTS = (
+    *(("device", "device", "cpu"), ("device", "device", "nvme"), ("device", "cpu", "cpu")),
+    *(("cpu", "device", "device"), ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")),
+)
+
+
+@contextmanager
+def garbage() -> Iterator[Counter[str]]:
+    """What nobody but a garbage collector found of what was made in this context, by kind."""
+    found: Counter[str] = Counter()
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found.update(type(one).__qualname__ for one in gc.garbage)
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def evaluated(run: Run, number: int) -> None:
+    plain(run, number)
+    with torch.no_grad():
+        run.loss()
+
+
+def looked_at(run: Run, number: int) -> None:
+    run.loss().backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    for parameter in run.model.parameters():
+        parameter.grad.add_(1)
+        parameter.data.mul_(0.5)
+    run.step()
+    run.model.state_dict()
+    run.optimizer.state_dict()
+
+
+def accumulated(run: Run, number: int) -> None:
+    run.loss().backward()
+    (run.loss() + run.loss()).backward()
+    run.step()
+
+
+def slept(run: Run, number: int) -> None:
+    plain(run, number)
+    offload.sleep(run.model)
+    offload.wake(run.model)
+
+
+def under_a_mode(run: Run, number: int) -> None:
+    with torch.device("cpu"):
+        plain(run, number)
+
+
+LOOPS: dict[str, tuple[Callable[[Run, int], None], dict[str, Any]]] = {
+    "plain": (plain, {}),
+    "updates in backward": (plain, {"micro_batches": 1}),
+    "clipped": (plain, {"max_grad_norm": 0.5}),
+    "accumulated": (accumulated, {}),
+    "evaluated": (evaluated, {}),
+    "looked at": (looked_at, {}),
+    "slept": (slept, {}),
+    "under a mode": (under_a_mode, {}),
+}
+
+
+def left_by(
+    loop: Callable[[Run, int], None], placement: tuple[str, str, str], tmp_path: Path, options: Any
+) -> Counter[str]:
+    """The garbage of two steps."""
+    with attached(placement, tmp_path, **options) as run:
+        for number in range(2):
+            loop(run, number)
+        with garbage() as found:
+            for number in range(2, 4):
+                loop(run, number)
+            run.engine.settle()
+    return found
+
+
+@pytest.mark.parametrize(("name", "placement"), in_turn(LOOPS, PLACEMENTS))
+def test_a_step_leaves_nothing_to_a_garbage_collector(
+    name: str, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    loop, options = LOOPS[name]
+    assert not left_by(loop, placement, tmp_path, options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recompute_leaves_no_more_than_torch_s_own(reentrant: bool, tmp_path: Path) -> None:
+    options = {"build": partial(Net, checkpointed=True, reentrant=reentrant)}
+    here, there = (left_by(plain, (tier,) * 3, tmp_path, options) for tier in ("device", "cpu"))
+    assert there == here
+
+
+@pytest.mark.parametrize("states", ["cpu", "nvme"])
+def test_residents_are_awaited_after_every_step(states: str, tmp_path: Path) -> None:
+    """None is held, by what was awaited before, in a way that lets `step()` wait."""
+    with attached(("device", "device", states), tmp_path) as run, garbage():
+        for number in range(4):
+            plain(run, number)
+            assert all(type(p) is AwaitedParameter for p in run.model.parameters())
+
+
+def test_a_step_keeps_nothing_of_who_called_it(tmp_path: Path) -> None:
+    with attached(("device", "device", "cpu"), tmp_path) as run, garbage():
+
+        def loop() -> torch.Tensor:
+            mine = torch.ones(1)
+            plain(run, 0)
+            return mine
+
+        assert loop()._use_count() == 1
