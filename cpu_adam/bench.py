@@ -130,7 +130,9 @@ class _Memory:
     """One mapping that tensors are cut from."""
 
     def __init__(self, size: int) -> None:
-        held = mmap.mmap(-1, size + HUGE_PAGE_BYTES)
+        # Of this process alone, where the system can: what could be shared gets no huge pages.
+        alone = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if os.name == "posix" else {}
+        held = mmap.mmap(-1, size + HUGE_PAGE_BYTES, **alone)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # A kernel without them.
                 held.madvise(mmap.MADV_HUGEPAGE)
