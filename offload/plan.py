@@ -280,10 +280,12 @@ def _ways_out(
     config: Config,
     machine: Machine,
 ) -> Iterator[str]:
-    """What would do on this machine: budgets raised, a drive for nvme, tiers left to `auto`."""
+    """What would do on this machine: budgets raised, a drive for nvme, tiers left to `auto`, or
+    states that take half the bytes.
+    """
 
-    def other(**changes: Any) -> _Search:
-        return _Search(search.profile, replace(config, **changes), search.states)
+    def other(states: StateChoice = search.states, **changes: Any) -> _Search:
+        return _Search(search.profile, replace(config, **changes), states)
 
     def does(one: _Search, raised: Mapping[Tier, int]) -> bool:
         found = next(one.fitting({**budgets, **raised}), None)
@@ -306,6 +308,9 @@ def _ways_out(
         kinds = ("params", "gradients", "optimizer")
         changed = [f'{kind}="auto"' for kind in kinds if getattr(config, kind) != "auto"]
         yield f"Config({', '.join(changed)})"
+    coded = replace(search.states, states="compact")
+    if coded.serves(search.profile.units) and does(other(coded), {}):
+        yield 'Config(states="compact"), the moments in a byte each: nearly the same, not the bits'
 
 
 def _as_fields(raised: Mapping[Tier, int], machine: Machine | None) -> str:

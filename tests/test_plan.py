@@ -344,6 +344,17 @@ def test_the_refusal_names_a_forced_tier_where_leaving_it_would_do() -> None:
         plan(blocks(4, 200_000), config, HUGE)
 
 
+def test_the_refusal_names_states_that_would_fit() -> None:
+    config = Config(device_memory="2MiB", cpu_memory="12MiB")
+    with pytest.raises(BudgetError) as caught:
+        plan(blocks(4, 300_000), config, HUGE)
+    assert '  Config(states="compact"), the moments in a byte each' in str(caught.value)
+    assert plan(blocks(4, 300_000), replace(config, states="compact"), HUGE)
+    with pytest.raises(BudgetError) as caught:
+        plan(blocks(4, 1_000_000), config, HUGE)
+    assert "compact" not in str(caught.value)
+
+
 def test_the_refusal_names_no_budget_that_the_machine_has_not() -> None:
     machine = Machine(device_bytes=0, cpu_bytes=2 << 20, device_is_cpu=True)
     with pytest.raises(BudgetError) as caught:
