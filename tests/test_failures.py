@@ -22,7 +22,7 @@ from offload.program import Lane, Op, Value, Verb
 from offload.store import Store
 from tests import training
 from tests.faults import nothing_leaks
-from tests.test_lanes import AT_ONCE_S
+from tests.test_lane_ends import AT_ONCE_S
 from tests.training import Net, Run, batch, loss_of, some_fast
 
 ATTACHING = import_module("offload.attaching")

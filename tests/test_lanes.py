@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-import offload.lanes
 from offload.books import Books
 from offload.device import CPU, Device
 from offload.lanes import EngineError, Lanes
@@ -25,9 +24,6 @@ from offload.task import Key, State, Task
 from offload.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("books")
-
-AT_ONCE_S = 8.0
-"""Seconds in which a wait that is woken has ended: far less than until one looks by itself."""
 
 LEGAL = {
     ("WAITING", "READY"),
@@ -368,64 +364,6 @@ def test_what_the_device_is_not_ready_for_holds_up_nothing_behind_it() -> None:
 
 
 # -- failures and the end ---------------------------------------------------------------------
-
-
-def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(offload.lanes, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
-    ran: list[str] = []
-    error = ZeroDivisionError("on purpose")
-    failed_at: list[float] = []
-
-    def fail() -> None:
-        time.sleep(0.05)
-        failed_at.append(time.perf_counter())
-        raise error
-
-    with lanes(Lane.CPU, Lane.DISK) as made:
-        made.check()
-        failing = made.submit(op(Lane.DISK), [], (0, 0), fail)
-        after = made.submit(op(), [failing], (0, 1), lambda: ran.append("after"))
-        mine = made.submit(op(Lane.COMPUTE), [after], (0, 2))
-        with pytest.raises(EngineError, match="on purpose") as caught:
-            made.begin(mine)
-        assert time.perf_counter() - failed_at[0] < AT_ONCE_S
-        assert caught.value.__cause__ is error
-        for call in (made.check, lambda: made.wait([]), lambda: made.wait([after])):
-            with pytest.raises(EngineError) as caught:
-                call()
-            assert caught.value.__cause__ is error
-        late = made.submit(op(), [], (0, 0), lambda: ran.append("late"))
-        time.sleep(0.05)
-        assert not late.over
-    assert ran == []
-
-
-def test_a_failure_wakes_without_the_help_of_a_timeout(python_books: None) -> None:
-    with lanes() as made:
-        timeouts: list[float | None] = []
-        wait = made._books.changed.wait
-
-        def patient(timeout: float | None = None) -> bool:
-            timeouts.append(timeout)
-            return wait(60)
-
-        made._books.changed.wait = patient  # type: ignore[method-assign]
-        gate = threading.Event()
-
-        def fail() -> None:
-            gate.wait()
-            raise ZeroDivisionError
-
-        task = made.submit(op(), [], (0, 0), fail)
-        thread, raised = blocked(lambda: made.wait([task]))
-        while not timeouts:
-            time.sleep(0.001)
-        gate.set()
-        thread.join(AT_ONCE_S)
-        assert not thread.is_alive()
-        assert isinstance(raised[0], EngineError)
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:
