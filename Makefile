@@ -9,8 +9,9 @@ NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* offlo
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
 test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
 
-# Processes that the fast tests are handed to: by default one for each processor.
-WORKERS ?= auto
+# Processes that the fast tests are handed to: one more than processors, as many tests wait for a
+# drive, a thread or another process.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)' 2>/dev/null || echo auto)
 
 .PHONY: help train test test-slow parity check sanitize wheel clean
 

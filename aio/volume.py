@@ -128,7 +128,9 @@ def stripes(weights: Sequence[float], unit_bytes: int = UNIT_BYTES) -> Stripes:
             f"weights={list(weights)}: drive {weights.index(least)} would hold less than one unit "
             f"in {PATTERN_UNITS_MAX} and only slow the others down; leave it out"
         )
-    choices = [_spread(weights, n) for n in range(len(weights), PATTERN_UNITS_MAX + 1)]
+    # Where a unit goes is up to those before it, so each pattern begins all longer ones.
+    longest = _spread(weights, PATTERN_UNITS_MAX)
+    choices = [longest[:n] for n in range(len(weights), PATTERN_UNITS_MAX + 1)]
     best = min(_seconds(weights, choice) for choice in choices)
     pattern = next(p for p in choices if _seconds(weights, p) <= best * _NEARLY)
     return Stripes(unit_bytes, pattern)

@@ -1,10 +1,13 @@
-"""Pairwise covering: few cases in which every two values of two factors meet somewhere."""
+"""Few cases of many: every two values of two factors meet, or any values of all factors but one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, product
+from typing import Any
 from zlib import crc32
+
+import pytest
 
 Setting = tuple[str, str]
 """A factor and one of its values."""
@@ -56,3 +59,18 @@ def pairwise(
         for pair in combinations(case.items(), 2):
             left.pop(pair, None)
     return cases
+
+
+def by_turns(*factors: Sequence[Any]) -> list[Any]:
+    """Parameters of a test: half of the product of `factors` in the fast tier, the others slow.
+
+    Values of all factors but one, whichever, meet in each way; the last one's take turns.
+    """
+    return [
+        pytest.param(
+            *(values[at] for values, at in zip(factors, where)),
+            marks=pytest.mark.slow if sum(where) % 2 else (),
+            id="-".join(str(values[at]) for values, at in zip(factors, where)),
+        )
+        for where in product(*(range(len(values)) for values in factors))
+    ]

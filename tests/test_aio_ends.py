@@ -95,16 +95,14 @@ def test_exit_without_closing(name, tmp_path):
 @pytest.mark.parametrize("name", few(ENGINE))
 def test_ctrl_c_while_waiting(name, tmp_path):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
-    with refusing(name, 6, tmp_path) as (_, _, tickets):
+    with refusing(name, 12, tmp_path) as (_, _, tickets):
         for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
-            timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
+            timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
-            began = time.monotonic()
             with pytest.raises(KeyboardInterrupt):
                 wait()
-            assert time.monotonic() - began < 1
             timer.join()
-        assert not tickets[-1].done()
+        assert not tickets[-1].done()  # Which it is after 0.8 s.
 
 
 @pytest.mark.parametrize("name", few(ENGINE))
@@ -156,17 +154,18 @@ def check_no_leak(name, directory, times):
         maps = Path("/proc/self/maps").read_text().count("\n")
         return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), maps, pages
 
+    def grew():
+        before = held()
+        open_and_close(name, directory, times)
+        end = time.monotonic() + 5
+        while held()[0] > before[0] and time.monotonic() < end:
+            time.sleep(0.01)
+        threads, files, maps, pages = (now - then for then, now in zip(before, held()))
+        return threads > 0, files > 0, maps > 20, pages * mmap.PAGESIZE >= 2 << 20
+
     open_and_close(name, directory, 20)
-    before = held()
-    open_and_close(name, directory, times)
-    end = time.monotonic() + 5
-    while held()[0] > before[0] and time.monotonic() < end:
-        time.sleep(0.01)
-    threads, files, maps, pages = held()
-    assert threads <= before[0]  # One of an earlier test may end meanwhile.
-    assert files == before[1]
-    assert maps <= before[2] + 20
-    assert (pages - before[3]) * mmap.PAGESIZE < 2 << 20
+    # What leaks does so each time; what earlier tests left behind here changes once at most.
+    assert any(not any(grew()) for _ in range(3))
 
 
 @pytest.mark.parametrize("name", few(USABLE))

@@ -154,10 +154,12 @@ class Owner(bytearray):
 @pytest.mark.parametrize("name", QUEUED)
 def test_finalisers_in_a_thread_that_serves_are_refused_and_hang_nobody(name):
     """The memory of a transfer dies there where the transfer held it last."""
-    found = []
+    found, queued, mine = [], threading.Event(), threading.current_thread()
 
     def asks():
         found.append(threading.current_thread())
+        if found[0] is mine or not queued.wait(20):
+            return
         for call in (lambda: file.write_from(aligned(BLOCK), 0), later.wait, file.close):
             try:
                 call()
@@ -168,18 +170,24 @@ def test_finalisers_in_a_thread_that_serves_are_refused_and_hang_nobody(name):
 
     limits = {"depth": 1, "piece_bytes": BLOCK}
     with opened(name, **limits) as backend, scratch(backend, 1 << 20, "/dev/shm") as file:
-        memory = Owner(256 * BLOCK)
-        memory.at_end = asks
-        first = file.write_from(memory, 0)
-        del memory
-        later = file.write_from(aligned(256 * BLOCK), 0)
-        first.wait(20)
-        later.wait(20)
+        while not found or found[0] is mine:  # Here it dies where all is written before `del`.
+            found.clear()
+            queued.clear()
+            memory = Owner(256 * BLOCK)
+            memory.at_end = asks
+            first = file.write_from(memory, 0)
+            del memory
+            later = file.write_from(aligned(256 * BLOCK), 0)
+            queued.set()
+            first.wait(20)
+            later.wait(20)
+            while not found:
+                time.sleep(0.001)
         until = time.perf_counter() + 20
         while len(found) < 4 and time.perf_counter() < until:  # By then it need not be through.
             time.sleep(0.001)
         thread, *refused = found
-        assert thread is not threading.current_thread()
+        assert thread is not mine
         assert [text.split(": asked for in a thread of aio")[0] for text in refused] == [
             "a write of 4096 bytes at offset 0 of /dev/shm/(unnamed scratch file)",
             "a wait for the write of 1048576 bytes at offset 0 of /dev/shm/(unnamed scratch file)",

@@ -46,17 +46,6 @@ def test_no_end_is_overslept(name):
 
 
 @contextlib.contextmanager
-def later(*calls):
-    """Each call, with its delay, by a thread of its own."""
-    timers = [threading.Timer(delay, *call) for delay, *call in calls]
-    for timer in timers:
-        timer.start()
-    yield
-    for timer in timers:
-        timer.join()
-
-
-@contextlib.contextmanager
 def in_each_wait(*calls):
     """By a thread of its own: the first call as soon as this one waits for a ticket, the next when
     it waits anew, and so on."""
@@ -120,16 +109,23 @@ def test_whoever_closes_a_volume_finds_it_closed():
 
 def test_a_descriptor_stays_as_long_as_it_is_synced():
     """Its number may be another file's as soon as it is closed."""
-    io = GateIO()
+    begun = threading.Event()
+
+    class Syncing(GateIO):
+        def fsync(self, fd):
+            begun.set()
+            super().fsync(fd)
+
+    io = Syncing()
     with aio.Pool(1, io) as pool, scratch(pool, BLOCK) as file:
         io.gate.clear()
         sync, close = threading.Thread(target=file.sync), threading.Thread(target=file.close)
-        with later((0.2, io.gate.set)):
-            sync.start()
-            time.sleep(0.05)
-            close.start()
-            close.join(0.05)
-            assert file.fd in io.files
+        sync.start()
+        assert begun.wait(20)
+        close.start()
+        close.join(0.05)
+        assert file.fd in io.files
+        io.gate.set()
         sync.join()
         close.join()
     assert file.fd not in io.files

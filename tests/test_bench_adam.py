@@ -16,6 +16,7 @@ import cpu_adam
 import offload.cli
 from cpu_adam import FORMATS, bench, choice, peers
 from offload.cli import EXIT_BAD_INPUT, bench_adam, bench_adam_report, main
+from tests.covering import by_turns
 
 TINY = ["bench", "adam", "--elements", "8Ki", "--seconds", "0"]
 FLAGS = [
@@ -149,10 +150,10 @@ def job_of(format, elements=8192, gradient=torch.bfloat16):
     return memory, job, (job._gradient, job._weight, *job._slots.values())
 
 
-@pytest.mark.parametrize("elements", [128, 8192 + 77])
-@pytest.mark.parametrize("kernel", choice.available())
-@pytest.mark.parametrize("gradient", bench.GRADIENTS.values(), ids=str)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "gradient", "kernel", "elements"),
+    by_turns([*FORMATS], [*bench.GRADIENTS.values()], choice.available(), [128, 8192 + 77]),
+)
 def test_streams_leave_every_byte_as_it_was(format, gradient, kernel, elements):
     """Whatever it is: NaN, subnormal, codes."""
     memory, job, _ = job_of(format, elements, gradient)

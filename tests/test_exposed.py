@@ -185,10 +185,14 @@ def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
 def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own: bool) -> None:
     """Whether that is a task's before it, or one that its op knows of."""
 
+    took: list[float] = []
+
     def work() -> Iterator[Fence | None]:
         if of_its_own:
             yield fence
+        since = time.perf_counter()
         time.sleep(0.02)
+        took.append(time.perf_counter() - since)
 
     with after_slow_compute() as (made, mine, fence):
         if not of_its_own:
@@ -198,9 +202,10 @@ def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own:
         made.wait([last])
         use = made.ledger.use
         made.finish(mine) if of_its_own else None
-    assert 0.02 <= use[Lane.CPU].busy_s < 0.12
-    assert 0.015 <= use[Lane.CPU].exposed_s < 0.12
-    assert use[Lane.COMPUTE].exposed_s >= 0.12
+    # Less than half of the wait is in it, however long a sleep lasts here.
+    assert 0.02 <= use[Lane.CPU].busy_s < took[0] + 0.075
+    assert 0.015 <= use[Lane.CPU].exposed_s < took[0] + 0.075
+    assert use[Lane.COMPUTE].exposed_s >= 0.075
 
 
 def test_what_bounds_a_run_whose_host_waits_for_the_device_is_the_device() -> None:

@@ -52,7 +52,7 @@ def run_programs(seeds: Sequence[int], directory: Path) -> Counter[str]:
 
 @pytest.mark.filterwarnings("ignore:Config.micro_batches", "ignore:grad and param do not obey")
 def test_a_sample_of_programs(tmp_path: Path) -> None:
-    assert run_programs([3043, *range(20)], tmp_path)
+    assert run_programs([3043, *range(12)], tmp_path)
 
 
 @pytest.mark.slow
@@ -162,8 +162,8 @@ def test_a_view_of_a_gradient_that_is_given_up_keeps_it(
             run.loss().backward()
             for one in views:
                 one.mul_(0.5)
-        run.extra += [[one.tolist() for one in views], held.tolist()]
-        run.extra.append([one.grad.tolist() for one in parameters])
+        for shown in (*views, held, *(one.grad for one in parameters)):
+            run.extra.append(shown.numpy().tobytes())
         run.step()
 
     ours = train(placement, tmp_path, logged, **fp32())

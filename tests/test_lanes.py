@@ -21,6 +21,7 @@ from offload.lanes import EngineError, Lanes
 from offload.program import Lane, Op, Value, Verb
 from offload.scoreboard import Scoreboard
 from offload.task import Key, State, Task
+from offload.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -186,7 +187,8 @@ def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
 
 
 def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
-    with lanes(Lane.DISK, Lane.H2D, Lane.CPU, pace=lambda op: op.bytes / 1000) as made:
+    trace = Trace()
+    with lanes(Lane.DISK, Lane.H2D, Lane.CPU, pace=lambda op: op.bytes / 1000, trace=trace) as made:
         queued = time.perf_counter()  # Before the lanes begin.
         read = made.submit(op(Lane.DISK, 100), [], (0, 0), _nothing)
         copy = made.submit(op(Lane.H2D, 40), [read], (0, 0), _nothing)
@@ -194,15 +196,20 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         mine = made.submit(op(Lane.COMPUTE), [copy], (0, 0))
         since = time.perf_counter()
         made.begin(mine)
-        waited, ahead = time.perf_counter() - since, since - queued
+        ended = time.perf_counter()
         made.finish(mine)
         use = made.ledger.use
+    first = min(one.start for one in trace.waited)  # This thread may stand still before it waits.
+    last = max(one.stop for one in trace.waited)
+    waited, ahead = last - first, first - queued
+    assert since <= first
+    assert last <= ended
     assert waited >= 0.14 - ahead
     assert use[Lane.DISK].busy_s >= 0.1  # A sleep may last longer; what is booked has to add up.
     assert use[Lane.H2D].busy_s >= 0.04
     assert use[Lane.DISK].exposed_s >= 0.099 - ahead
     assert use[Lane.H2D].exposed_s >= 0.039 - ahead
-    assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited, abs=0.02)
+    assert use[Lane.DISK].exposed_s + use[Lane.H2D].exposed_s == pytest.approx(waited)
     assert use[Lane.CPU].exposed_s == use[Lane.COMPUTE].exposed_s == 0.0
     assert (use[Lane.DISK].bytes, use[Lane.H2D].bytes, use[Lane.CPU].bytes) == (100, 40, 50)
 
@@ -210,7 +217,8 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
 def test_nothing_is_exposed_where_nothing_was_waited_for() -> None:
     with lanes(pace=lambda op: 0.02) as made:
         task = made.submit(op(), [], (0, 0), _nothing)
-        time.sleep(0.06)
+        while not task.over:
+            time.sleep(0.001)
         made.wait([task])
         assert made.ledger.use[Lane.CPU].exposed_s == 0.0
         assert made.ledger.use[Lane.CPU].busy_s >= 0.02
@@ -356,61 +364,6 @@ def test_what_the_device_is_not_ready_for_holds_up_nothing_behind_it() -> None:
 
 
 # -- failures and the end ---------------------------------------------------------------------
-
-
-def test_a_failure_ends_waits_at_once_and_nothing_more_is_started() -> None:
-    ran: list[str] = []
-    error = ZeroDivisionError("on purpose")
-    failed_at: list[float] = []
-
-    def fail() -> None:
-        time.sleep(0.05)
-        failed_at.append(time.perf_counter())
-        raise error
-
-    with lanes(Lane.CPU, Lane.DISK) as made:
-        made.check()
-        failing = made.submit(op(Lane.DISK), [], (0, 0), fail)
-        after = made.submit(op(), [failing], (0, 1), lambda: ran.append("after"))
-        mine = made.submit(op(Lane.COMPUTE), [after], (0, 2))
-        with pytest.raises(EngineError, match="on purpose") as caught:
-            made.begin(mine)
-        assert time.perf_counter() - failed_at[0] < 0.1
-        assert caught.value.__cause__ is error
-        for call in (made.check, lambda: made.wait([]), lambda: made.wait([after])):
-            with pytest.raises(EngineError) as caught:
-                call()
-            assert caught.value.__cause__ is error
-        late = made.submit(op(), [], (0, 0), lambda: ran.append("late"))
-        time.sleep(0.05)
-        assert not late.over
-    assert ran == []
-
-
-def test_a_failure_wakes_without_the_help_of_a_timeout(python_books: None) -> None:
-    with lanes() as made:
-        timeouts: list[float | None] = []
-        wait = made._books.changed.wait
-
-        def patient(timeout: float | None = None) -> bool:
-            timeouts.append(timeout)
-            return wait(60)
-
-        made._books.changed.wait = patient  # type: ignore[method-assign]
-        gate = threading.Event()
-
-        def fail() -> None:
-            gate.wait()
-            raise ZeroDivisionError
-
-        task = made.submit(op(), [], (0, 0), fail)
-        thread, raised = blocked(lambda: made.wait([task]))
-        while not timeouts:
-            time.sleep(0.001)
-        gate.set()
-        thread.join(1)
-        assert not thread.is_alive()
-        assert isinstance(raised[0], EngineError)
 
 
 def test_the_first_failure_is_the_one_that_is_told() -> None:

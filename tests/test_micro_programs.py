@@ -58,7 +58,7 @@ def run_programs(seeds: Sequence[int], directory: Path) -> Counter[str]:
 
 def test_a_sample_of_programs(tmp_path: Path) -> None:
     """Whose backwards are the declared ones, and some that are not, end bit for bit as in torch."""
-    assert run_programs([113, 123, 601, 10031, *range(30)], tmp_path)
+    assert run_programs([113, 123, 601, 10031, *range(16)], tmp_path)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from cpu_adam import CPUAdam
 from offload.in_use import InUse
+from tests.covering import by_turns
 from tests.training import Net, assert_same, config_of, fp32, plain, same_bits, train, train_alone
 
 WIDTH = 8
@@ -87,9 +88,10 @@ def trained(model: Any, optimizer: Any, others: tuple[int, ...]) -> list[torch.T
     return [*found, *(p.detach().clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("others", [(2, 3, 4, 5), (1, 0, 3)], ids=str)
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "reentrant", "others"),
+    by_turns(list(USES), [True, False], [(2, 3, 4, 5), (1, 0, 3)]),
+)
 def test_a_unit_that_was_run_again_inside_itself_stays(
     use: str, reentrant: bool, others: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from cpu_adam import CPUAdam
 from offload import collector
+from tests.covering import by_turns
 
 
 class Scaled(nn.Module):
@@ -61,10 +62,13 @@ def gradients(uses: tuple[bool, ...], recompute: bool, config: Any, penalty: str
     return found
 
 
-@pytest.mark.parametrize("tier", ["cpu", "device"])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("uses", [(False,), (True, False), (False, True), (False, False)])
-@pytest.mark.parametrize("penalty", ["", "scale", "shift", "blocks"])
+USES = [(False,), (True, False), (False, True), (False, False)]
+
+
+@pytest.mark.parametrize(
+    ("penalty", "uses", "recompute", "tier"),
+    by_turns(["", "scale", "shift", "blocks"], USES, [False, True], ["cpu", "device"]),
+)
 def test_gradients_are_those_of_torch(
     penalty: str, uses: tuple[bool, ...], recompute: bool, tier: Any
 ) -> None:
