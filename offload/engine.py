@@ -158,11 +158,14 @@ class Engine:
             self.backwards.ended(graph)
             self.in_use.release_held(others=self.backwards.around(graph))
             if not self.backwards:
-                self.end_pass(finished=True)
-                for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
-                    self.exposures.put_home(unit)  # Copies that only the backward has used go.
-                self._begin_final()
-                self.finality.backward_ended()
+                try:
+                    self.end_pass(finished=True)
+                    for unit in self.finality.final.intersection(self.exposures.copies):
+                        self.exposures.put_home(unit)  # Copies that only the backward has used go.
+                    self._begin_final()
+                finally:
+                    if self.passes.verb is None:  # Else it did not end, see `end_pass`.
+                        self.finality.backward_ended()
                 self.gradients.written.refuse()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
@@ -179,7 +182,7 @@ class Engine:
             if outermost not in (None, torch._C._current_graph_task_id()) or retains():
                 return
             # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
-            held = self.exposures.exposed_units(), self.gradients.followed
+            held = self.exposures.copies, self.gradients.followed
             for unit in sorted(self.finality.final):
                 bound = self.units[unit]
                 if bound.buffer is not None or bound.saved or any(unit in one for one in held):
@@ -334,7 +337,6 @@ class Engine:
         self.end_pass(finished=False)
         self.residents.check(frozen)
         self.exposures.put_all_home()
-        self.gradients.put_shown_home()
         self.gradients.let_go()
         if not (begun := self.finality.begun):
             self.updates.settle()
@@ -344,9 +346,9 @@ class Engine:
         with self._lanes.once():
             self.steps += 1
             self._lanes.ledger.stepped(self.steps, self.passes.misses)
-            for unit in self.exposures.exposed_units():
+            for unit in self.exposures.copies:
                 self.exposures.renew(unit)
-        self.gradients.wait_where_viewed()
+            self.gradients.wait_where_viewed()
 
     def _begin_updates(self, frozen: Frozen) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""
@@ -375,8 +377,7 @@ class Engine:
     @property
     def program(self) -> Program:
         """The compiled phases, in the order of use seen last."""
-        orders = self.passes.orders
-        both = orders[Verb.FORWARD], orders[Verb.BACKWARD]
+        both = (self.passes.orders[verb] for verb in (Verb.FORWARD, Verb.BACKWARD))
         return compile_program(self.plan.reordered(profile_of(self.plan.profile.units, *both)))
 
     def report(self) -> Report:
