@@ -106,8 +106,7 @@ class Engine:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences."""
-        found = *self._notices, self.casts.notice, *self.finality.notices
-        return tuple(notice for notice in found if notice)
+        return tuple(filter(None, (*self._notices, self.casts.notice, *self.finality.notices)))
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -280,7 +279,8 @@ class Engine:
         one = self.units[handle.unit].spec.parameters[handle.parameter]
         if tensor.grad_fn is not None or tensor.numel() != one.elements:
             return tensor.clone()
-        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
+        found = handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
+        return found.requires_grad_(tensor.requires_grad)
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.

@@ -189,6 +189,25 @@ def edited_as_given(run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_a_module_gives_of_its_weight_is_a_leaf_that_asks_for_a_gradient(
+    placement: Any, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        queries = Queries("itself")
+        queries.given = lambda weight: weight.detach().requires_grad_()
+        return queries
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        given = model()
+        (given * given).sum().backward()
+        return given.grad  # type: ignore[no-any-return]
+
+    with training.attached(placement, tmp_path, build=build, dtype=torch.float32) as run:
+        assert training.same_bits(gradient(run.model), gradient(build()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("given", GIVEN)
 def test_of_what_a_module_gives_of_its_weight_edits_count(
     given: str, placement: Any, tmp_path: Path
