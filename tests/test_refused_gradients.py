@@ -37,7 +37,7 @@ def test_a_backward_that_is_only_imitated_brings_no_gradient(
     def imitated(run: Run, number: int) -> None:
         given = tokens()
         if hasattr(run.optimizer, "engine"):
-            refusals = (ValueError, TypeError)  # Torch before 2.11 takes no class of parameters.
+            refusals = (ValueError, TypeError)  # Torch before 2.13 takes no class of parameters.
             message = "is a FakeTensor, with no values in memory|FakeTensorMode object at"
             with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(refusals, match=message):
                 loss_of(run.model, given).backward()
