@@ -66,7 +66,7 @@ class Engine:
         self.residents = Residents(executor, units, self)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         streamed = (unit for unit in units if unit.index not in self.residents)
-        found = *memory.notices, executor.store and executor.store.notice
+        found = *memory.notices, None if executor.store is None else executor.store.notice
         self._notices = (*found, slow_path_notice(streamed))
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
@@ -279,8 +279,8 @@ class Engine:
         one = self.units[handle.unit].spec.parameters[handle.parameter]
         if tensor.grad_fn is not None or tensor.numel() != one.elements:
             return tensor.clone()
-        found = handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
-        return found.requires_grad_(tensor.requires_grad)
+        self.in_use.keep(self.units[handle.unit])
+        return self.in_use.copied(handle).requires_grad_(tensor.requires_grad)
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
@@ -298,7 +298,7 @@ class Engine:
         bound.require_version(handle)
         if bound.buffer is not None:
             return bound.shown(handle)
-        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
+        return self.in_use.copied(handle)
 
     # -- parameters at rest ----------------------------------------------------------------------
 
