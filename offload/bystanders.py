@@ -30,9 +30,11 @@ _HEARTBEAT = "ipykernel.heartbeat"
 
 def any_in_torch() -> bool:
     """Whether another thread may be inside a function of torch's, called before this was."""
-    me, known = threading.get_ident(), threading._active  # type: ignore[attr-defined]
-    for ident, frame in sys._current_frames().items():
-        if ident != me and not _apart(frame):
+    known, frames = threading._active, sys._current_frames()  # type: ignore[attr-defined]
+    # In a variable, as after a loop, this one's would hold itself, and its callers all they have.
+    frames.pop(threading.get_ident(), None)
+    for ident, frame in frames.items():
+        if not _apart(frame):
             thread = known.get(ident)
             if thread is None or not thread.name.startswith(_OURS):
                 return True
