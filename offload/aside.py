@@ -189,7 +189,9 @@ def _pop() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Take all modes off, but those that imitate a device (`is_device`), as no user has them."""
     pop: Callable[[], Any] = _functions._pop_torch_function_stack
     functions = tuple(pop() for _ in range(_functions_active()))
-    found = [_dispatch._pop_mode() for _ in range(_dispatchers_active())]
+    held = _dispatch._get_current_dispatch_mode_stack()
+    # Before 2.11 what only torch holds is gone as it is popped.
+    found = [_dispatch._pop_mode() for _ in held]
     for mode in reversed(found):
         if getattr(mode, "is_device", False):
             _dispatch._push_mode(mode)

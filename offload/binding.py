@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -121,6 +122,16 @@ def _lists_blocks(module: nn.Module) -> bool:
     return len(kinds) > len(set(kinds))
 
 
+def _held(given: tuple[int, torch.Tensor]) -> bool:
+    """Whether anybody else holds what was given, in Python."""
+    return sys.getrefcount(given[1]) > 2  # The tuple, and who asks.
+
+
+def _viewed(given: tuple[int, torch.Tensor]) -> bool:
+    """Whether torch holds it, as a view of it does."""
+    return bool(given[1]._use_count() > 1)  # type: ignore[attr-defined]
+
+
 _TENSOR: Any = torch.Tensor
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 """Torch's own, whatever a class makes of it."""
@@ -217,8 +228,9 @@ class BoundUnit:
         """Of the parameters at rest: they count changes together, and are of no class of ours, of
         which torch would have to ask whether there is a trap."""
         self._versions: list[int] = []
-        self._given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-        """Views of the weights that somebody was given in this use, with their parameters."""
+        self._given: list[tuple[int, torch.Tensor]] = []
+        """Views of the weights that somebody was given in this use, with their parameters; held, as
+        torch before 2.11 counts itself only among those who hold what Python holds, too."""
         self._saved: Callable[[], Saved | None] = lambda: None
 
     @property
@@ -251,26 +263,24 @@ class BoundUnit:
         self._versions = list(map(_version, self._counted))
         self.buffer, self.views, self.looked = buffer, views, False
         self.address, self.end = address, address + self.spec.weight_bytes
-        if self._given:
-            self._given.clear()
 
     def give(self, parameter: int, view: torch.Tensor) -> None:
         """Somebody gets a view of a parameter in use."""
-        self._given = [one for one in self._given if one[1]() is not None]
-        self._given.append((parameter, weakref.ref(view)))
+        self._given = [one for one in self._given if _held(one) or _viewed(one)]
+        self._given.append((parameter, view))
 
     def set_apart(self, parameter: int) -> bool:
         """Let what was given of a parameter be its holder's, in memory of its own.
 
         False where it cannot be: views of it, which would stay, are held.
         """
-        mine = [ref() for index, ref in self._given if index == parameter]
-        held = [view for view in mine if view is not None]
-        if any(view._use_count() > 1 for view in held):  # type: ignore[attr-defined]
+        mine = [one for one in self._given if one[0] == parameter]
+        if any(_viewed(one) for one in mine):
             return False
-        for view in held:
-            with torch.no_grad():
-                view.data = view.clone()
+        for one in mine:
+            if _held(one):
+                with torch.no_grad():
+                    one[1].data = one[1].clone()
         self._given = [one for one in self._given if one[0] != parameter]
         return True
 
@@ -306,6 +316,8 @@ class BoundUnit:
             _set_data(parameter, dummy)
             parameter.__class__ = RestingParameter
         self.buffer, self.views = None, []
+        if self._given:
+            self._given.clear()
         if not self._counted:
             with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(False):
                 self._counted = [torch.Tensor.detach(one) for one in self.parameters]

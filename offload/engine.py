@@ -66,7 +66,7 @@ class Engine:
         self.residents = Residents(executor, units, self)
         self.casts = Casts(units, executor.device.torch_device, self.residents)
         streamed = (unit for unit in units if unit.index not in self.residents)
-        found = *memory.notices, executor.store and executor.store.notice
+        found = *memory.notices, None if executor.store is None else executor.store.notice
         self._notices = (*found, slow_path_notice(streamed))
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.steps, self.calls = 0, Calls()
@@ -106,8 +106,7 @@ class Engine:
     @property
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences."""
-        found = *self._notices, self.casts.notice, *self.finality.notices
-        return tuple(notice for notice in found if notice)
+        return tuple(filter(None, (*self._notices, self.casts.notice, *self.finality.notices)))
 
     # -- passes ----------------------------------------------------------------------------------
 
@@ -158,11 +157,14 @@ class Engine:
             self.backwards.ended(graph)
             self.in_use.release_held(others=self.backwards.around(graph))
             if not self.backwards:
-                self.end_pass(finished=True)
-                for unit in set(self.finality.final).intersection(self.exposures.exposed_units()):
-                    self.exposures.put_home(unit)  # Copies that only the backward has used go.
-                self._begin_final()
-                self.finality.backward_ended()
+                try:
+                    self.end_pass(finished=True)
+                    for unit in self.finality.final.intersection(self.exposures.copies):
+                        self.exposures.put_home(unit)  # Copies that only the backward has used go.
+                    self._begin_final()
+                finally:
+                    if self.passes.verb is None:  # Else it did not end, see `end_pass`.
+                        self.finality.backward_ended()
                 self.gradients.written.refuse()
 
     def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
@@ -179,7 +181,7 @@ class Engine:
             if outermost not in (None, torch._C._current_graph_task_id()) or retains():
                 return
             # Whoever holds a copy sees whole steps only; a gradient may be changed until step().
-            held = self.exposures.exposed_units(), self.gradients.followed
+            held = self.exposures.copies, self.gradients.followed
             for unit in sorted(self.finality.final):
                 bound = self.units[unit]
                 if bound.buffer is not None or bound.saved or any(unit in one for one in held):
@@ -278,7 +280,8 @@ class Engine:
         one = self.units[handle.unit].spec.parameters[handle.parameter]
         if tensor.grad_fn is not None or tensor.numel() != one.elements:
             return tensor.clone()
-        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
+        self.in_use.keep(self.units[handle.unit])
+        return self.in_use.copied(handle).requires_grad_(tensor.requires_grad)
 
     def tensor_of(self, handle: Handle) -> torch.Tensor:
         """The weights that a handle stands for: in the slot, or a private copy.
@@ -296,7 +299,7 @@ class Engine:
         bound.require_version(handle)
         if bound.buffer is not None:
             return bound.shown(handle)
-        return handle.of(self.exposures.tensor(handle.unit, handle.parameter).detach())
+        return self.in_use.copied(handle)
 
     # -- parameters at rest ----------------------------------------------------------------------
 
@@ -335,7 +338,6 @@ class Engine:
         self.end_pass(finished=False)
         self.residents.check(frozen)
         self.exposures.put_all_home()
-        self.gradients.put_shown_home()
         self.gradients.let_go()
         if not (begun := self.finality.begun):
             self.updates.settle()
@@ -345,9 +347,9 @@ class Engine:
         with self._lanes.once():
             self.steps += 1
             self._lanes.ledger.stepped(self.steps, self.passes.misses)
-            for unit in self.exposures.exposed_units():
+            for unit in self.exposures.copies:
                 self.exposures.renew(unit)
-        self.gradients.wait_where_viewed()
+            self.gradients.wait_where_viewed()
 
     def _begin_updates(self, frozen: Frozen) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""
@@ -376,8 +378,7 @@ class Engine:
     @property
     def program(self) -> Program:
         """The compiled phases, in the order of use seen last."""
-        orders = self.passes.orders
-        both = orders[Verb.FORWARD], orders[Verb.BACKWARD]
+        both = (self.passes.orders[verb] for verb in (Verb.FORWARD, Verb.BACKWARD))
         return compile_program(self.plan.reordered(profile_of(self.plan.profile.units, *both)))
 
     def report(self) -> Report:

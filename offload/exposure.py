@@ -183,10 +183,6 @@ class Exposures:
         """Let go of what the last `read` left for the next one."""
         self._homes.forget()
 
-    def exposed_units(self) -> tuple[int, ...]:
-        """Units of which copies exist."""
-        return tuple(self.copies)
-
     def renew(self, unit: int) -> None:
         """Show the present values in the copies of `unit` (after an update)."""
         if unit in self.copies:

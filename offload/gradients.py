@@ -210,10 +210,11 @@ class Gradients:
         now.due = False
 
     def let_go(self) -> None:
-        """From here on the homes belong to the update: whoever holds a gradient gets its bytes.
+        """Put home what is shown, and leave it to the update: who holds a gradient gets its bytes.
 
         What is done to those counts for the next backward, as it does with torch's own.
         """
+        self.put_shown_home()
         for unit in list(self._units):
             now = self._units[unit]
             for parameter in list(now.shown) if now.copied is None else ():

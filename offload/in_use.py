@@ -128,14 +128,17 @@ class InUse:
         bound.rest()
         self.units.remove(bound)
         try:
-            if changed and self._weight_slot[bound.index] is not None:
-                # Not done again: a second try would not know what is home already.
-                with self._executor.lanes.once():
-                    self._keep(bound.index, weights)
+            if changed:
+                self._keep(bound.index, weights)
         finally:
             if bound.task is not None:
                 self._executor.lanes.finish(bound.task)
                 bound.task = None
+
+    def keep(self, unit: BoundUnit) -> None:
+        """Put home what was changed in a use that goes on."""
+        if unit.buffer is not None and unit.changed:
+            self._keep(unit.index, unit.buffer)
 
     def _keep(self, unit: int, weights: torch.Tensor) -> None:
         """Put home what was changed in use, and let nothing read it before.
@@ -144,17 +147,21 @@ class InUse:
         within half a unit of its last place, on every tier (at home on the device nobody could
         tell which elements were changed).
         """
-        self._passes.pause()
-        self._executor.quiesce("weight", unit)
-        changed = False
-        for piece, (offset, size) in enumerate(self._executor.plan.profile.units[unit].pieces):
-            value, now = Value("weight", unit, piece), weights[offset : offset + size]
-            if self._differs(value, now):
-                self._executor.poke(value, now)
-                changed = True
-        if changed:
-            self._passes.invalidate(unit)  # Served apart, its slot may hold what was at home.
-            self._exposures.renew(unit)
+        if self._weight_slot[unit] is None:
+            return
+        # Not done again: a second try would not know what is home already.
+        with self._executor.lanes.once():
+            self._passes.pause()
+            self._executor.quiesce("weight", unit)
+            changed = False
+            for piece, (offset, size) in enumerate(self._executor.plan.profile.units[unit].pieces):
+                value, now = Value("weight", unit, piece), weights[offset : offset + size]
+                if self._differs(value, now):
+                    self._executor.poke(value, now)
+                    changed = True
+            if changed:
+                self._passes.invalidate(unit)  # Served apart, its slot may hold what was at home.
+                self._exposures.renew(unit)
 
     def _differs(self, value: Value, now: torch.Tensor) -> bool:
         """Whether `now` is another value than that at home; True where that cannot be read."""
@@ -166,6 +173,10 @@ class InUse:
         self._executor.lanes.drain()
         with self._executor.lanes.waited(Lane.COMPUTE if here else Lane.D2H):
             return not torch.equal(home, now.to(home.device))
+
+    def copied(self, handle: Handle) -> torch.Tensor:
+        """What a handle stands for, in the private copy of its parameter."""
+        return handle.of(self._exposures.tensor(handle.unit, handle.parameter).detach())
 
     def reached(self, graph: int) -> None:
         """A backward runs a forward again: of the calls behind its node it needs nothing more.

@@ -113,7 +113,6 @@ def _let_go_of_all(engine: Engine) -> None:
     """Let nothing be in use, under way, edited, shown in place, or remembered of the slots."""
     engine.end_pass(finished=False)
     engine.exposures.put_all_home()
-    engine.gradients.put_shown_home()
     engine.gradients.let_go()
     engine.collector.forget_places()
     engine.passes.forget()

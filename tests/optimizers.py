@@ -18,6 +18,10 @@ OURS: dict[str, Callable[..., Any]] = {
     "sgd": lambda params, **options: cpu_adam.CPUSGD(params, **{"momentum": 0.9, **options}),
 }
 every_optimizer = pytest.mark.parametrize("kind", OURS)
+of_any_dtype = pytest.mark.skipif(
+    not hasattr(Tensor, "grad_dtype"),
+    reason="torch before 2.10 has no gradients of another dtype than their parameter",
+)
 
 FOUR_PARTS = r"(?s)asked .*; found .*; likely cause: .*; try: "
 """What a message must have."""

@@ -51,6 +51,7 @@ class Paced(Device):
         self.change(0, host_pace=1.0, host_pauses_s=0.0)
         self._local = threading.local()
         self._aside: list[Event] = []
+        self._modes: list[_Mode] = []
         self.spins: list[str] = []
         """Operations that wait for the device as torch does, whose host spins."""
         self._storages: dict[int, tuple[StorageWeakRef, Any]] = {}
@@ -76,7 +77,8 @@ class Paced(Device):
     def enter(self) -> None:
         self._local.is_lane = True
         self.timeline.current = self.timeline.new_stream()
-        _Mode(self).__enter__()
+        self._modes.append(_Mode(self))  # Torch before 2.11 loses one that nobody else holds.
+        self._modes[-1].__enter__()
 
     def stream(self) -> Stream:
         return self.timeline.current

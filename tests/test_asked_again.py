@@ -15,6 +15,7 @@ from torch import nn
 
 import offload
 from offload.executor import Executor
+from offload.gradients import Gradients
 from offload.program import Value
 from offload.store import Store
 from tests.small import adamw, config, small, tokens
@@ -234,6 +235,36 @@ def test_what_a_backward_brought_is_not_lost_where_it_cannot_be_shown(
     assert len(told) == 2
     alone = train_alone(held, **short)
     assert_same(without_idle_states(ours), without_idle_states(alone))
+
+
+def test_a_backward_that_could_not_show_what_it_brought_counts(tmp_path: Path) -> None:
+    """Two make a step, and each of them came home."""
+
+    def twice(run: Run, number: int) -> None:
+        first, second = run.loss(), run.loss()
+        with no_showing(), suppress(MemoryError):
+            first.backward()
+        second.backward()
+        if number and hasattr(run.optimizer, "engine"):
+            assert run.engine.finality.begun
+        run.step()
+
+    where = ("cpu", "cpu", "cpu")
+    ours = train(where, tmp_path, twice, micro_batches=2, dtype=torch.float32)
+    alone = train_alone(twice, dtype=torch.float32)
+    assert_same(without_idle_states(ours), without_idle_states(alone))
+
+
+@contextmanager
+def no_showing() -> Iterator[None]:
+    """What is shown of gradients finds no memory as a backward ends."""
+
+    def refused(_: Gradients) -> None:
+        raise MemoryError("there is none just now")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Gradients, "renew_shown", refused)
+        yield
 
 
 # -- what somebody has views of ------------------------------------------------------------------

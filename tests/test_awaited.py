@@ -19,6 +19,7 @@ from torch import nn
 import offload
 from cpu_adam import CPUAdam
 from offload.awaited import AwaitedParameter
+from tests.optimizers import of_any_dtype
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.test_residents import hooks_of
 from tests.training import (
@@ -430,6 +431,7 @@ def test_what_is_compiled_meets_plain_parameters(whole: bool, tmp_path: Path) ->
     assert seen == [seen[0]] * 8  # In four steps of each.
 
 
+@of_any_dtype
 def test_a_gradient_of_another_dtype_is_refused(tmp_path: Path) -> None:
     with attached(ON_CPU, tmp_path) as run:
         weight: Any = run.model.head.weight

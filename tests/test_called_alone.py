@@ -189,6 +189,66 @@ def edited_as_given(run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_a_module_gives_of_its_weight_is_a_leaf_that_asks_for_a_gradient(
+    placement: Any, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        queries = Queries("itself")
+        queries.given = lambda weight: weight.detach().requires_grad_()
+        return queries
+
+    def gradient(model: nn.Module) -> torch.Tensor:
+        given = model()
+        (given * given).sum().backward()
+        return given.grad  # type: ignore[no-any-return]
+
+    with training.attached(placement, tmp_path, build=build, dtype=torch.float32) as run:
+        assert training.same_bits(gradient(run.model), gradient(build()))
+
+
+class Clamping(Queries):
+    def forward(self) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+        return super().forward()
+
+
+class Lasting(nn.Module):
+    """Its weight stays in use from the first module to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.more = (
+            nn.ModuleList([Clamping("detached")]),
+            nn.ModuleList([Queries("itself")]),
+        )
+        self.more[0].weight = self.queries[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.queries[0]()
+        return x @ self.more[0]()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_a_module_gives_is_its_weight_as_it_has_changed_it(
+    placement: Any, tmp_path: Path
+) -> None:
+    def build() -> nn.Module:
+        torch.manual_seed(1)
+        return Lasting()
+
+    def seen(model: nn.Module) -> list[torch.Tensor]:
+        found = model(torch.eye(WIDTH))
+        found.square().sum().backward()
+        weight = next(model.parameters())
+        return [found.detach(), weight.grad, weight.detach()]  # type: ignore[list-item]
+
+    with training.attached(placement, tmp_path, build=build, dtype=torch.float32) as run:
+        assert all(map(training.same_bits, seen(run.model), seen(build())))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("given", GIVEN)
 def test_of_what_a_module_gives_of_its_weight_edits_count(
     given: str, placement: Any, tmp_path: Path

@@ -12,6 +12,7 @@ from torch import nn
 
 import cpu_adam
 from cpu_adam import CPUAdam
+from tests.optimizers import of_any_dtype
 
 ELEMENTS = 256
 """Parameters of each kind of gradient."""
@@ -86,10 +87,12 @@ def compare(steps: int, decayed: float) -> None:
         assert math.exp(sum(ratios) / len(ratios)) <= most
 
 
+@of_any_dtype
 def test_errors_over_some_steps_are_no_larger_than_those_of_torch() -> None:
     compare(50, decayed=0.3)
 
 
+@of_any_dtype
 @pytest.mark.slow
 def test_errors_over_ten_thousand_steps_are_no_larger_than_those_of_torch() -> None:
     compare(10_000, decayed=0.06)

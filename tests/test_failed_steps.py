@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 import offload
 from offload.awaited import Away
 from offload.exposure import Exposures
+from offload.lanes import Lanes
 from offload.updates import Updates
 from tests.small import adamw
 from tests.training import attached, plain, same_bits
@@ -64,6 +68,62 @@ def test_a_step_that_fails_midway_is_the_last(
             run.optimizer.step()
         with pytest.raises(offload.EngineError, match="what the step needs"):
             run.optimizer.step()
+
+
+HELD: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda weight: None,
+    "the weight": lambda weight: weight.detach().mul_(0.5),
+    "its gradient": lambda weight: weight.grad.mul_(2),
+    "a view of its gradient": lambda weight: weight.grad.view(-1),
+}
+
+
+@pytest.mark.parametrize("name", ["wait", "drain"])
+@pytest.mark.parametrize("held", HELD)
+def test_a_step_in_which_a_wait_fails_is_taken_once(
+    held: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked again it is the same step, or the engine says that it failed."""
+    waits: list[int] = []
+
+    def stepped(fails_at: int | None) -> list[torch.Tensor] | None:
+        with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+            plain(run, 0)
+            run.loss().backward()
+            kept = HELD[held](run.model.norm.weight)  # type: ignore[union-attr]
+            waits.clear()
+            with monkeypatch.context() as patch:
+                patch.setattr(Lanes, name, waiting(fails_at))
+                if fails_at is None:
+                    run.optimizer.step()
+                else:
+                    with pytest.raises(MemoryError, match="while it waited"):
+                        run.optimizer.step()
+            try:
+                if fails_at is not None:
+                    run.optimizer.step()
+                del kept
+                return [p.detach().clone() for p in run.model.parameters()]
+            except offload.EngineError:
+                return None
+
+    def waiting(fails_at: int | None) -> Callable[..., Any]:
+        own = getattr(Lanes, name)
+
+        def wait(lanes: Lanes, *args: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                waits.append(len(waits))
+                if waits[-1] == fails_at:
+                    raise MemoryError("while it waited")
+            return own(lanes, *args)
+
+        return wait
+
+    want = stepped(None)
+    assert want is not None
+    for at in range(len(waits)):
+        found = stepped(at)
+        assert found is None or all(map(same_bits, found, want))
 
 
 @pytest.mark.parametrize("micro_batches", [None, 1])

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -199,6 +199,19 @@ def test_selective_checkpoints_in_the_least_memory(
     budgets = smallest_budgets(placement, tmp_path, **options)
     ours = train(placement, tmp_path, **options, **budgets)
     assert_same(without_idle_states(ours), without_idle_states(train_alone(**options)))
+
+
+def test_a_mode_that_only_torch_holds_stays(tmp_path: Path) -> None:
+    """It is taken off and put back, and torch before 2.11 lets go of it where it is taken off."""
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        Operations().__enter__()
+        try:
+            run.loss().backward()
+            run.step()
+        finally:
+            mode: Any = _get_current_dispatch_mode()
+            mode.__exit__(None, None, None)
+        assert mode.seen["aten.mm.default"]
 
 
 def test_a_parameter_at_rest_is_read_under_a_mode_once(tmp_path: Path) -> None:

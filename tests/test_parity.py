@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),  # Torch 2.15.
 ]
 
 

@@ -37,10 +37,11 @@ def test_a_backward_that_is_only_imitated_brings_no_gradient(
     def imitated(run: Run, number: int) -> None:
         given = tokens()
         if hasattr(run.optimizer, "engine"):
-            with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ValueError) as told:
+            refusals = (ValueError, TypeError)  # Torch before 2.13 takes no class of parameters.
+            message = "is a FakeTensor, with no values in memory|FakeTensorMode object at"
+            with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(refusals, match=message):
                 loss_of(run.model, given).backward()
                 run.optimizer.step()
-            assert "is a FakeTensor, with no values in memory" in str(told.value)
             run.optimizer.zero_grad()
         plain(run, number)
 

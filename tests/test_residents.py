@@ -16,6 +16,7 @@ import offload
 from cpu_adam import CPUAdam
 from offload.breakdown import breakdown
 from offload.recorded import run_of
+from tests.optimizers import of_any_dtype
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
@@ -226,7 +227,7 @@ def test_it_is_refused_before_updates_begin_inside_backward(tmp_path: Path) -> N
         assert not same_bits(model.head.weight.detach(), before)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch before 2.10")
+@of_any_dtype
 def test_asleep_a_gradient_of_another_dtype_stays(tmp_path: Path) -> None:
     with attached(RESIDENT, tmp_path) as run:
         weight: Any = run.model.head.weight  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import offload
 from offload.awaited import Awaited, AwaitedParameter
 from offload.binding import BoundUnit
+from offload.bystanders import any_in_torch
 from tests.training import Net, attached, batch, loss_of, plain
 
 WIDTH, BLOCKS = 16, 6
@@ -432,3 +434,17 @@ def test_a_step_of_another_thread_comes_before_or_after(
         other.join(10)
         assert len(came) == 1
         assert ("asleep" in came[0], "closed" in came[0]) == (name == "sleep", name == "detach")
+
+
+def test_to_look_where_threads_are_keeps_nothing_of_who_looks() -> None:
+    """Not until the garbage collector comes."""
+
+    class Held:
+        pass
+
+    def looking() -> weakref.ref[Held]:
+        held = Held()
+        any_in_torch()
+        return weakref.ref(held)
+
+    assert looking()() is None

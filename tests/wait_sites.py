@@ -288,8 +288,8 @@ WAITS = (
     Wait(
         "weights: before changes in use are put home",
         "in_use",
-        '        self._executor.quiesce("weight", unit)\n        changed',
-        "        changed",
+        '            self._executor.quiesce("weight", unit)\n            changed',
+        "            changed",
         ("test_in_use",),
     ),
     Wait(
