@@ -24,7 +24,7 @@ from torch.utils import _python_dispatch as _dispatch
 
 from cpu_adam.built import require_version
 
-WHOLE_VERSION = 3
+WHOLE_VERSION = 4
 """Of the compiled module for calls from outside, as `src/whole/module.cpp` has it."""
 
 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from offload.checks import check_arguments, check_model, check_ways, told_how_to
 from offload.config import Config
 from offload.device import compute_device
 from offload.engine import Engine
+from offload.fork import engines
 from offload.interrupt import whole
 from offload.machine import Machine, probe
 from offload.plan import plan
@@ -65,6 +67,8 @@ def attach(
     dtypes = {str(one.dtype).removeprefix("torch.") for one in model.parameters()}
     for remark in config.remarks(dtypes):
         warnings.warn(remark, stacklevel=3)
+    if not all(engine.executor.lanes.closed for engine in engines):
+        gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
     groups = partition(model)
     check_model(model, optimizer, groups)

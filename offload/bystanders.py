@@ -31,7 +31,8 @@ _HEARTBEAT = "ipykernel.heartbeat"
 def any_in_torch() -> bool:
     """Whether another thread may be inside a function of torch's, called before this was."""
     known, others = threading._active, sys._current_frames()  # type: ignore[attr-defined]
-    del others[threading.get_ident()]  # A frame that has itself stays, and so do all it came from.
+    # A frame that has itself stays, and so do all from which it was called.
+    others.pop(threading.get_ident(), None)
     for ident, frame in others.items():
         if not _apart(frame):
             thread = known.get(ident)

@@ -27,7 +27,7 @@ from offload.executor import Executor
 from offload.exposure import Exposures
 from offload.fast_path import slow_path_notice
 from offload.finality import Finality
-from offload.fork import end_in_children
+from offload.fork import engines
 from offload.frozen import Frozen
 from offload.gradients import Gradients
 from offload.guard import Handle
@@ -43,7 +43,7 @@ from offload.resident import Residents
 from offload.resting import OffloadedParameter
 from offload.totals import Report
 from offload.updates import Updates
-from offload.usable import refuse_unusable
+from offload.usable import close_here, refuse_unusable
 
 
 class Engine:
@@ -83,8 +83,8 @@ class Engine:
         self.units, self.lock = units, threading.RLock()
         self._pid, self._torn, self._since = os.getpid(), torn_times(), time.perf_counter()
         self.backwards = Backwards()
-        end_in_children(self)
-        self._close = weakref.finalize(self, _shut, executor, self._pid)
+        engines.add(self)
+        self._close = weakref.finalize(self, close_here, executor, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
         atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
 
@@ -391,11 +391,8 @@ class Engine:
     @whole
     def close(self) -> None:
         """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
-        if os.getpid() == self._pid:
-            self._close()
-
-
-def _shut(executor: Executor, pid: int) -> None:
-    """Close an executor, in the process that made it only."""
-    if os.getpid() == pid:
-        executor.close()
+        self._close()
+        if os.getpid() == self._pid:  # Else a child has nothing of it.
+            self.collector.forget_places()
+            for bound in self.units:
+                bound.close()

@@ -5,23 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Protocol
-
-
-class _Lanes(Protocol):
-    ended: bool
-
-
-class _Executor(Protocol):
-    @property
-    def lanes(self) -> _Lanes: ...
-
-
-class _Engine(Protocol):
-    lock: threading.RLock
-
-    @property
-    def executor(self) -> _Executor: ...
+from typing import Any
 
 
 def forked(what: str, instead: str) -> RuntimeError:
@@ -32,21 +16,14 @@ def forked(what: str, instead: str) -> RuntimeError:
     )
 
 
-_engines: weakref.WeakSet[_Engine] = weakref.WeakSet()
+engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""All that are in memory. In a child each has another lock: nobody gives back there what a thread
+of its parent had."""
 
 
-def end_in_children(engine: _Engine) -> None:
-    """Let an engine be of no use wherever this process forks, where it has no lanes.
-
-    Its lock is another one there: nobody gives back in a child what a thread of its parent had.
-    """
-    _engines.add(engine)
+def _unlock() -> None:
+    for engine in engines:
+        engine.lock = threading.RLock()
 
 
-def _end() -> None:
-    for one in _engines:
-        one.lock = threading.RLock()
-        one.executor.lanes.ended = True
-
-
-os.register_at_fork(after_in_child=_end)
+os.register_at_fork(after_in_child=_unlock)

@@ -226,7 +226,7 @@ class Hooks:
             if (maker := run.maker(tensor)) is not None:
                 for bound in used:
                     if (backward := self._announce[bound.index]) is not None:
-                        _announce(tensor, maker, partial(backward, run.began))
+                        _announce(tensor, maker, _Announcement(backward, run.began))
 
     def _before_backward(self, bound: BoundUnit, began: int, gradient: torch.Tensor) -> None:
         """A gradient has reached the output of a unit: its backward is next."""
@@ -267,6 +267,12 @@ def _check_stashed(module: nn.Module, engine: Engine) -> None:
 
 def _makers(arguments: Any) -> tuple[Any, ...]:
     return tuple(one.grad_fn for one in tensors_in(arguments))
+
+
+class _Announcement(partial[Any]):
+    """What a gradient calls that reaches an output; no loss for who saves that to a file."""
+
+    __torch_unserializable__ = True  # Asked by torch, which else warns.
 
 
 def _announce(made: Any, maker: Any, backward: Callable[..., Any]) -> None:

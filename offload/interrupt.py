@@ -23,6 +23,7 @@ from __future__ import annotations
 # What `signal` is made of: its own functions spend microseconds on turning numbers into enums.
 import _signal  # type: ignore[import-not-found]
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -108,6 +109,15 @@ def torn() -> Sequence[str]:
         _told[0] += 1
         _torn.append(_TWICE)
     return _torn
+
+
+def _forked() -> None:
+    """In a child: nothing that was made before is whole. Where C++ counts, it has done so."""
+    _torn.append("the process was forked")
+    _told[0] += 1
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _tear(error: BaseException) -> None:

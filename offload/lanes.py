@@ -81,8 +81,7 @@ class Lanes:
         """Whose its calls are, for those that record them."""
         self._device = device
         self.closed = self.ended = False
-        """Whether nobody shall use it any more; whether that is so, or one has failed, or this is
-        a forked child, which has none."""
+        """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
         intra_op_threads = torch.get_num_threads()
         self._threads = [

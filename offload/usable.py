@@ -1,4 +1,4 @@
-"""Why an engine cannot be used any more, or not here."""
+"""Why an engine cannot be used any more, or not here, where it cannot be closed either."""
 
 from __future__ import annotations
 
@@ -31,3 +31,9 @@ def refuse_unusable(executor: Executor, pid: int, torn_before: int) -> None:
             "done now: start again from the last checkpoint"
         )
     executor.check()
+
+
+def close_here(executor: Executor, pid: int) -> None:
+    """Close an executor, in the process that made it only."""
+    if os.getpid() == pid:
+        executor.close()

@@ -98,13 +98,13 @@ def ended_pid() -> int:
     return process.pid
 
 
-def in_child(work) -> int:
+def in_child(work, fork=os.fork) -> int:
     """Forks, runs `work` in the child and answers its exit status: 0 where it returned."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: forking with threads
-        child = os.fork()
+        child = fork()
     if child == 0:
         status = 1
         try:

@@ -20,7 +20,7 @@ OFFERED = {
     "aio/src": (ENGINE_VERSION, "d069696f46a1"),
     "cpu_adam/src": (KERNELS_VERSION, "68b1b4d7baa2"),
     "offload/src": (BOOKS_VERSION, "64e10deafbc5"),
-    "offload/src/whole": (WHOLE_VERSION, "dba46997073c"),
+    "offload/src/whole": (WHOLE_VERSION, "78f4aa8f40e2"),
 }
 """The version of each module, and a digest of what it offers."""
 

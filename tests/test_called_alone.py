@@ -257,3 +257,9 @@ def test_of_what_a_module_gives_of_its_weight_edits_count(
     found = training.train(placement, tmp_path, edited_as_given, **options)
     expected = training.train_alone(edited_as_given, **options)
     training.assert_same(found, training.without_idle_states(expected))
+
+
+def test_an_output_is_saved_to_a_file_as_without_an_engine(tmp_path: Path) -> None:
+    """Torch warns of hooks that go lost with that, and warnings are errors here."""
+    with training.attached(("cpu",) * 3, tmp_path) as run:
+        torch.save(run.model.blocks[0](torch.ones(2, 32, dtype=torch.bfloat16)), tmp_path / "x")

@@ -7,6 +7,7 @@ user's loop, and with them a loss with its graph; and how often one runs, is any
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,6 +127,45 @@ def test_residents_are_awaited_after_every_step(states: str, tmp_path: Path) -> 
         for number in range(4):
             plain(run, number)
             assert all(type(p) is AwaitedParameter for p in run.model.parameters())
+
+
+ENDS: dict[str, Callable[[Run], object]] = {
+    "closed": lambda run: run.engine.close(),
+    "detached": lambda run: offload.detach(run.model),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
+def test_who_has_ended_keeps_no_memory(
+    placement: tuple[str, str, str], how: str, tmp_path: Path
+) -> None:
+    """Though its model, its optimizer and itself are held, and nobody collects garbage."""
+    with attached(placement, tmp_path) as run, garbage():
+        engine = run.engine
+        for number in range(2):
+            plain(run, number)
+        arenas = [one.tensor for one in engine.executor.memory.arenas.values()]
+        areas = [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in arenas]
+        assert any(areas)
+        del arenas
+        ENDS[how](run)
+        with torch._C.DisableTorchFunctionSubclass():
+            places = [one.data_ptr() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        assert not [place for place in places if any(place in area for area in areas)]
+
+
+def test_who_was_dropped_makes_room_for_the_next(tmp_path: Path) -> None:
+    alive: list[Any] = []
+    with garbage():
+        for _ in range(3):
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.AdamW(model.parameters())
+            config = offload.Config(device_memory="1MiB", cpu_memory="1MiB")
+            model, optimizer = offload.attach(model, optimizer, config)
+            alive.append(weakref.ref(optimizer.engine))
+        assert [one() is None for one in alive] == [True, True, False]
+        optimizer.engine.close()
 
 
 def test_a_step_keeps_nothing_of_who_called_it(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ PyMethodDef calling = {"call", PyCFunction(reinterpret_cast<void*>(&call)),
 }  // namespace
 
 NB_MODULE(_whole, module) {
-    module.attr("VERSION") = 3;  // as offload/aside.py has it
+    module.attr("VERSION") = 4;  // as offload/aside.py has it
     module.def("handler_of", [](int number) {
         struct sigaction now;
         return sigaction(number, nullptr, &now) == 0 ? uintptr_t(now.sa_handler) : 0;
@@ -272,6 +272,7 @@ NB_MODULE(_whole, module) {
         told.tear = tear.inc_ref();
     });
     module.def("record", [](size_t most) {
+        if (calls_max) return;
         calls_max = most;
         calls.reserve(most);
     });
@@ -294,6 +295,7 @@ NB_MODULE(_whole, module) {
     pthread_atfork(nullptr, nullptr, [] {  // The child has one thread, and none of what came.
         if (!on_main_thread()) inside = false;
         main_thread = pthread_self();
+        torn++;  // What was whole is its parent's. Not all who fork tell Python of it.
         handing = 0;
         any = false;
         for (auto& one : came) one = 0;
