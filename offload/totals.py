@@ -28,7 +28,7 @@ class Report:
         lines = [
             f"{self.steps} steps; {self.wall_s:.2f} s since attach, "
             f"{self.wall_s - self.compute_s:.2f} s of them waiting for lanes; "
-            f"{self.misses} misses in all",
+            f"{self.misses} misses (units used in another order than the one seen before)",
             f"{'lane':8} {'busy':>10} {'exposed':>10} {'moved':>10}",
         ]
         for name, use in self.lanes.items():

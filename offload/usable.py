@@ -24,7 +24,10 @@ def refuse_unusable(executor: Executor, pid: int, torn_before: int) -> None:
     if os.getpid() != pid:
         raise forked("its memory stays", "move the work there")
     if executor.lanes.closed:
-        raise EngineError("the offload engine of this model was closed")
+        raise EngineError(
+            "the offload engine of this model was closed: after offload.detach() go on with the "
+            "optimizer that it returned; after close() attach the model anew"
+        )
     if torn_times() != torn_before:
         raise EngineError(
             f"{torn()[-1]} while the engine was in the middle of something, which may be half "
