@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ def garbage() -> Iterator[Counter[str]]:
     """What nobody but a garbage collector found of what was made in this context, by kind."""
     found: Counter[str] = Counter()
     gc.collect()
+    gc.freeze()  # What was there before may be let go of meanwhile, and is no business of ours.
     gc.disable()
     try:
         yield found
@@ -42,6 +43,7 @@ def garbage() -> Iterator[Counter[str]]:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+        gc.unfreeze()
         gc.enable()
 
 
@@ -141,7 +143,10 @@ def test_who_has_ended_keeps_no_memory(
     placement: tuple[str, str, str], how: str, tmp_path: Path
 ) -> None:
     """Though its model, its optimizer and itself are held, and nobody collects garbage."""
-    with attached(placement, tmp_path) as run, garbage():
+    gc.collect()  # Others had memory here, too.
+    gc.disable()
+    with ExitStack() as last, attached(placement, tmp_path) as run:
+        last.callback(gc.enable)
         engine = run.engine
         for number in range(2):
             plain(run, number)
