@@ -10,7 +10,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -143,10 +143,7 @@ def test_who_has_ended_keeps_no_memory(
     placement: tuple[str, str, str], how: str, tmp_path: Path
 ) -> None:
     """Though its model, its optimizer and itself are held, and nobody collects garbage."""
-    gc.collect()  # Others had memory here, too.
-    gc.disable()
-    with ExitStack() as last, attached(placement, tmp_path) as run:
-        last.callback(gc.enable)
+    with garbage(), attached(placement, tmp_path) as run:
         engine = run.engine
         for number in range(2):
             plain(run, number)
