@@ -4,22 +4,27 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 MODELS := $(VENV)/.models
-NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/src/* offload/src/whole/* native/*)
+NATIVE := CMakeLists.txt $(wildcard cpu_adam/src/* aio/src/* offload/runtime/src/* native/*)
 
 # Tests keep their bytecode, whatever the shell says: each of their processes would compile it again.
-test test-slow parity: export PYTHONDONTWRITEBYTECODE :=
+test test-slow parity acceptance: export PYTHONDONTWRITEBYTECODE :=
 
 # Processes that the fast tests are handed to: one more than processors, as many tests wait for a
 # drive, a thread or another process.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(len(os.sched_getaffinity(0)) + 1)' 2>/dev/null || echo auto)
 
-.PHONY: help train test test-slow parity check sanitize wheel clean
+# What must stay true through any change: public API only, both tiers.
+ACCEPTANCE := $(addprefix tests/test_,contract.py exact.py loops.py hf_loops.py trainers.py parity.py \
+	minilm.py compile.py modes.py budgets.py sleep.py process.py without_compiler.py)
+
+.PHONY: help train test test-slow parity acceptance check sanitize wheel clean
 
 help:
 	@echo "make train      train a small GPT on real text (about two minutes on two cores)"
 	@echo "make test       the fast tests (about two minutes on two cores)"
 	@echo "make test-slow  the slow tests, and many examples of those that make their own"
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
+	@echo "make acceptance what must stay true through any change, both tiers (about half an hour)"
 	@echo "make check      ruff, mypy, sizes and layering"
 	@echo "make sanitize   the native file layer and books under AddressSanitizer, UBSan, ThreadSanitizer"
 	@echo "make wheel      a manylinux wheel for this Python, in dist/, without a container"
@@ -38,6 +43,9 @@ test-slow: $(READY) $(MODELS) $(VENV)/.minilm
 parity: $(READY) $(MODELS)
 	$(BIN)/python -m pytest -n auto -m slow --timeout 600 tests/test_parity.py $(ARGS)
 
+acceptance: $(READY) $(MODELS) $(VENV)/.minilm
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not cuda" --timeout 1800 $(ACCEPTANCE) $(ARGS)
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,15 +54,15 @@ check: $(READY)
 
 # Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
 ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
-BOOKS := $(filter-out offload/src/module.cpp,$(wildcard offload/src/*.cpp)) tests/src/books_test.cpp
+BOOKS := $(filter-out offload/runtime/src/module.cpp,$(wildcard offload/runtime/src/*.cpp)) tests/src/books_test.cpp
 SANITIZED = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers \
 	-fno-sanitize-recover=all -pthread -fsanitize=$$kind
 sanitize:
 	@mkdir -p build
 	@for kind in address,undefined thread; do \
 		echo "== $$kind" && \
-		$(SANITIZED) -Iaio/src $(ENGINE) -o build/engine_test && \
-		$(SANITIZED) -Ioffload/src $(BOOKS) -o build/books_test && \
+		$(SANITIZED) -Iaio/src -Itests/src $(ENGINE) -o build/engine_test && \
+		$(SANITIZED) -Ioffload/runtime/src $(BOOKS) -o build/books_test && \
 		setarch -R build/engine_test build && setarch -R build/books_test || exit 1; \
 	done
 

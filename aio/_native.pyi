@@ -1,18 +1,13 @@
 """The compiled engine: buffers in, requests out. See src/module.cpp."""
 
-from collections.abc import Mapping
-
 from aio.file import File
-from aio.part import Part
+from aio.transfer import Part
 
 VERSION: int
-"""Of what the module offers; see `built`."""
+"""Of what the module offers; see `backends`."""
 
 KINDS: tuple[str, ...]
 """Names of the kinds of queues, in the order of the numbers by which `Engine` knows them."""
-
-def address_of(memory: memoryview) -> int:
-    """Where the bytes of contiguous memory are."""
 
 class Signal:
     """Something that happens once."""
@@ -28,16 +23,13 @@ class Request:
     """A transfer under way."""
 
     def done(self) -> bool:
-        """Whether it is over, with its buffers given back, and counted in its file.
-
-        False in the midst of giving them back, where that runs code that asks.
-        """
+        """Whether it is over, with its buffers given back, and counted in its file."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """`done`, after waiting for it at most `timeout` seconds without the GIL."""
 
-    def failure(self) -> tuple[int, int, int, int, int, int, int] | None:
-        """What failed, once done: errno, cause, offset, bytes, tries, last errno, bytes free.
+    def failure(self) -> tuple[int, int, int, int, int] | None:
+        """What failed, once done: errno, cause, offset, bytes, last errno.
 
         Cause is 0 where the kernel refused, 1 at the end of the file, 2 without progress, 3 where
         the kernel refuses the calls of the queue (last errno).
@@ -53,17 +45,7 @@ class Engine:
     """One thread that submits and reaps. OSError, with the call, where its queue cannot be had."""
 
     def __init__(
-        self,
-        kind: int,
-        depth: int,
-        piece_bytes: int,
-        inflight_bytes_max: int,
-        errors: Mapping[int, int],
-        seed: int,
-        short_rate: float,
-        retry_rate: float,
-        refusal_rate: float,
-        broken_at: int,
+        self, kind: int, depth: int, piece_bytes: int, inflight_bytes_max: int
     ) -> None: ...
     def submit(
         self, file: File, writing: bool, align: int, parts: tuple[Part, ...]
@@ -75,15 +57,6 @@ class Engine:
 
     def drain(self, fd: int) -> None:
         """Return when no transfer of `fd` is under way."""
-
-    def forget(self, fd: int) -> None:
-        """To be called before `fd` is closed."""
-
-    def register_buffer(self, address: int, bytes: int) -> int:
-        """Have memory known to the kernel: 0, or the errno."""
-
-    def unregister_buffer(self, address: int, bytes: int) -> None:
-        """No longer, as it was registered."""
 
     def counters(self) -> tuple[int, int, int, int, int, tuple[int, ...], float]:
         """The fields of `Counters`, in its order."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aio.file import Backend
-from aio.pool import Pool
-from aio.system import ALIGN_BYTES, IO, SystemIO
+from aio.system import ALIGN_BYTES, IO
+from aio.threads import ThreadBackend
 
 BACKEND_VARIABLE = "AIO_BACKEND"
 """Environment variable: name of the backend to use."""
@@ -26,6 +26,8 @@ DEPTH = 32
 """Pieces under way at once, where nobody says otherwise."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
+ENGINE_VERSION = 2
+"""Of the compiled engine, as `src/module.cpp` has it."""
 
 _KERNEL = Path("/proc/sys")
 
@@ -88,16 +90,15 @@ def open_backend(
         OSError: no descriptor is left (EMFILE, ENFILE), so that no file could be had either.
     """
 
+    if io is not None and type(io) is not IO:
+        threads = min(depth, THREADS_MAX)
+        return ThreadBackend(
+            threads, io, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max
+        )
+
     def opened(name: str) -> Backend:
         return _OPENERS[name](name, depth, piece_bytes, inflight_bytes_max)
 
-    if io is not None and type(io) is not SystemIO:
-        return Pool(
-            min(depth, THREADS_MAX),
-            io,
-            piece_bytes=piece_bytes,
-            inflight_bytes_max=inflight_bytes_max,
-        )
     asked = name or os.environ.get(BACKEND_VARIABLE)
     if asked:
         if asked not in BACKEND_NAMES:
@@ -127,21 +128,20 @@ def open_backend(
 
 
 def _open_native(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
-    from aio.native import Native
+    from aio.native import NativeBackend
 
-    return Native(name, depth=depth, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
+    return NativeBackend(name, depth, piece_bytes, inflight_bytes_max)
 
 
 def _open_libaio(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
-    from aio.libaio import LibAio
+    from aio.libaio import LibaioBackend
 
-    return LibAio(depth=depth, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
+    return LibaioBackend(depth, piece_bytes, inflight_bytes_max)
 
 
 def _open_python(name: str, depth: int, piece_bytes: int, inflight_bytes_max: int) -> Backend:
-    return Pool(
-        min(depth, THREADS_MAX), piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max
-    )
+    threads = min(depth, THREADS_MAX)
+    return ThreadBackend(threads, piece_bytes=piece_bytes, inflight_bytes_max=inflight_bytes_max)
 
 
 _OPENERS: dict[str, Callable[[str, int, int, int], Backend]] = {

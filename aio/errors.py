@@ -41,10 +41,6 @@ _ADVICE = {
     ),
     errno.EMFILE: ("too many files are open in this process", "raise `ulimit -n`"),
     errno.ENFILE: ("too many files are open on this machine", "raise `fs.file-max`"),
-    errno.EBADF: (
-        "something else in this process closed its descriptor",
-        "leave descriptors alone that others opened (os.close, os.closerange)",
-    ),
     errno.ENOMEM: ("the kernel has no memory left for the transfer", "lower the memory budgets"),
     errno.EINVAL: (
         "the file system refuses this alignment or size",
@@ -63,9 +59,9 @@ SHORTENED = (
 )
 """Likely cause, and what to try, where a file ends too early."""
 
-BROKEN = (
+STOPPED = (
     "a seccomp filter came up since, or something closed descriptors that are not its own",
-    "leave descriptors alone that others opened (os.closerange), or try AIO_BACKEND=threads",
+    "open a new backend, or try AIO_BACKEND=threads",
 )
 """The same where the kernel no longer serves a backend."""
 

@@ -1,20 +1,70 @@
-"""An open file whose transfers run in the background: its descriptor, counters, closing."""
+"""An open file whose transfers run in the background, and what a backend is to it."""
 
 from __future__ import annotations
 
-import errno
+import operator
 import os
-import threading
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from aio.counters import Counters
-from aio.errors import os_error
-from aio.part import Part, asked, verb
 from aio.region import Region
 from aio.system import ALIGN_BYTES, IO
-from aio.ticket import Ticket, taken_out
+from aio.transfer import Part, Ticket
+
+DEPTH_MAX = 4096
+"""Pieces that may be under way at once in one backend."""
+
+PIECE_BYTES_MAX = 1 << 30
+"""One call of the system moves at most about 2 GiB on Linux."""
+
+LATENCIES = 32
+"""Length of the latency histogram: its last count takes what is longer than 35 minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals of a backend since it was opened, at one moment. Pieces still under way are not in."""
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    operations: int = 0
+    """Calls of the system that moved bytes, or were to."""
+    retries: int = 0
+    """Operations that had to be followed by another for the same bytes."""
+    depth_max: int = 0
+    """Most pieces that were under way at once."""
+    latencies: tuple[int, ...] = (0,) * LATENCIES
+    """Operations that took from 2**k to 2**(k+1) microseconds; the first, all below 2."""
+    cpu_seconds: float = 0.0
+    """Processor time of the backend's threads; workers of the kernel's own are not in it."""
+
+    def __add__(self, other: Counters) -> Counters:
+        """Of both together; `depth_max` is that of the deeper one, as they had theirs apart."""
+        return Counters(
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            operations=self.operations + other.operations,
+            retries=self.retries + other.retries,
+            depth_max=max(self.depth_max, other.depth_max),
+            latencies=tuple(map(operator.add, self.latencies, other.latencies)),
+            cpu_seconds=self.cpu_seconds + other.cpu_seconds,
+        )
+
+    def seconds_at(self, share: float) -> float:
+        """Seconds within which this share of the operations was over, a power of two from above;
+        0 without any.
+
+        >>> Counters(latencies=(0, 3, 1, *[0] * 29)).seconds_at(0.5)
+        4e-06
+        """
+        wanted, seen = share * sum(self.latencies), 0
+        for bucket, count in enumerate(self.latencies):
+            seen += count
+            if count and seen >= wanted:
+                return float(2 ** (bucket + 1)) * 1e-6
+        return 0.0
 
 
 class Backend(Protocol):
@@ -24,9 +74,11 @@ class Backend(Protocol):
     io: IO
 
     def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
-        """Starts a transfer that File has checked.
+        """Starts a transfer of all `parts`; File has checked bounds and alignment.
 
-        ValueError where the file or the backend is closed.
+        Raises:
+            ValueError: the backend or the file is closed.
+            RuntimeError: called in a forked child.
         """
 
     def drain(self, file: File) -> None:
@@ -39,23 +91,19 @@ class Backend(Protocol):
         """Totals so far, of all files."""
 
     def close(self) -> None:
-        """Finishes what is queued, then ends. Closing twice is fine, as is a fork."""
+        """Finishes what is queued, then ends. Closing twice is fine, as is a fork.
+
+        Ctrl-C ends the wait, but not the work; closing again waits again.
+        """
 
 
 class File(Region):
     """A file of fixed size; see Region.
 
-    [Note: Descriptors closed by others]
-    Where something else in the process closes the descriptor, the next file that anybody opens has
-    its number. So which file it is of is looked at before each transfer, sync and close (some
-    microseconds): nobody else's file is written or closed. A transfer that is under way at that
-    moment may still fail with EBADF, or meet the other file.
-
     Attributes:
         path: for messages; an unnamed file shows its directory.
         bytes_read, bytes_written, operations: totals so far; operations counts system calls.
-        fd, pending, gone: for backends; `pending` transfers are begun and not over, and none is to
-            be begun once it is `gone`.
+        fd: for backends. Nobody else may close it.
     """
 
     def __init__(
@@ -78,102 +126,52 @@ class File(Region):
         self.bytes_written = 0
         self.operations = 0
         self.fd = fd
-        self.pending = 0
+        self.closed = False
         self._backend = backend
         self._pid = os.getpid()
-        self._identity = backend.io.identity(fd)
-        self.closed = False
-        self.gone = False
-        self._syncs: list[threading.Lock] = []  # of any thread, each held in its midst
-        self._close_fd = weakref.finalize(
-            self, _close_fd, backend.io, fd, self._identity, self._pid
-        )
+        self._close_fd = weakref.finalize(self, _close_fd, backend.io, fd, self._pid)
         self._close_fd.atexit = False  # at exit threads may still write; the system closes it
 
     def counters(self) -> Counters:
         """Those of its backend, for all files that it serves. RuntimeError in a forked child."""
         return self._backend.counters()
 
-    def sync(self) -> None:
-        """See Region.sync."""
-        self._check_process()
-        under_way = threading.Lock()
-        try:
-            with under_way:  # let go in one step, whatever a signal handler raises
-                self._syncs.append(under_way)  # first: who closes it leaves the descriptor to us
-                self._check_open("sync")
-                if is_lost(self._backend.io, self.fd, self._identity):
-                    raise self._no_descriptor("sync")
-                self._fsync()
-        finally:
-            taken_out(self._syncs, under_way)
-            if self.gone:
-                self._close_descriptor()
-
-    def _fsync(self) -> None:
-        try:
-            self._backend.io.fsync(self.fd)
-        except OSError as error:
-            if error.errno is None:  # what a signal handler has raised
-                raise
-            raise os_error(error.errno, "sync", self.path) from error
-
     def close(self) -> None:
-        """See Region.close. A descriptor that is being synced (by another thread, or by what a
-        signal handler has interrupted) is closed at the end of that, and not waited for."""
+        """See Region.close."""
         if os.getpid() != self._pid:
             return
         self.closed = True
         self._backend.drain(self)
-        self.gone = True
-        self._backend.drain(self)  # of what was queued by who had seen it open, and begun before
-        self._close_descriptor()
-
-    def _close_descriptor(self) -> None:
-        """Closes it once, by whoever comes first, unless it is being synced."""
-        if any(sync.locked() for sync in self._syncs.copy()) or not self._close_fd.alive:
-            return
-        try:
-            lost = self._close_fd()
-        except BaseException:  # of a signal handler
-            if not self._close_fd.alive:  # it has forgotten what to call, and may not have done so
-                _close_fd(self._backend.io, self.fd, self._identity, self._pid)
-            raise
-        if lost:
-            raise self._no_descriptor("close")
+        self._close_fd()
 
     def _start(self, writing: bool, parts: Sequence[Part]) -> Ticket:
-        if is_lost(self._backend.io, self.fd, self._identity):
-            self._check_open(verb(writing))  # a signal handler may have closed it since
-            raise self._no_descriptor(asked(writing, parts))
         return self._backend.submit(self, writing, parts)
-
-    def _no_descriptor(self, what: str) -> OSError:
-        found = f"its descriptor {self.fd} is closed, or another file's"
-        return os_error(errno.EBADF, what, self.path, found=found)
 
     def _check_process(self) -> None:
         self._backend.check_process()
 
 
-def _close_fd(io: IO, fd: int, identity: tuple[int, ...], pid: int) -> bool:
-    """Closes a descriptor, once; whether it could not, as it is lost."""
-    if os.getpid() != pid:
-        return False
-    if is_lost(io, fd, identity):
-        return True
-    io.close(fd)
-    return False
+def _close_fd(io: IO, fd: int, pid: int) -> None:
+    if os.getpid() == pid:
+        io.close(fd)
 
 
-def is_lost(io: IO, fd: int, identity: tuple[int, ...]) -> bool:
-    """Whether `fd` is another file's by now, or nobody's."""
-    try:
-        found = io.identity(fd)
-    except OSError as error:
-        if error.errno != errno.EBADF:  # what a signal handler has raised
-            raise
-        return True
-    if found == identity:
-        return False
-    return any(now != then for now, then in zip(found, identity))  # where both are told
+def check_limits(depth: int, piece_bytes: int, inflight_bytes_max: int) -> None:
+    """Raises ValueError where a backend cannot have these."""
+    if not 1 <= depth <= DEPTH_MAX:
+        raise ValueError(f"depth={depth}: expected 1 to {DEPTH_MAX}; try 32")
+    if piece_bytes % ALIGN_BYTES or not 0 < piece_bytes <= PIECE_BYTES_MAX:
+        raise ValueError(
+            f"piece_bytes={piece_bytes}: expected a multiple of {ALIGN_BYTES} up to "
+            f"{PIECE_BYTES_MAX}, as O_DIRECT and preadv ask; try {4 << 20}"
+        )
+    if inflight_bytes_max < piece_bytes:
+        raise ValueError(
+            f"inflight_bytes_max={inflight_bytes_max} is less than one piece of {piece_bytes} "
+            "bytes, so that nothing could ever start; raise it"
+        )
+
+
+def latency_bucket(seconds: float) -> int:
+    """The number of the count in `Counters.latencies` for an operation of so many seconds."""
+    return min(max(int(seconds * 1e6), 1).bit_length() - 1, LATENCIES - 1)

@@ -14,7 +14,6 @@ from aio.system import ALIGN_BYTES, COPY_ON_WRITE, IO, MEMORY_FILE_SYSTEMS
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
-_RETRIES_MAX = 64
 _FILL_BYTES = 4 << 20
 
 
@@ -27,8 +26,8 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
     switched off for the file where it can be, else told.
 
     Reserved is not written: a first write is slower than an overwrite (0.5 to 0.75 of its speed on
-    ext4); see [Note: First writes] in volume.py. Where the file system cannot reserve, zeros are
-    written instead, which `File.bytes_written` counts.
+    ext4). Where the file system cannot reserve, zeros are written instead, which
+    `File.bytes_written` counts.
 
     Args:
         directory: where; any number of files and processes may share it.
@@ -109,7 +108,7 @@ def _reserve(io: IO, fd: int, size: int) -> bool:
     free = io.free_bytes(fd)
     if free is not None and size > free:  # at once, instead of filling a shared drive first
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for _ in range(_RETRIES_MAX):
+    while True:
         try:
             io.fallocate(fd, 0, size)
         except InterruptedError:
@@ -117,26 +116,20 @@ def _reserve(io: IO, fd: int, size: int) -> bool:
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
-            _fill(io, fd, size)
-            return True
+            break
         return False
-    raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
+    zeros, at = memoryview(bytes(_FILL_BYTES)), 0
+    while at < size:
+        at += _write(io, fd, zeros[: size - at], at)
+    return True
 
 
-def _fill(io: IO, fd: int, size: int) -> None:
-    with mmap.mmap(-1, _FILL_BYTES) as zeros, memoryview(zeros) as view:
-        at = idle = 0
-        while at < size:
-            count = 0
-            try:
-                count = io.pwritev(fd, [view[: min(_FILL_BYTES, size - at)]], at)
-            except (InterruptedError, BlockingIOError):
-                if idle >= _RETRIES_MAX:
-                    raise
-            at += count
-            idle = 0 if count else idle + 1
-            if idle > _RETRIES_MAX:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
+def _write(io: IO, fd: int, view: memoryview, offset: int) -> int:
+    while True:
+        try:
+            return io.pwritev(fd, [view], offset)
+        except (InterruptedError, BlockingIOError):
+            continue
 
 
 def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None]:
@@ -166,7 +159,8 @@ def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None
             raise
         return _buffered(f"is on {kind}, which has no O_DIRECT")
     try:
-        _probe(io, fd)
+        with mmap.mmap(-1, ALIGN_BYTES) as block, memoryview(block) as view:
+            _write(io, fd, view, 0)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise
@@ -177,17 +171,6 @@ def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None
 
 def _buffered(why: str) -> tuple[None, str]:
     return None, f"{why}: transfers are buffered and take memory of the page cache"
-
-
-def _probe(io: IO, fd: int) -> None:
-    with mmap.mmap(-1, ALIGN_BYTES) as block, memoryview(block) as view:
-        for attempt in range(_RETRIES_MAX):
-            try:
-                io.pwritev(fd, [view], 0)
-                return
-            except (InterruptedError, BlockingIOError):
-                if attempt == _RETRIES_MAX - 1:
-                    raise
 
 
 def _join(folder: str, copying: str | None, notice: str | None, filled: bool) -> str | None:

@@ -8,7 +8,6 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 if sys.platform == "linux":
     import fcntl
@@ -51,79 +50,36 @@ _STATX_WORDS = 64  # struct statx in words of 4 bytes; word 0 is the mask of wha
 _STATX_DIO_MEM_ALIGN, _STATX_DIO_OFFSET_ALIGN = 38, 39
 
 _FS_IOC_GETFLAGS, _FS_IOC_SETFLAGS = 0x80086601, 0x40086602
-_FS_IOC_GETVERSION = 0x80087601
 _FS_NOCOW_FL = 0x00800000
 
 
-class IO(Protocol):
-    """What a file needs of the system. Every method raises OSError with its errno on failure."""
+class IO:
+    """What a file needs of the system. Every method raises OSError with its errno on failure.
+
+    None of them holds the GIL while it blocks. Tests put simulations in its place.
+    """
 
     def open(self, path: str, flags: int, mode: int) -> int:
-        """A file descriptor of `path`."""
-
-    def close(self, fd: int) -> None:
-        """Gives `fd` back."""
-
-    def unlink(self, path: str) -> None:
-        """Removes the name `path`."""
-
-    def set_direct(self, fd: int, direct: bool) -> None:
-        """Turns O_DIRECT on or off. EINVAL where the file system has none."""
-
-    def file_system(self, fd: int) -> str:
-        """The type of the file system under `fd`: `ext4`, `tmpfs`, or its number in hex."""
-
-    def direct_alignment(self, fd: int) -> tuple[int, int] | None:
-        """What O_DIRECT asks of addresses, and of offsets and lengths; (0, 0) where the file has
-        no O_DIRECT, None where the system does not say. Never raises."""
-
-    def identity(self, fd: int) -> tuple[int, ...]:
-        """Which file `fd` is of: no other that is made on this machine has the same numbers. EBADF
-        where it is closed."""
-
-    def write_in_place(self, fd: int) -> None:
-        """Has an empty file overwritten in place on a copy-on-write file system (`chattr +C`)."""
-
-    def fallocate(self, fd: int, offset: int, count: int) -> None:
-        """Reserves `count` bytes. EOPNOTSUPP where the file system cannot; never emulated."""
-
-    def free_bytes(self, target: int | str) -> int | None:
-        """Bytes free on the file system of a descriptor or path; None where it does not say."""
-
-    def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Reads into `views` from `offset`; the bytes read, fewer than asked at any time."""
-
-    def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """Writes `views` at `offset`; the bytes written, fewer than asked at any time."""
-
-    def fsync(self, fd: int) -> None:
-        """Returns when what was written is durable."""
-
-
-class SystemIO:
-    """The real calls. None of them holds the GIL while it blocks."""
-
-    def open(self, path: str, flags: int, mode: int) -> int:
-        """See IO.open. The descriptor is not inherited across exec."""
+        """A file descriptor of `path`, not inherited across exec."""
         return os.open(path, flags | os.O_CLOEXEC, mode)
 
     def close(self, fd: int) -> None:
-        """See IO.close."""
+        """Gives `fd` back."""
         os.close(fd)
 
     def unlink(self, path: str) -> None:
-        """See IO.unlink."""
+        """Removes the name `path`."""
         os.unlink(path)
 
     def set_direct(self, fd: int, direct: bool) -> None:
-        """See IO.set_direct."""
+        """Turns O_DIRECT on or off. EINVAL where the file system has none."""
         if sys.platform != "linux":
             raise OSError(errno.EINVAL, "O_DIRECT exists on Linux only")
         flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
 
     def file_system(self, fd: int) -> str:
-        """See IO.file_system."""
+        """The type of the file system under `fd`: `ext4`, `tmpfs`, or its number in hex."""
         if sys.platform != "linux":
             return "unknown"
         buffer = (ctypes.c_long * (_STATFS_BYTES // ctypes.sizeof(ctypes.c_long)))()
@@ -133,7 +89,11 @@ class SystemIO:
         return _FILE_SYSTEMS.get(kind, hex(kind))
 
     def direct_alignment(self, fd: int) -> tuple[int, int] | None:
-        """See IO.direct_alignment. From statx, which asks the drive under the file system."""
+        """What O_DIRECT asks of addresses, and of offsets and lengths; (0, 0) where the file has
+        no O_DIRECT, None where the system does not say. Never raises.
+
+        From statx, which asks the drive under the file system.
+        """
         call = getattr(_LIBC, "statx", None)
         if sys.platform != "linux" or call is None:
             return None
@@ -145,21 +105,8 @@ class SystemIO:
             return None
         return found[_STATX_DIO_MEM_ALIGN], found[_STATX_DIO_OFFSET_ALIGN]
 
-    def identity(self, fd: int) -> tuple[int, ...]:
-        """See IO.identity. The inode's number is soon given again, but with another generation."""
-        found = os.fstat(fd)
-        if sys.platform != "linux":
-            return found.st_dev, found.st_ino
-        try:
-            generation = fcntl.ioctl(fd, _FS_IOC_GETVERSION, bytes(8))
-        except OSError as error:  # memory file systems, whose numbers are not given again
-            if error.errno is None:  # what a signal handler has raised
-                raise
-            return found.st_dev, found.st_ino
-        return found.st_dev, found.st_ino, int.from_bytes(generation[:4], sys.byteorder)
-
     def write_in_place(self, fd: int) -> None:
-        """See IO.write_in_place."""
+        """Has an empty file overwritten in place on a copy-on-write file system (`chattr +C`)."""
         if sys.platform != "linux":
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         flags = array.array("l", [0])
@@ -168,7 +115,7 @@ class SystemIO:
         fcntl.ioctl(fd, _FS_IOC_SETFLAGS, flags)
 
     def fallocate(self, fd: int, offset: int, count: int) -> None:
-        """See IO.fallocate.
+        """Reserves `count` bytes. EOPNOTSUPP where the file system cannot; never emulated.
 
         The plain call and not posix_fallocate, which writes a byte per block where the file
         system cannot reserve, and says nothing of it.
@@ -182,7 +129,10 @@ class SystemIO:
             raise OSError(code, os.strerror(code))
 
     def free_bytes(self, target: int | str) -> int | None:
-        """See IO.free_bytes. Counts what is kept for root only where this process is root."""
+        """Bytes free on the file system of a descriptor or path; None where it does not say.
+
+        Counts what is kept for root only where this process is root.
+        """
         try:
             found = os.statvfs(target)
         except OSError:
@@ -193,22 +143,18 @@ class SystemIO:
         return blocks * found.f_frsize
 
     def preadv(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """See IO.preadv."""
+        """Reads into `views` from `offset`; the bytes read, fewer than asked at any time."""
         return os.preadv(fd, views, offset)
 
     def pwritev(self, fd: int, views: Sequence[memoryview], offset: int) -> int:
-        """See IO.pwritev."""
+        """Writes `views` at `offset`; the bytes written, fewer than asked at any time."""
         return os.pwritev(fd, views, offset)
-
-    def fsync(self, fd: int) -> None:
-        """See IO.fsync."""
-        os.fsync(fd)
 
 
 def is_memory(directory: str) -> bool:
     """Whether files of a directory are in memory and on no drive."""
     fd = os.open(directory, os.O_RDONLY)
     try:
-        return SystemIO().file_system(fd) in MEMORY_FILE_SYSTEMS
+        return IO().file_system(fd) in MEMORY_FILE_SYSTEMS
     finally:
         os.close(fd)

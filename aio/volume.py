@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import errno
 import math
-import mmap
 import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from aio.counters import Counters
 from aio.errors import os_error
-from aio.file import Backend, File
-from aio.joint import JointTicket, wait_all
-from aio.part import Part, described
+from aio.file import Backend, Counters, File
 from aio.region import Region
 from aio.scratch import create_scratch
 from aio.system import ALIGN_BYTES
-from aio.ticket import Ticket
+from aio.transfer import JointTicket, Part, Ticket, asked, wait_all
 
 UNIT_BYTES = 1 << 20
 """Bytes on one drive before the next one's turn, by default."""
@@ -37,8 +32,6 @@ PATTERN_UNITS_MAX = 64
 """A drive that would have less than one unit in so many is refused: it only slows the others."""
 
 _NEARLY = 1.01  # a longer pattern must gain more than this
-_FILL_BYTES = 4 << 20
-_FILLS_AT_ONCE = 16
 
 Directory = str | os.PathLike[str]
 Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
@@ -88,13 +81,6 @@ class Stripes:
             at = stop
         if run is not None:
             yield run
-
-    def place_of(self, drive: int, offset: int) -> int:
-        """Where in the volume the byte at `offset` of a drive's file is."""
-        unit, within = divmod(offset, self.unit_bytes)
-        turn, number = divmod(unit, self.pattern.count(drive))
-        place = [at for at, one in enumerate(self.pattern) if one == drive][number]
-        return (turn * len(self.pattern) + place) * self.unit_bytes + within
 
     def bytes_on(self, drive: int, bytes: int) -> int:
         """How many of the first `bytes` of the volume lie on `drive`."""
@@ -207,30 +193,6 @@ class Volume(Region):
         drives = {run.drive for run in self.stripes.runs(offset, length)}
         return _listed(self.files[drive].path for drive in sorted(drives))
 
-    def fill(self) -> None:
-        """Writes zeros over all of it, through the backends: later writes are all overwrites.
-
-        Raises:
-            OSError: a write failed; none is under way then.
-        """
-        under_way: deque[Ticket] = deque()
-        zeros = memoryview(mmap.mmap(-1, _FILL_BYTES))
-        try:
-            for at in range(0, self.bytes, _FILL_BYTES):
-                if len(under_way) == _FILLS_AT_ONCE:
-                    under_way.popleft().wait()
-                under_way.append(self.write_from(zeros[: self.bytes - at], at))
-            for ticket in under_way:
-                ticket.wait()
-        finally:
-            wait_all(under_way)
-
-    def sync(self) -> None:
-        """See Region.sync. Drive after drive."""
-        self._check_open("sync")
-        for file in self.files:
-            file.sync()
-
     def close(self) -> None:
         """See Region.close. The backends are closed too; every drive is, if one fails."""
         if os.getpid() != self._pid:
@@ -259,12 +221,7 @@ class Volume(Region):
             raise
         if len(tickets) == 1:
             return tickets[0]
-        drives, place_of = list(shares), self.stripes.place_of  # a ticket keeps no volume alive
-        return JointTicket(
-            described(writing, parts, self.path),
-            tickets,
-            lambda number, offset: place_of(drives[number], offset),
-        )
+        return JointTicket(f"{asked(writing, parts)} of {self.path}", tickets)
 
     def _check_process(self) -> None:
         self.files[0]._check_process()
@@ -277,7 +234,6 @@ def create_volume(
     *,
     weights: Sequence[float] | None = None,
     unit_bytes: int = UNIT_BYTES,
-    fill: bool = False,
 ) -> Volume:
     """A new unnamed volume of `bytes` (rounded up to 4096), all of them reserved on their drives.
 
@@ -291,7 +247,6 @@ def create_volume(
             such, one for each directory.
         weights: by directory, its share, best its measured speed; by default all are equal.
         unit_bytes: bytes on one drive before the next one's turn.
-        fill: whether to write zeros over all of it at once ([Note: First writes]).
 
     Raises:
         OSError: as of `create_scratch`, with the path of the directory in question. Nothing is
@@ -299,11 +254,8 @@ def create_volume(
         ValueError: `bytes` is not positive, no directory is given, or the weights or the unit
             are not as `stripes` asks.
 
-    [Note: First writes]
     A write into space that was only reserved runs at half to three quarters of the speed of an
-    overwrite. Filling moves that to the beginning and adds a whole write: it pays for who measures,
-    or must not be slow the first time. Who writes everything once anyway, as the engine does when
-    it moves a model in, fills by that, in less time than filling and writing take.
+    overwrite.
     """
     single = isinstance(directories, (str, os.PathLike))
     folders: list[Directory] = [directories] if single else list(directories)  # type: ignore
@@ -333,12 +285,6 @@ def create_volume(
             opened.callback(files[-1].close)
         volume = Volume(files, layout, backends)
         opened.pop_all()
-    if fill:
-        try:
-            volume.fill()
-        except BaseException:
-            volume.close()
-            raise
     return volume
 
 

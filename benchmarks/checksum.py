@@ -1,4 +1,4 @@
-"""CRC32C by every kernel against google_crc32c, on one thread and by all: GB/s.
+"""CRC32C by every kernel against google_crc32c, on one thread: GB/s.
 
     PYTHONPATH=. python benchmarks/checksum.py
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 
 import google_crc32c
 import numpy as np
@@ -42,7 +41,6 @@ def seconds(way: Way, data: np.ndarray) -> float:
 def main() -> None:
     best = choice.kernel().name
     ways: dict[str, Way] = {name: (name, crc32c) for name in choice.available()}
-    ways[f"{best}, all threads"] = (best, partial(crc32c, threads=True))
     ways["google_crc32c"] = (best, google_crc32c.value)
     table = Table("GB/s", *SIZES)
     speeds: dict[str, list[str]] = {name: [] for name in ways}

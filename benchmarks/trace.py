@@ -24,11 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from offload import recorded
-from offload.breakdown import OTHER, breakdown
+from offload import recording
 from offload.config import Config
-from offload.simulate import seconds_of
-from offload.trace import Ran
+from offload.program.simulate import seconds_of
+from offload.reporting import OTHER, breakdown
+from offload.runtime.trace import Ran
 from tests import test_overlap as paced
 
 STEPS = 2
@@ -107,7 +107,7 @@ def parts(case: paced.Case, compute_s: float) -> dict[str, float]:
     """Shares of a step by the loop's clock: each part that is measured, and their sum."""
     step, engine = attached(case, compute_s, trace=True)
     ends = [step() for _ in range(6)]
-    run = recorded.run_of(engine)
+    run = recording.run_of(engine)
     engine.close()
     assert run is not None
     found = breakdown(run)

@@ -8,14 +8,12 @@ tells which is in use and why. `crc32c` is for whoever stores records and wants 
 came back; `CPUAdam` and its like are optimizers for torch, of their own.
 """
 
-from cpu_adam.checksum import crc32c, crc32c_combine
+from cpu_adam.checksum import crc32c
 from cpu_adam.choice import Kernel, kernel, set_threads, threads
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
 from cpu_adam.native import (
-    UpdateTable,
     accumulate,
-    is_finite,
     join,
     split,
     sum_of_squares,
@@ -24,7 +22,7 @@ from cpu_adam.native import (
 )
 from cpu_adam.optimizers import CPUSGD, CPUAdam, CPULion
 from cpu_adam.reference import views
-from cpu_adam.spans import Part, Span
+from cpu_adam.spans import Part
 
 __all__ = [
     "CPUAdam",
@@ -37,14 +35,10 @@ __all__ = [
     "Part",
     "SGDHyper",
     "Slot",
-    "Span",
     "StateFormat",
-    "UpdateTable",
     "accumulate",
     "crc32c",
-    "crc32c_combine",
     "format_for",
-    "is_finite",
     "join",
     "kernel",
     "set_threads",

@@ -20,12 +20,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
 
-from cpu_adam.built import require_version
 from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
-from cpu_adam.processors import places, threads_most
+from cpu_adam.processors import default_threads, threads_most
 from cpu_adam.spans import ADDRESS_COLUMNS
 
-KERNELS_VERSION = 1
+KERNELS_VERSION = 2
 """Of the module of compiled kernels, as `src/module.cpp` has it."""
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 """Environment variable: name of the kernel to use."""
@@ -50,17 +49,8 @@ class Kernel:
 _lock = threading.Lock()
 _kernel: Kernel | None = None
 _threads: int | None = None  # as set by `set_threads`
-_placed = False
-
-
-def _renew_lock() -> None:
-    """In a forked child: the thread that held the lock may not be in it."""
-    global _lock
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+_configured = False
+_told_of_versions = False
 
 
 def kernel() -> Kernel:
@@ -93,6 +83,28 @@ def forced(name: str) -> Iterator[Kernel]:
         _kernel = before
 
 
+def require_version(module: ModuleType, version: int) -> None:
+    """Refuse a compiled module of another version than the Python files that call it.
+
+    An editable installation takes new Python with `git pull`, and new modules with `make` only.
+    Raises ImportError; the first one is warned of, too.
+    """
+    global _told_of_versions
+    found = getattr(module, "VERSION", 0)
+    if found == version:
+        return
+    if not _told_of_versions:
+        _told_of_versions = True
+        warnings.warn(
+            "asked for the compiled modules that belong to the Python files here; found others, "
+            "of another version, which are not used, and all is slower; likely cause: the files "
+            "are newer, as after git pull; try: make, or pip install -e . again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    raise ImportError(f"{module.__name__} is of version {found}, not {version}: run make")
+
+
 def compiler() -> str | None:
     """Path of the C++ compiler with which an installation would build the kernels, if any."""
     names = (os.environ.get("CXX", "").split()[:1], ["c++"], ["g++"], ["clang++"])
@@ -110,44 +122,40 @@ def set_threads(count: int | None) -> None:
     """Use `count` threads, the caller's included; None for the default of this machine.
 
     The default is one per core that the process may use, by affinity and cgroup quota, or
-    `CPU_ADAM_THREADS`. Results do not depend on it. Raises ValueError below 1 and above four per
-    processor of the machine (or 64), TypeError for what is no whole number.
+    `CPU_ADAM_THREADS`. Results do not depend on it. A forked child has one thread. Raises
+    ValueError for anything but a whole number from 1 to four per processor of the machine (or 64).
     """
-    global _threads, _placed
+    global _threads, _configured
     most = threads_most()
-    if count is not None:
-        whole = hasattr(count, "__index__") and not isinstance(count, bool)
-        if not whole or not 1 <= count <= most:
-            kind = ValueError if whole else TypeError
-            raise kind(
-                f"asked for the update's number of threads, a whole number from 1 to {most} on "
-                f"this machine; found {count!r}; likely cause: a share of cores rounded down to "
-                f"none, or not rounded; try: cpu_adam.set_threads(1)"
-            )
-        count = int(count)
+    if count is not None and (type(count) is not int or not 1 <= count <= most):
+        raise ValueError(
+            f"asked for the update's number of threads, a whole number from 1 to {most} on "
+            f"this machine; found {count!r}; likely cause: a share of cores rounded down to "
+            f"none, or not rounded; try: cpu_adam.set_threads(1)"
+        )
     with _lock:
         _threads = count
         native, _ = _loaded()
         if native is not None:
-            native.configure(places(count))
-            _placed = True
+            native.configure(count or default_threads())
+            _configured = True
 
 
 def _loaded() -> tuple[ModuleType | None, str]:
-    """The compiled kernels with their threads' places known, or None and why not."""
-    global _placed
+    """The compiled kernels with their number of threads set, or None and why not."""
+    global _configured
     try:
         from cpu_adam import _kernels
 
         require_version(_kernels, KERNELS_VERSION)
     except ImportError as error:
         return None, str(error)
-    if not _placed:
+    if not _configured:
         assert _kernels.GROUP_ELEMENTS == GROUP_ELEMENTS
         assert _kernels.SUM_BLOCK_ELEMENTS == SUM_BLOCK_ELEMENTS
         assert _kernels.ADDRESS_COLUMNS == ADDRESS_COLUMNS
-        _kernels.configure(places(_threads))
-        _placed = True
+        _kernels.configure(_threads or default_threads())
+        _configured = True
     return (_kernels, "") if _kernels.kernel_names() else (None, _TOO_OLD)
 
 
@@ -156,11 +164,6 @@ _REINSTALL = f"reinstall ({sys.executable} -m pip install -v -e . in a checkout)
 
 
 def _chosen(asked: str | None) -> Kernel:
-    if asked and asked not in KERNEL_NAMES:
-        raise ValueError(
-            f"asked for a kernel by {KERNEL_VARIABLE}={asked}; found no kernel of that name; "
-            f"likely cause: a typing error; try: one of {', '.join(KERNEL_NAMES)}"
-        )
     if asked == "python":
         return Kernel("python", "asked for")
     native, cause = _loaded()
@@ -173,17 +176,18 @@ def _chosen(asked: str | None) -> Kernel:
         raise ValueError(
             f"asked for the {asked} kernel by {KERNEL_VARIABLE}; found "
             f"{', '.join(names) or 'no compiled kernel'}; likely cause: "
-            f"{cause or 'this processor cannot run it'}; try: one of those, or leave it unset"
+            f"{cause or 'a typing error, or this processor cannot run it'}; try: one of those, or "
+            f"leave it unset"
         )
     here = compiler()
+    likely, remedy = "no C++ compiler when it was installed", _REINSTALL
     if cause == _TOO_OLD:
         likely, remedy = "an x86 processor of 2011 or before", "a newer one"
     elif here is None:
-        likely = "no C++ compiler when it was installed"
         remedy = f"install g++, then run make in a checkout, or {_REINSTALL}"
     else:
-        likely = f"no C++ compiler when it was installed ({here} is here now), or it failed"
-        remedy = f"{_REINSTALL}, which shows its errors"
+        likely += f" ({here} is here now), or it failed"
+        remedy += ", which shows its errors"
     warnings.warn(
         f"asked for the compiled update of cpu_adam; found only its Python reference, which gives "
         f"the same bits some ten times more slowly ({cause}); likely cause: {likely}; try: "

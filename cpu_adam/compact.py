@@ -74,11 +74,13 @@ class Code:
         """Whether the eighth bit is a sign, and the code 0 stands for 0."""
         return self.exponents == 16
 
-    def levels(self, codes: Tensor, out: Tensor, spare: Tensor, mask: Tensor) -> Tensor:
-        """Write what codes, uint8, stand for, with their signs, to `out`: float32, exact.
+    def levels(self, codes: Tensor, *room: Tensor) -> Tensor:
+        """What codes, uint8, stand for, with their signs: float32, exact.
 
-        spare: int32, and mask: bool, are overwritten. All of one shape.
+        room: the result (float32), an int32 and a bool tensor, of one shape; else they are made.
         """
+        dtypes = torch.float32, torch.int32, torch.bool
+        out, spare, mask = room or (torch.empty_like(codes, dtype=dtype) for dtype in dtypes)
         bits = out.view(torch.int32).copy_(codes).bitwise_and_(self.exponents * STEPS - 1)
         torch.eq(bits, 0, out=mask)
         bits.bitwise_left_shift_(CODE_BITS).add_((ONE - (self.exponents - 1) * BINADE) << 16)
@@ -146,15 +148,9 @@ class CodedScratch(Scratch):
 def decode(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The float32 moments of a span from the slots of its record: `exp_avg` and `exp_avg_sq`."""
     return {
-        code.name: levels(code, codes := slots[code.name]).mul_(_spread(slots[code.scale], codes))
+        code.name: code.levels(codes := slots[code.name]).mul_(_spread(slots[code.scale], codes))
         for code in (MOMENTUM, VARIANCE)
     }
-
-
-def levels(code: Code, codes: Tensor) -> Tensor:
-    """What codes stand for, in memory of their own."""
-    made = (torch.empty_like(codes, dtype=x) for x in (torch.float32, torch.int32, torch.bool))
-    return code.levels(codes, *made)
 
 
 def adam(
@@ -288,7 +284,7 @@ def restore(moments: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
             if not len(rows):
                 continue
             found, scale = _nearest(code, x[rows], scale[rows])
-            decoded = levels(code, found) * scale[:, None]
+            decoded = code.levels(found) * scale[:, None]
             fits = ((decoded == x[rows]) | (x[rows] == 0.0)).all(1)  # 0 behind the last element
             rows = rows[fits]
             codes[rows], scales[rows], left[rows] = found[fits], scale[fits], False

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import ClassVar
@@ -23,7 +24,7 @@ LARGEST = (2.0 - 2.0**-23) * 2.0**127
 """The largest float32. What a step multiplies by is at most that."""
 
 
-def refusal(found: str, asked: str) -> str:
+def _refusal(found: str, asked: str) -> str:
     """The message for a hyper-parameter with which no step is defined."""
     return (
         f"asked for {asked}; found {found}; likely cause: a wrong value in a parameter group or a "
@@ -144,12 +145,11 @@ class SGDHyper(Hyper):
 
     def __post_init__(self) -> None:
         _check_sizes(lr=self.lr, momentum=self.momentum, weight_decay=self.weight_decay)
-        _check_kinds(dampening=self.dampening)
-        if not abs(1.0 - self.dampening) <= LARGEST:
-            raise ValueError(refusal(f"dampening={self.dampening}", "a number finite in float32"))
+        small = "a number finite in float32"
+        _require(small, lambda x: abs(1.0 - x) <= LARGEST, dampening=self.dampening)
         if self.nesterov and (self.momentum == 0.0 or self.dampening != 0.0):
             found = f"momentum={self.momentum} and dampening={self.dampening}"
-            raise ValueError(refusal(found, "nesterov, which needs a momentum and no dampening"))
+            raise ValueError(_refusal(found, "nesterov, which needs a momentum and no dampening"))
 
     def factors(self, step: int, gradient_scale: float) -> dict[str, float]:
         """The last three are 1 or 0: whether there is a buffer (with momentum), whether it starts
@@ -166,28 +166,24 @@ class SGDHyper(Hyper):
         }
 
 
-def _check_kinds(**values: object) -> None:
+def _require(asked: str, fits: Callable[[float], bool], **values: float) -> None:
     for name, value in values.items():
         if not isinstance(value, Real):
-            raise TypeError(refusal(f"{name}={value!r}", "a number, or a tensor of a single one"))
+            raise TypeError(_refusal(f"{name}={value!r}", "a number, or a tensor of a single one"))
+        if not fits(value):
+            raise ValueError(_refusal(f"{name}={value}", asked))
 
 
 def _check_sizes(**sizes: float) -> None:
-    _check_kinds(**sizes)
-    for name, value in sizes.items():
-        if not 0.0 <= value <= LARGEST:
-            raise ValueError(refusal(f"{name}={value}", "a number finite in float32, 0 or more"))
+    _require("a number finite in float32, 0 or more", lambda x: 0.0 <= x <= LARGEST, **sizes)
+
+
+def _check_decays(**decays: float) -> None:
+    _require("a number from 0 up to but below 1", lambda x: 0.0 <= x < 1.0, **decays)
 
 
 def _check_products(lr: float, step_size: float, weight_decay: float) -> None:
     """The learning rate as it is used at most, and with the weight decay."""
     if not max(step_size, lr * weight_decay) <= LARGEST:
         found = f"lr={lr} with weight_decay={weight_decay}, of which a step is {step_size}"
-        raise ValueError(refusal(found, "steps that are finite in float32"))
-
-
-def _check_decays(**decays: float) -> None:
-    _check_kinds(**decays)
-    for name, value in decays.items():
-        if not 0.0 <= value < 1.0:
-            raise ValueError(refusal(f"{name}={value}", "a number from 0 up to but below 1"))
+        raise ValueError(_refusal(found, "steps that are finite in float32"))

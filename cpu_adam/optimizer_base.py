@@ -22,16 +22,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from cpu_adam.batch import Batch, Due, Member
 from cpu_adam.checks import check_dense
 from cpu_adam.hyper import Hyper
-from cpu_adam.memory import are_native, check_memory
-from cpu_adam.native import is_finite
+from cpu_adam.memory import are_native
 from cpu_adam.parameter_state import (
     STEP,
-    agreed,
     check_kind,
     check_parameter,
     check_slot,
@@ -41,7 +38,6 @@ from cpu_adam.parameter_state import (
     loaded,
     local,
     saved,
-    whole_step,
 )
 
 _REFUSED = {
@@ -50,6 +46,20 @@ _REFUSED = {
     "differentiable": "the update is no sequence of torch operations that autograd could follow",
 }
 """Options of torch's optimizers that are not offered, and why."""
+
+
+def number(value: Any) -> Any:
+    """A number, or a tensor of a single one, as a float; anything else as it is, to be refused."""
+    try:
+        return float(value) if hasattr(value, "__float__") else value
+    except (TypeError, ValueError, RuntimeError):  # Of several elements, or without memory.
+        return value
+
+
+def decays(betas: Any) -> tuple[Any, Any]:
+    """Both betas, as `number` gives them. Raises what unpacking does if they are no pair."""
+    beta1, beta2 = betas
+    return number(beta1), number(beta2)
 
 
 class CPUOptimizer(torch.optim.Optimizer):
@@ -62,13 +72,16 @@ class CPUOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     """Tells GradScaler that `step` looks at its `grad_scale` and `found_inf`."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], skip_nonfinite: bool) -> None:
-        """Params: tensors or groups, as in torch. defaults: of the groups."""
-        self.skip_nonfinite = skip_nonfinite
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        """given: the arguments of an optimizer, by name: those that are not ours are of groups."""
+        ours = ("self", "__class__", "params")
+        defaults = {name: value for name, value in given.items() if name not in ours}
+        if "betas" in defaults:
+            defaults["betas"] = decays(defaults["betas"])
         self.skipped_steps = 0
-        """Steps that changed nothing because a gradient was not finite."""
+        """Steps that changed nothing: GradScaler had found a gradient that was not finite."""
         self._batch: Batch | None = None
-        super().__init__(params, defaults)
+        super().__init__(given["params"], defaults)
 
     @staticmethod
     @abstractmethod
@@ -99,23 +112,10 @@ class CPUOptimizer(torch.optim.Optimizer):
                     f"asked for {type(self).__name__} with {option}=True; found that {reason}; "
                     f"likely cause: options copied from another optimizer; try: {option}=False"
                 )
-        if group.get("fused") and group.get("foreach"):
-            raise ValueError(
-                f"asked for {type(self).__name__} with fused=True and foreach=True; found two "
-                f"implementations asked for, which torch refuses too; likely cause: options of two "
-                f"set-ups merged; try: leave both unset, every value gives the same bits here"
-            )
         self.hyper_of(group)
-        if len({id(p) for p in group["params"]}) != len(group["params"]):
-            raise ValueError(
-                f"asked for {type(self).__name__} of parameters, each once; found one twice in a "
-                f"group; likely cause: tied weights collected module by module; try: "
-                f"model.parameters(), which names each once"
-            )
         for parameter in group["params"]:
             check_parameter(parameter, group["states"], self.rule)
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update every parameter that has a gradient; the closure's loss, if there is a closure.
 
@@ -126,8 +126,11 @@ class CPUOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        update = self._update
+        if torch.compiler.is_compiling():  # It calls what cannot be traced.
+            update = torch.compiler.disable(update)  # type: ignore[no-untyped-call]
         with torch.no_grad():
-            self._update()
+            update()
         return loss
 
     def _update(self) -> None:
@@ -141,15 +144,12 @@ class CPUOptimizer(torch.optim.Optimizer):
             for gradient, parameter in zip(due.gradients, due.parameters):
                 check_dense(gradient, parameter)
             are_native(map(local, due.gradients))  # Which refuses some.
-        if self._must_skip(due):
+        if float(getattr(self, "found_inf", None) or 0.0) != 0.0:
             self.skipped_steps += 1
             return
         scale = self._scale()
         if batch is None:
-            pairs = list(zip(due.parameters, due.groups))
-            for parameter, number in pairs:
-                self._check_member(parameter, number)
-            members = [self._member(parameter, number) for parameter, number in pairs]
+            members = [self._member(p, number) for p, number in zip(due.parameters, due.groups)]
             batch = self._batch = Batch(due, members, setting)
         batch.run(hypers, due.gradients, scale, self.state)
 
@@ -175,33 +175,14 @@ class CPUOptimizer(torch.optim.Optimizer):
             due.groups.extend([number] * len(found))
         return due
 
-    def _must_skip(self, due: Due) -> bool:
-        found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return True
-        if not self.skip_nonfinite:
-            return False
-        found = not all(is_finite(local(gradient)) for gradient in due.gradients)
-        return agreed(found, [p for group in self.param_groups for p in group["params"]])
-
-    def _check_member(self, parameter: Tensor, number: int) -> None:
-        """Raise ValueError where a parameter or what is there of its state cannot be updated."""
-        group = self.param_groups[number]
-        format = check_parameter(parameter, group["states"], self.rule)
-        check_memory(local(parameter))
-        unused = self._unused(group)
-        state = self.state.get(parameter, {})
-        for slot in format.slots:
-            value = state.get(key_of(slot))
-            if value is not None and slot.name not in unused:
-                check_slot(parameter, slot, value)
-        if self.counts_steps:
-            whole_step(state.get(STEP, 0))
-
     def _member(self, parameter: Tensor, number: int) -> Member:
-        """A parameter with its state and what is to be in it; nothing is changed yet."""
+        """A parameter with its state and what is to be in it; nothing is changed yet.
+
+        Raises ValueError where the parameter or what is there of its state cannot be updated.
+        """
         group = self.param_groups[number]
         format = check_parameter(parameter, group["states"], self.rule)
+        are_native([local(parameter)])
         unused = self._unused(group)
         state = self.state.get(parameter, {})
         begins = False
@@ -214,14 +195,14 @@ class CPUOptimizer(torch.optim.Optimizer):
             if value is None:
                 value = fresh(parameter, slot)
                 begins = slot.name != "residue" or begins
-            elif not local(value).is_contiguous():
-                value = value.contiguous()
+            else:
+                check_slot(parameter, slot, value)
+                value = value if local(value).is_contiguous() else value.contiguous()
             slots[slot.name] = kept[key] = value
         if self.counts_steps:
-            kept[STEP] = state.get(STEP, torch.tensor(0.0, dtype=torch.float32, device="cpu"))
+            kept[STEP] = state.get(STEP, 0.0)
         return Member(parameter, format, state, slots, kept, begins)
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
     def state_dict(self) -> dict[str, Any]:
         """The options and states in torch's format, as references like torch's own.
 
@@ -232,7 +213,6 @@ class CPUOptimizer(torch.optim.Optimizer):
         states = {key: saved(state) for key, state in found["state"].items()}
         return {**found, "state": states}
 
-    @_disable_dynamo  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this optimizer or of its counterpart in torch returned.
 
@@ -278,8 +258,7 @@ class CPUOptimizer(torch.optim.Optimizer):
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = {"skip_nonfinite": self.skip_nonfinite, "skipped_steps": self.skipped_steps}
-        return {**super().__getstate__(), **mine}
+        return {**super().__getstate__(), "skipped_steps": self.skipped_steps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -7,33 +7,13 @@ inside. They need nothing of `offload`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper, refusal
-from cpu_adam.optimizer_base import CPUOptimizer
-
-
-def _number(value: Any) -> Any:
-    """A number, or a tensor of a single one, as a float; anything else as it is, to be refused."""
-    try:
-        return float(value) if hasattr(value, "__float__") else value
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError, RuntimeError):  # Of several elements, or without memory.
-        return value
-
-
-def _decays(betas: Any) -> tuple[Any, Any]:
-    """Both betas, as `_number` gives them. Raises what unpacking does if they are no pair."""
-    try:
-        beta1, beta2 = betas
-    except (TypeError, ValueError) as error:
-        raise type(error)(refusal(f"betas={betas!r}", "betas, a pair of numbers")) from None
-    return _number(beta1), _number(beta2)
+from cpu_adam.hyper import AdamHyper, LionHyper, SGDHyper
+from cpu_adam.optimizer_base import CPUOptimizer, decays, number
 
 
 class CPUAdam(CPUOptimizer):
@@ -58,7 +38,6 @@ class CPUAdam(CPUOptimizer):
         *,
         decoupled_weight_decay: bool = True,
         states: str = "exact",
-        skip_nonfinite: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -68,38 +47,23 @@ class CPUAdam(CPUOptimizer):
         """As torch.optim.AdamW.
 
         states: which row of `cpu_adam.FORMATS` keeps the state; `compact` takes a byte per moment
-        of a bfloat16 parameter. skip_nonfinite: look at all gradients first and skip the step if
-        one is not finite (counted in `skipped_steps`). foreach and fused choose between
-        implementations in torch; here each value gives the same. Raises ValueError for amsgrad,
+        of a bfloat16 parameter. foreach and fused choose between implementations in torch; here
+        each value gives the same. Raises ValueError for amsgrad,
         capturable and differentiable, and for parameters that cannot be served; TypeError for what
         is no number where one belongs.
         """
-        defaults = {
-            "lr": lr,
-            "betas": _decays(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "states": states,
-        }
-        super().__init__(params, defaults, skip_nonfinite)
+        super().__init__(locals())
 
     @staticmethod
     def hyper_of(group: Mapping[str, Any]) -> AdamHyper:
         """What a parameter group, also one of torch.optim.AdamW or Adam, is frozen to."""
-        beta1, beta2 = _decays(group["betas"])
+        beta1, beta2 = decays(group["betas"])
         return AdamHyper(
-            lr=_number(group["lr"]),
+            lr=number(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            eps=_number(group["eps"]),
-            weight_decay=_number(group["weight_decay"]),
+            eps=number(group["eps"]),
+            weight_decay=number(group["weight_decay"]),
             decoupled=bool(group["decoupled_weight_decay"]),
             maximize=bool(group["maximize"]),
         )
@@ -121,7 +85,6 @@ class CPULion(CPUOptimizer):
         weight_decay: float = 0.0,
         *,
         states: str = "exact",
-        skip_nonfinite: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         capturable: bool = False,
@@ -129,28 +92,17 @@ class CPULion(CPUOptimizer):
         fused: bool | None = None,
     ) -> None:
         """Arguments and errors as those of `CPUAdam`; weight decay is decoupled."""
-        defaults = {
-            "lr": lr,
-            "betas": _decays(betas),
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "states": states,
-        }
-        super().__init__(params, defaults, skip_nonfinite)
+        super().__init__(locals())
 
     @staticmethod
     def hyper_of(group: Mapping[str, Any]) -> LionHyper:
         """What a parameter group is frozen to."""
-        beta1, beta2 = _decays(group["betas"])
+        beta1, beta2 = decays(group["betas"])
         return LionHyper(
-            lr=_number(group["lr"]),
+            lr=number(group["lr"]),
             beta1=beta1,
             beta2=beta2,
-            weight_decay=_number(group["weight_decay"]),
+            weight_decay=number(group["weight_decay"]),
             maximize=bool(group["maximize"]),
         )
 
@@ -174,35 +126,22 @@ class CPUSGD(CPUOptimizer):
         nesterov: bool = False,
         *,
         states: str = "exact",
-        skip_nonfinite: bool = False,
         maximize: bool = False,
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
     ) -> None:
         """As torch.optim.SGD; the other arguments and errors as those of `CPUAdam`."""
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "states": states,
-        }
-        super().__init__(params, defaults, skip_nonfinite)
+        super().__init__(locals())
 
     @staticmethod
     def hyper_of(group: Mapping[str, Any]) -> SGDHyper:
         """What a parameter group, also one of torch.optim.SGD, is frozen to."""
         return SGDHyper(
-            lr=_number(group["lr"]),
-            momentum=_number(group["momentum"]),
-            dampening=_number(group["dampening"]),
-            weight_decay=_number(group["weight_decay"]),
+            lr=number(group["lr"]),
+            momentum=number(group["momentum"]),
+            dampening=number(group["dampening"]),
+            weight_decay=number(group["weight_decay"]),
             nesterov=bool(group["nesterov"]),
             maximize=bool(group["maximize"]),
         )

@@ -18,7 +18,7 @@ from torch import Tensor
 from cpu_adam.checks import check_residue
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import STEPS
-from cpu_adam.memory import PLAIN, check_memory, is_stored, is_wrapper, on_huge_pages
+from cpu_adam.memory import PLAIN, are_native, is_wrapper, on_huge_pages
 from cpu_adam.plain import from_plain
 from cpu_adam.reference import cut
 
@@ -36,8 +36,6 @@ ENCODED_ELEMENTS = 1 << 20
 _GATHERABLE = {torch.int16: torch.int32}
 """Dtypes that neither gloo nor NCCL can send, and the ones that hold the same numbers."""
 
-_NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale")
-
 
 def local(x: Tensor) -> Tensor:
     """The part of a tensor that this process holds: of a DTensor its local one, else itself.
@@ -54,12 +52,10 @@ def local(x: Tensor) -> Tensor:
 
 def whole_step(value: Any) -> float:
     """A number of steps. Raises ValueError unless it is a whole number from 0 to below 2**48."""
-    single = not isinstance(value, Tensor) or (
-        value.numel() == 1 and _has_numbers(local(value)) and not value.is_complex()
-    )
-    step = math.nan
-    if single and isinstance(value, int | float | Tensor):
+    try:
         step = float(local(value) if isinstance(value, Tensor) else value)
+    except (TypeError, ValueError, RuntimeError):  # Of several elements, or without memory.
+        step = math.nan
     if not (0 <= step < STEPS and step == int(step)):
         raise ValueError(
             f"asked for the number of steps that a parameter has taken, a whole number from 0 to "
@@ -79,7 +75,7 @@ def check_slot(parameter: Tensor, slot: Slot, value: Any) -> None:
         here = local(value)
         found = f"{found} of {here.dtype} {tuple(here.shape)} on {here.device}"
         if here.layout == torch.strided and here.is_cpu and here.dtype == want:
-            check_memory(here)
+            are_native([here])
             if tuple(here.shape) == shape:
                 return
     raise ValueError(
@@ -105,10 +101,6 @@ def check_parameter(parameter: Tensor, states: str, rule: str) -> StateFormat:
         found = f"a parameter on {parameter.device}"
         cause = "the model was moved to an accelerator or is not materialised yet"
         remedy = "offload.attach or torch.optim there; under FSDP2, CPUOffloadPolicy()"
-    elif parameter.layout != torch.strided:
-        found = f"a parameter of layout {parameter.layout}"
-        cause = "a sparse layer"
-        remedy = "torch.optim.SparseAdam or SGD for it"
     elif is_wrapper(local(parameter)):
         found = f"a {type(local(parameter)).__name__}, which has no memory of its own"
         cause = "a tensor subclass that wraps others, or a fake tensor"
@@ -141,15 +133,12 @@ def fresh(parameter: Tensor, slot: Slot) -> Tensor:
 
 def check_state_dict(given: Any) -> tuple[list[dict[str, Any]], Mapping[Any, Any]]:
     """Groups and states of what an optimizer's `state_dict` returned, else raise ValueError."""
-    groups = states = None
-    if isinstance(given, Mapping):
-        groups, states = given.get("param_groups"), given.get("state")
-    if (
-        isinstance(groups, list | tuple)
-        and isinstance(states, Mapping)
-        and all(isinstance(x, Mapping) and isinstance(x.get("params"), list) for x in groups)
-    ):
-        return list(groups), states
+    try:
+        groups, states = list(given["param_groups"]), given["state"]
+        if isinstance(states, Mapping) and all(isinstance(x["params"], list) for x in groups):
+            return groups, states
+    except (KeyError, TypeError):
+        pass
     found = f"the keys {list(given)}" if isinstance(given, Mapping) else f"a {type(given).__name__}"
     raise ValueError(
         f"asked to load a dict with the 'state' of parameters and 'param_groups' with 'params'; "
@@ -181,12 +170,6 @@ def loaded(
     slot for is copied as it is. Moments as numbers become the nearest codes where the format keeps
     codes. Raises ValueError where the state is of another parameter, optimizer or format.
     """
-    if not isinstance(saved, Mapping):
-        raise ValueError(
-            f"asked to load the state of a parameter, a dict; found a {type(saved).__name__}; "
-            f"likely cause: not what state_dict() of an optimizer returned, or damaged; try: the "
-            f"'state' of a checkpoint, by parameter numbers"
-        )
     slots = {key_of(slot): slot for slot in format.slots}
     check_rule(format.rule, saved)
     state: dict[str, Any] = {}
@@ -198,7 +181,6 @@ def loaded(
         if key == STEP:
             state[key] = torch.tensor(whole_step(value), dtype=torch.float32, device="cpu")
         elif key == "residue" and isinstance(value, Tensor) and value.is_floating_point():
-            _check_rounded(value)
             continue  # An optimizer of torch made it so, and its lower bits are gone.
         elif key not in slots:
             state[key] = copy.deepcopy(value)
@@ -234,16 +216,6 @@ def _moments(rule: str) -> set[str]:
 
 
 _OF_MOMENTS = {key for format in FORMATS.values() for key in _moments(format.rule)}
-
-
-def _check_rounded(residue: Tensor) -> None:
-    """Raise ValueError for what no whole numbers can have become."""
-    if not _has_numbers(local(residue)) or not bool(local(residue).isfinite().all()):
-        raise ValueError(
-            "asked to load a residue; found numbers that are not finite, or none in memory; likely "
-            "cause: a damaged checkpoint; try: an earlier one, or one without residues, which "
-            "begins from the bfloat16 weights"
-        )
 
 
 def _encoded(
@@ -283,12 +255,6 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     same_kind = isinstance(value, Tensor) and (local(value) is value) == (
         slot.elements_per_item > 1 or local(parameter) is parameter
     )
-    if same_kind and not _has_numbers(local(value)):
-        raise ValueError(
-            f"asked to load {key} from a dense tensor in memory; found one of layout "
-            f"{value.layout} and {value.dtype} on {value.device}; likely cause: a checkpoint that "
-            f"was loaded without its data; try: torch.load(..., map_location='cpu'), to_dense()"
-        )
     if not same_kind or tuple(value.shape) != shape or not _fits(value.dtype, want):
         found = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise ValueError(
@@ -306,22 +272,7 @@ def _taken(parameter: Tensor, key: str, slot: Slot, value: Any) -> Tensor:
     )
     on_huge_pages(local(copied))
     copied.copy_(value.detach())
-    if key in _NEVER_NEGATIVE and bool((local(copied) < 0).any()):
-        raise ValueError(
-            f"asked to load {key}, which is 0 or more (or NaN, after divergence); found negative "
-            f"numbers; likely cause: a damaged checkpoint, or moments of another optimizer; try: "
-            f"an earlier checkpoint"
-        )
     return copied
-
-
-def _has_numbers(x: Tensor) -> bool:
-    """Whether a tensor is dense and in memory."""
-    if x.layout != torch.strided or x.is_quantized or x.is_meta or is_wrapper(x):
-        return False
-    if x.numel() == 0 or x._is_zerotensor() or not x.is_cpu:
-        return True
-    return x.data_ptr() != 0 and is_stored(x)
 
 
 def _fits(found: torch.dtype, want: torch.dtype) -> bool:
@@ -329,14 +280,3 @@ def _fits(found: torch.dtype, want: torch.dtype) -> bool:
     if want.is_floating_point:
         return found.is_floating_point
     return found in (want, _GATHERABLE.get(want))
-
-
-def agreed(found: bool, parameters: Iterable[Tensor]) -> bool:
-    """Whether any process that shares these parameters found it: the same answer in each."""
-    sharded = [p for p in parameters if local(p) is not p]
-    meshes = dict.fromkeys(p.device_mesh for p in sharded)  # type: ignore[attr-defined]
-    flag = torch.tensor(float(found), dtype=torch.float32)
-    for mesh in meshes:
-        for group in mesh.get_all_groups():
-            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group)
-    return bool(flag)

@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 
 from cpu_adam import compact
-from cpu_adam.checks import (
-    check_gradient,
-    check_halves,
-    check_span,
-    check_start,
-    check_sum,
-    check_turn,
-)
+from cpu_adam.checks import check_span
 from cpu_adam.compact import CodedScratch
 from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, scratch_bytes
 from cpu_adam.hyper import Hyper
-from cpu_adam.patience import patiently
 from cpu_adam.rules import RULES, Factors, Scratch
 
 BLOCK_ELEMENTS = 32 * 1024
@@ -42,17 +34,14 @@ def views(record: Tensor, format: StateFormat, elements: int) -> dict[str, Tenso
     anything else.
     """
     need = format.record_bytes(elements)
-    if record.dtype != torch.uint8 or record.dim() != 1 or not record.is_contiguous():
+    plain = record.dtype == torch.uint8 and record.dim() == 1 and record.is_contiguous()
+    if not plain or record.numel() < need:
         raise ValueError(
-            f"asked for the slots of a record, a contiguous 1-D uint8 tensor; found {record.dtype} "
-            f"of shape {tuple(record.shape)}; likely cause: a typed or strided view was passed; "
-            f"try: pass the bytes, tensor.view(torch.uint8)"
-        )
-    if record.numel() < need:
-        raise ValueError(
-            f"asked for a {format.name} record of {elements} elements, {need} bytes; found "
-            f"{record.numel()} bytes; likely cause: another chunk size or state format wrote it; "
-            f"try: size it with StateFormat.record_bytes"
+            f"asked for the slots of a {format.name} record of {elements} elements, a contiguous "
+            f"1-D uint8 tensor of {need} bytes; found {record.dtype} of shape "
+            f"{tuple(record.shape)}; likely cause: a typed or strided view, or a record of another "
+            f"chunk size or state format; try: the bytes, tensor.view(torch.uint8), sized with "
+            f"StateFormat.record_bytes"
         )
     found: dict[str, Tensor] = {}
     for slot, offset in zip(format.slots, format.slot_offsets(elements)):
@@ -86,7 +75,6 @@ def split(master: Tensor, weight: Tensor, residue: Tensor) -> None:
     Infinity has residue 0. A NaN, whatever its sign and payload, is weight 0x7FC0 and residue 0
     (the formula would carry it into infinity or zero). `join` is the inverse.
     """
-    check_halves(weight, residue, master)
     _split(master, weight, residue, torch.empty_like(master, dtype=torch.int32))
 
 
@@ -115,7 +103,6 @@ def join(weight: Tensor, residue: Tensor, out: Tensor | None = None) -> Tensor:
     edited and its residue is not: a zero with a negative residue decodes as that
     zero, an infinity with a positive one as that infinity. So only a NaN weight decodes as NaN.
     """
-    check_halves(weight, residue, out)
     master = torch.empty_like(weight, dtype=torch.float32) if out is None else out
     _join(weight, residue, master)
     return master
@@ -175,21 +162,21 @@ def update(
         g = -g                                      if maximize
 
     then the rule (`cpu_adam.rules`) changes p and its state, and p is written back (`split`).
-    Raises ValueError if shapes, dtypes, the rule, the step or the start do not fit.
+    Raises ValueError if shapes or dtypes do not fit.
     """
     slots = [record_views[slot.name] for slot in format.slots if slot.name in record_views]
-    check_turn(hyper.rule, step, format)
-    check_start(first_element, format)
     check_span(weight, gradient, slots, format)
     elements = weight.numel()
     if elements == 0:
         return
     device = weight.device
-    factors = patiently(lambda: Factors(hyper.factors(step, gradient_scale), device))
+    factors = Factors(hyper.factors(step, gradient_scale), device)
     block, group = _block_elements(device), format.group_elements
     block = min(elements, -(-block // group) * group)
     if workspace is None:
-        workspace = patiently(lambda: _room(scratch_bytes(block, coded=format.coded), device))
+        workspace = torch.empty(
+            scratch_bytes(block, coded=format.coded), dtype=torch.uint8, device=device
+        )
     rule = RULES[hyper.rule]
     for start in range(0, elements, block):
         count = min(block, elements - start)
@@ -212,19 +199,14 @@ def _block_elements(device: torch.device) -> int:
     return BLOCK_ELEMENTS if device.type == "cpu" else DEVICE_BLOCK_ELEMENTS
 
 
-def _room(size: int, device: torch.device) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=device)
-
-
 @torch.no_grad()
 def accumulate(into: Tensor, gradient: Tensor) -> None:
     """into += gradient, in place, with one rounding to the dtype of `into`.
 
     Of one shape. into: float32 (gradient bfloat16, float16 or float32) or bfloat16 (gradient
     bfloat16: the float32 sum of two bfloat16 numbers is wide enough for its rounding to be that of
-    the exact sum). Raises ValueError for anything else. Equals torch's `into.add_(gradient)`.
+    the exact sum). Equals torch's `into.add_(gradient)`.
     """
-    check_sum(into, gradient)
     into.add_(gradient)
 
 
@@ -243,10 +225,8 @@ def sum_of_squares(
     padding would not change the sum.) The sum of no elements is 0. NaN and
     infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
     `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
-    the device; without it, reading the sum does, and may spin a core. Raises ValueError for other
-    dtypes.
+    the device; without it, reading the sum does, and may spin a core.
     """
-    check_gradient(gradient)
     if gradient.numel() == 0:
         return 0.0
     total = _total(gradient, workspace)
@@ -259,15 +239,8 @@ def sum_of_squares(
 def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
     """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
 
-    into: 0-d. What is put there by several calls can be read at once. Raises ValueError for other
-    dtypes.
+    into: 0-d. What is put there by several calls can be read at once.
     """
-    check_gradient(gradient)
-    if into.dtype != torch.float64 or into.dim() != 0:
-        raise ValueError(
-            f"asked to put a sum of squares into a 0-d float64 tensor; found {into.dtype} of shape "
-            f"{tuple(into.shape)}; likely cause: a slice, sums[i:i + 1]; try: sums[i]"
-        )
     if gradient.numel() == 0:
         into.zero_()
     else:
@@ -293,15 +266,6 @@ def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
     return _halving_tree(sums)
-
-
-def is_finite(gradient: Tensor) -> bool:
-    """Whether no element of a gradient is NaN or infinite.
-
-    gradient: bfloat16, float16 or float32. Look, then update or skip: nothing is changed before it
-    is known. (Squares of float32 cannot overflow the float64 in which they are summed.)
-    """
-    return math.isfinite(sum_of_squares(gradient))
 
 
 def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:

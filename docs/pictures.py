@@ -5,13 +5,14 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from offload.config import TIERS, Config
-from offload.machine import Machine
-from offload.phases import compile_program
-from offload.plan import plan
-from offload.profile import Wanted, lay_out_unit, profile_of
-from offload.program import Verb
-from offload.simulate import simulate
+from offload.config import Config
+from offload.planning.machine import Machine
+from offload.planning.planner import plan
+from offload.planning.profile import Wanted, lay_out_unit, profile_of
+from offload.planning.tiers import TIERS
+from offload.program.compile import compile_program
+from offload.program.ops import Verb
+from offload.program.simulate import simulate
 
 HERE = Path(__file__).resolve().parent
 GIB = 1 << 30

@@ -39,16 +39,21 @@ class Bytes(nn.Module):
 class Lit(lightning.LightningModule):
     def __init__(self, config):
         super().__init__()
-        self.model, self.config = Bytes(), config
+        self.model, self.config, self.adam = Bytes(), config, None
+
+    def configure_model(self):
+        """Lightning calls this before it moves the model to the device, where it may not fit."""
+        if self.adam is None:
+            # torch.optim.AdamW would do as well; this has the same bits with and without offload.
+            adam = CPUAdam(self.model.parameters(), lr=2e-3, weight_decay=0.1)
+            if self.config is not None:
+                _, adam = offload.attach(self.model, adam, self.config)
+            self.adam = lambda: adam  # A function: some callbacks copy the module and all it holds.
 
     def configure_optimizers(self):
-        # torch.optim.AdamW would do as well; this one has the same bits with and without offload.
-        optimizer = CPUAdam(self.model.parameters(), lr=2e-3, weight_decay=0.1)
-        if self.config is not None:
-            _, optimizer = offload.attach(self.model, optimizer, self.config)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=STEPS)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(self.adam(), 2e-3, total_steps=STEPS)
         each_step = {"scheduler": scheduler, "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": each_step}
+        return {"optimizer": self.adam(), "lr_scheduler": each_step}
 
     def loss(self, tokens):
         return F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

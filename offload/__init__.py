@@ -12,7 +12,12 @@ where it is, all of them are loaded at once, and what is wrong with an installat
 
 import os as _os
 import sys as _sys
-from types import ModuleType as _ModuleType
+
+if _sys.platform != "linux":
+    raise ImportError(
+        f"offload runs on Linux, as it uses its calls for memory and files; found {_sys.platform}; "
+        "try: WSL 2 on Windows, or a container"
+    )
 
 # Read when torch is first imported: its threads that wait must not spin on the lanes' cores.
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -26,6 +31,7 @@ __all__ = [
     "SharedBudget",
     "attach",
     "detach",
+    "empty_weights",
     "engine_of",
     "sleep",
     "wake",
@@ -36,33 +42,23 @@ def __dir__() -> list[str]:
     return list(__all__)
 
 
-class _Package(_ModuleType):
-    """The import system binds each file it loads to its name here; two names are functions."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in ("attach", "sleep") and isinstance(value, _ModuleType):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-_sys.modules[__name__].__class__ = _Package
-
 TYPE_CHECKING = False  # As typing has it, which takes its time to import.
 
 if TYPE_CHECKING:
-    from offload.attach import attach, detach, engine_of
+    from offload.attachment import attach, detach, empty_weights
     from offload.config import Config
-    from offload.engine import Engine
-    from offload.lanes import EngineError
-    from offload.plan import BudgetError
-    from offload.shared import SharedBudget
-    from offload.sleep import sleep, wake
-    from offload.totals import Report
+    from offload.model.engine import Engine, engine_of
+    from offload.planning.planner import BudgetError
+    from offload.runtime.entry import EngineError
+    from offload.runtime.shared_budget import SharedBudget
+    from offload.runtime.trace import Report
+    from offload.sleeping import sleep, wake
 else:
-    _HOMES = dict.fromkeys(("attach", "detach", "engine_of"), "attach")
-    _HOMES |= {"Config": "config", "Engine": "engine", "Report": "totals"}
-    _HOMES |= {"EngineError": "lanes", "BudgetError": "plan", "SharedBudget": "shared"}
-    _HOMES |= {"sleep": "sleep", "wake": "sleep"}
+    _HOMES = dict.fromkeys(("attach", "detach", "empty_weights"), "attachment")
+    _HOMES |= {"engine_of": "model.engine"}
+    _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.trace"}
+    _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
+    _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}
 
     def __getattr__(name):
         if name not in _HOMES:

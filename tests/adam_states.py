@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, Span, reference
+from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, reference
 from cpu_adam.hyper import Hyper
 
 
@@ -107,11 +107,13 @@ class State:
         for name, slot in other.slots.items():
             self.slots[name].copy_(slot)
 
-    def copy_in_place(self, elements: slice, turn: int = 0, first_element: int = 0) -> Span:
-        start, stop, _ = elements.indices(self.weight.numel())
-        part = reference.cut(self.slots, self.format, start, stop - start)
-        weight, gradient = self.weight[elements], self.gradient[elements]
-        return Span(weight, gradient, part, turn, first_element)
+    def part(self, start: int, elements: int) -> State:
+        """Some of the elements, in the memory that this one has."""
+        other, here = object.__new__(State), slice(start, start + elements)
+        other.format, other.gradient = self.format, self.gradient[here]
+        other.weight = self.weight[here]
+        other.slots = reference.cut(self.slots, self.format, start, elements)
+        return other
 
     def update(self, by: Any, *args: Any, **options: Any) -> None:
         by.update(self.weight, self.gradient, self.slots, *args, format=self.format, **options)

@@ -1,7 +1,6 @@
 """Helpers for tests of every backend of files: those that work here, opened and closed."""
 
 import contextlib
-import errno
 import os
 import subprocess
 import sys
@@ -13,9 +12,6 @@ from tests.faults import aligned, scratch
 
 USABLE = [found.name for found in aio.probe() if found.usable]
 ENGINE = [name for name in USABLE if name in ("io_uring", "linux_aio", "threads")]
-
-if ENGINE:
-    from aio.native import Faults, Native
 
 
 def few(names):
@@ -31,22 +27,15 @@ def opened(name, **limits):
 
 
 @contextlib.contextmanager
-def engine(name, faults=None, **limits):
-    with contextlib.closing(Native(name, faults=faults, **limits)) as backend:
-        yield backend
-
-
-@contextlib.contextmanager
-def refusing(name, blocks, directory):
-    """A backend and its file whose every piece is refused, 65 ms long, then fails; and the tickets
-    of so many writes, one block each, one after the other."""
-    faults = Faults(errors=dict.fromkeys(range(1, 10000), errno.EAGAIN))
-    size = aio.ALIGN_BYTES
+def busy(name):
+    """A backend and its file, and tickets that take it more than a second, one after the other."""
+    size = 1 << 20
     with (
-        engine(name, faults, depth=1, piece_bytes=size) as backend,
-        scratch(backend, blocks * size, directory) as file,
+        opened(name, depth=1, piece_bytes=4096) as backend,
+        scratch(backend, size, "/dev/shm") as file,
     ):
-        yield backend, file, [file.write_from(aligned(size), n * size) for n in range(blocks)]
+        memory = aligned(size)
+        yield backend, file, [file.write_from(memory, 0) for _ in range(512)]
 
 
 def interpreter(code, *arguments, **variables):
@@ -76,10 +65,3 @@ def interpreters(programs, **variables):
     for program, one, (_, said) in zip(programs, started, done):
         assert (one.returncode, said) == (0, ""), (program[1:], said[-3000:])
     return [printed for printed, _ in done]
-
-
-@contextlib.contextmanager
-def file_on(backend, size, directory):
-    """A scratch file of a backend; both are closed at the end."""
-    with contextlib.closing(backend), scratch(backend, size, directory) as file:
-        yield file

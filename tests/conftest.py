@@ -6,8 +6,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
-from typing import Any
 
 import pytest
 
@@ -45,30 +43,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("books", ["python", *compiled], indirect=True)
 
 
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> None:
-    """Each test finds `torch.compile` as a process of its own does: the engine looks whether."""
-    compiler = sys.modules.get("torch._dynamo.convert_frame")
-    if compiler is not None and compiler.FRAME_COUNTER:
-        sys.modules["torch._dynamo"].reset()
-
-
 @pytest.fixture
 def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The books of lanes on the host are kept by these; where not compiled, by the reference."""
-    from offload.compiled import BOOKS_VARIABLE
+    from offload.runtime.books import BOOKS_VARIABLE
 
     monkeypatch.setenv(BOOKS_VARIABLE, request.param)
-
-
-@pytest.fixture(params=["noted", "exchanged"])
-def whole(request: pytest.FixtureRequest) -> Any:
-    """Both ways to let something run to its end before a signal counts."""
-    from offload import interrupt
-
-    if request.param == "noted" and interrupt._native is None:
-        pytest.skip("not compiled here")
-    return interrupt.by_note if request.param == "noted" else interrupt.by_exchange
 
 
 @pytest.fixture

@@ -70,7 +70,14 @@ def by_turns(*factors: Sequence[Any]) -> list[Any]:
         pytest.param(
             *(values[at] for values, at in zip(factors, where)),
             marks=pytest.mark.slow if sum(where) % 2 else (),
-            id="-".join(str(values[at]) for values, at in zip(factors, where)),
+            id="-".join(_name(values[at]) for values, at in zip(factors, where)),
         )
         for where in product(*(range(len(values)) for values in factors))
     ]
+
+
+def _name(value: Any) -> str:
+    """What a value is called in a test's name: the same in each process."""
+    if isinstance(value, tuple):
+        return "/".join(map(str, value))
+    return str(getattr(value, "__name__", value))

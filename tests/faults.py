@@ -4,7 +4,6 @@ import contextlib
 import gc
 import mmap
 import os
-import subprocess
 import threading
 import time
 
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 import aio
+from tests.simulated import MemoryIO
 
 
 def aligned(count: int, fill: bytes | None = None) -> np.ndarray:
@@ -41,12 +41,12 @@ def volume_of(ios, blocks, threads=1, **options):
     names = [f"/drive{n}" for n in range(len(ios))]
     turns = iter(ios)
     return aio.create_volume(
-        names, blocks * aio.ALIGN_BYTES, lambda: aio.Pool(threads, next(turns)), **options
+        names, blocks * aio.ALIGN_BYTES, lambda: aio.ThreadBackend(threads, next(turns)), **options
     )
 
 
-class GateIO(aio.MemoryIO):
-    """A drive whose transfers, and syncs, wait while its gate is shut. It is open at first."""
+class GateIO(MemoryIO):
+    """A drive whose transfers wait while its gate is shut. It is open at first."""
 
     def __init__(self):
         super().__init__()
@@ -60,10 +60,6 @@ class GateIO(aio.MemoryIO):
     def pwritev(self, fd, views, offset):
         assert self.gate.wait(20)
         return super().pwritev(fd, views, offset)
-
-    def fsync(self, fd):
-        assert self.gate.wait(20)
-        super().fsync(fd)
 
 
 def descriptors() -> int:
@@ -91,20 +87,13 @@ def failure_of(work) -> OSError | None:
     return None
 
 
-def ended_pid() -> int:
-    """The number of a process that has ended."""
-    with subprocess.Popen(["true"]) as process:
-        pass
-    return process.pid
-
-
-def in_child(work, fork=os.fork) -> int:
+def in_child(work) -> int:
     """Forks, runs `work` in the child and answers its exit status: 0 where it returned."""
     import warnings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: forking with threads
-        child = fork()
+        child = os.fork()
     if child == 0:
         status = 1
         try:

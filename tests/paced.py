@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +29,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import cpu_adam.native
-from offload.device import Device
-from offload.store import Store
+from offload.runtime.device import Device
+from offload.runtime.store import Store
 from tests.paced_autograd import Nodes
 from tests.paced_streams import Access, Event, Stream, Timeline
 
@@ -226,8 +225,6 @@ class Paced(Device):
 
 
 class _Mode(TorchDispatchMode):
-    is_device = True  # It stays where the engine takes off the modes of users.
-
     def __init__(self, device: Paced):
         super().__init__()
         self._device = device
@@ -383,8 +380,15 @@ def paced() -> Iterator[Paced]:
 
         return run
 
+    @contextmanager
+    def without_other_modes() -> Iterator[None]:
+        """As the engine takes off the modes of users; this one is the device."""
+        with _disable_current_modes(), _Mode(device):
+            yield
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(import_module("offload.attach"), "compute_device", lambda: device)
+        patch.setattr("offload.attachment.compute_device", lambda: device)
+        patch.setattr("offload.runtime.entry.without_dispatch_modes", without_other_modes)
         patch.setattr(cpu_adam.native, "_kernel_for", host_kernel)
         patch.setattr(Store, "read", watched(Store.read, True))
         patch.setattr(Store, "write", watched(Store.write, False))

@@ -128,7 +128,6 @@ class Loop:
     run: Run
     device: Paced | None
     seen: list[torch.Tensor] = field(default_factory=list)
-    held: list[torch.Tensor] = field(default_factory=list)
     saved: dict[str, Any] | None = None
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -176,11 +175,6 @@ def step_only(loop: Loop) -> None:
     loop.run.step()
 
 
-def step_elsewhere(loop: Loop) -> None:
-    with loop.elsewhere():
-        step_only(loop)
-
-
 def train(loop: Loop) -> None:
     loop.backward()
     loop.run.step()
@@ -201,23 +195,6 @@ def use_the_first_block(loop: Loop) -> None:
         loop.see(loop.run.model.blocks[0](torch.ones(2, WIDTH, dtype=torch.bfloat16), _here))
 
 
-def edit_the_second_block(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.run.model.blocks[1].down.weight.mul_(0.5)
-
-
-def edit_a_block_in_use(loop: Loop) -> None:
-    block = loop.run.model.blocks[1]
-
-    @contextmanager
-    def inside(**_: bool) -> Iterator[None]:
-        block.down.weight.mul_(0.5)
-        yield
-
-    with torch.no_grad():
-        loop.see(block(torch.ones(2, WIDTH, dtype=torch.bfloat16), inside))
-
-
 def use_one_block_inside_another(loop: Loop) -> None:
     first, *_, last = loop.run.model.blocks
     x = torch.ones(2, WIDTH, dtype=torch.bfloat16)
@@ -236,26 +213,20 @@ def look(loop: Loop) -> None:
         loop.see(parameter)
 
 
-def hold(loop: Loop) -> None:
-    loop.held = [parameter.detach() for parameter in loop.some_parameters()]
-
-
-def hold_elsewhere(loop: Loop) -> None:
+def look_elsewhere(loop: Loop) -> None:
+    """What is read on another stream is looked at on this one."""
     with loop.elsewhere():
-        hold(loop)
-
-
-def hold_gradients(loop: Loop) -> None:
-    loop.held = [p.grad for p in loop.some_parameters() if p.grad is not None]
+        held = [parameter.detach() for parameter in loop.some_parameters()]
+    for tensor in held:
+        loop.see(tensor)
 
 
 def edit_held(loop: Loop) -> None:
-    for tensor in loop.held:
+    """By an alias, which shows it, as the next look does."""
+    held = [parameter.detach() for parameter in loop.some_parameters()]
+    for tensor in held:
         tensor.mul_(0.5)
-
-
-def look_at_held(loop: Loop) -> None:
-    for tensor in loop.held:
+    for tensor in (*held, *loop.some_parameters()):
         loop.see(tensor)
 
 
@@ -306,6 +277,24 @@ def give_gradients_up(loop: Loop) -> None:
     loop.run.optimizer.zero_grad()
 
 
+def give_up_what_is_held(loop: Loop) -> None:
+    """It shows the backwards before, the last one too."""
+    held = [parameter.grad for parameter in loop.some_parameters()]
+    loop.backward()
+    give_gradients_up(loop)
+    for gradient in held:
+        assert gradient is not None
+        loop.see(gradient)
+
+
+def edit_views_after_the_step(loop: Loop) -> None:
+    """Which the step does not see."""
+    views = [p.grad.view(-1) for p in loop.some_parameters() if p.grad is not None]
+    step_only(loop)
+    for view in views:
+        view.mul_(0.5)
+
+
 def step_and_keep_gradients(loop: Loop) -> None:
     loop.run.optimizer.step()
 
@@ -339,9 +328,7 @@ Actions = list[Action]
 AT_REST: Actions = [evaluate, evaluate_elsewhere, use_a_block_alone, use_one_block_inside_another]
 AT_REST += [
     look,
-    hold,
     edit_held,
-    look_at_held,
     edit,
     stream_weights,
     look_at_states,
@@ -350,7 +337,7 @@ AT_REST += [
     nap,
 ]
 WITH_GRADIENTS: Actions = [*AT_REST, backward_only, backward_elsewhere, look_at_gradients]
-WITH_GRADIENTS += [hold_gradients, edit_gradients, set_gradients, zero_gradients]
+WITH_GRADIENTS += [edit_gradients, set_gradients, zero_gradients]
 WITH_GRADIENTS += [step_and_keep_gradients]
 
 

@@ -8,13 +8,19 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from offload.config import TIERS, Tier
-from offload.layout import Plan, lay_out
-from offload.machine import DriveSpeed
-from offload.phases import compile_program
-from offload.profile import Profile, StateChoice, Unit, Wanted, lay_out_unit, profile_of
-from offload.program import Op, Phase, Program
-from offload.sizes import Placement
+from offload.planning.layout import Placement, Plan, lay_out
+from offload.planning.machine import DriveSpeed
+from offload.planning.profile import (
+    ParameterSpec,
+    Profile,
+    StateChoice,
+    Unit,
+    lay_out_unit,
+    profile_of,
+)
+from offload.planning.tiers import TIERS, Tier
+from offload.program.compile import compile_program
+from offload.program.ops import Op, Phase, Program
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
 """Budgets that never bind."""
@@ -41,8 +47,8 @@ def unit(
     backward: bool = True,
 ) -> Unit:
     """A unit of trainable parameters of `elements` each, and frozen ones."""
-    wanted = [Wanted(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
-    wanted += [Wanted(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
+    wanted = [ParameterSpec(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
+    wanted += [ParameterSpec(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
     return lay_out_unit(
         name, wanted, gradient_dtype=gradient_dtype, lasting=lasting, backward=backward
     )
@@ -134,13 +140,15 @@ _DTYPES = st.sampled_from(["bfloat16", "float32"])
 
 
 @st.composite
-def wanted_parameters(draw: st.DrawFn, name: str = "unit") -> list[Wanted]:
+def wanted_parameters(draw: st.DrawFn, name: str = "unit") -> list[ParameterSpec]:
     """Some parameters of mixed dtypes, some of them frozen, some of several dimensions."""
     made = []
     for i in range(draw(st.integers(1, 4))):
         size = draw(_SIZES)
         shape = draw(st.sampled_from([(size,), (1, size), (size, 1, 1)]))
-        made.append(Wanted(f"{name}.p{i}", shape, draw(_DTYPES), draw(st.integers(0, 4)) > 0))
+        made.append(
+            ParameterSpec(f"{name}.p{i}", shape, draw(_DTYPES), draw(st.integers(0, 4)) > 0)
+        )
     return made
 
 

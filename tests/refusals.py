@@ -99,7 +99,7 @@ REFUSED: dict[str, Refusal] = {
     ),
     "a buffer inside a parameter": Refusal(
         _buffer_in_parameter,
-        r"buffer row shares memory with parameter head\.weight",
+        r"row and head\.weight share memory",
         "offloaded they would part",
         "take it from the parameter in forward, or `clone()` it",
     ),

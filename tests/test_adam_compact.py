@@ -100,7 +100,7 @@ def test_every_code_comes_back() -> None:
     codes, again = every_code(), State(256 * GROUP_ELEMENTS).slots
     for step, code in itertools.product((1, 2, 3), CODES):
         unit = random(256, step, 9).abs() + 1e-20
-        encode_one(code, compact.levels(code, codes[code.name]), unit, again, step)
+        encode_one(code, code.levels(codes[code.name]), unit, again, step)
         assert torch.equal(again[code.name], codes[code.name])
         assert torch.equal(again[code.scale], unit)
 
@@ -112,7 +112,7 @@ def test_levels_are_those_of_the_documentation() -> None:
         want = [(1 + c % 8 / 8) * 2.0 ** (least + c // 8) for c in magnitude]
         if code.signed:
             want = [x * (-1) ** (c >= 128) if c % 128 else 0.0 for c, x in enumerate(want)]
-        assert compact.levels(code, codes).tolist() == want
+        assert code.levels(codes).tolist() == want
 
 
 def test_what_was_restored_decodes_to_the_same_bits() -> None:
@@ -173,7 +173,7 @@ def test_codes_are_the_two_nearest(decades: int) -> None:
     encode({"exp_avg": m, "exp_avg_sq": v}, slots, 5)
     for code, want in ((compact.MOMENTUM, m), (compact.VARIANCE, v)):
         largest = code.exponents * 8 - 1
-        levels = compact.levels(code, torch.arange(largest + 1, dtype=torch.uint8)).double()
+        levels = code.levels(torch.arange(largest + 1, dtype=torch.uint8)).double()
         scale = slots[code.scale].repeat_interleave(GROUP_ELEMENTS)[:10_000].double()
         level, found = want.double().abs() / scale, slots[code.name].long() & largest
         low, high = levels[(found - 1).clamp(min=0)], levels[(found + 1).clamp(max=largest)]
@@ -321,20 +321,6 @@ def test_pieces_equal_the_whole(cuts: list[int], first: int) -> None:
     assert whole.bits() == pieces.bits()
 
 
-def test_block_size_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    results = []
-    for block in (1 << 20, 1024, 61):
-        monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block)
-        state = State(5000)
-        for step in (1, 2):
-            gradient = random(5000, step, 4)
-            reference.update(
-                state.weight, gradient, state.slots, hyper(), step=step, format=COMPACT
-            )
-        results.append(state.bits())
-    assert len(set(results)) == 1
-
-
 def test_it_converges_on_a_quadratic_as_exact_does() -> None:
     target, errors = random(2570, 9, 3), []
     for name in ("compact", "exact"):
@@ -349,17 +335,16 @@ def test_it_converges_on_a_quadratic_as_exact_does() -> None:
 def test_a_span_that_cuts_a_group_is_refused() -> None:
     state = State(300)
     pattern = r"asked for .*multiple of 128.*; found .*; likely cause: .*; try: "
-    for by in (cpu_adam, reference):
-        with pytest.raises(ValueError, match=pattern):
-            by.update(
-                state.weight,
-                torch.zeros(300),
-                state.slots,
-                hyper(),
-                step=1,
-                format=COMPACT,
-                first_element=64,
-            )
+    with pytest.raises(ValueError, match=pattern):
+        cpu_adam.update(
+            state.weight,
+            torch.zeros(300),
+            state.slots,
+            hyper(),
+            step=1,
+            format=COMPACT,
+            first_element=64,
+        )
     with pytest.raises(ValueError, match=pattern):
         cpu_adam.update_parts(
             state.weight,

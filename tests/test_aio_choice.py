@@ -5,14 +5,13 @@ import os
 import platform
 import re
 
-import numpy as np
 import pytest
-import torch
 
 import aio
 from aio import backends
-from tests.backends import ENGINE, USABLE, few, interpreter, opened
-from tests.faults import aligned, nothing_leaks, scratch
+from tests.backends import ENGINE, few, interpreter
+from tests.faults import nothing_leaks
+from tests.simulated import MemoryIO
 
 BLOCK = aio.ALIGN_BYTES
 FOUND = {found.name: found for found in aio.probe()}
@@ -44,7 +43,7 @@ def test_the_first_that_works_serves():
 def test_one_can_be_asked_for(monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "python")
     backend = aio.open_backend()
-    assert isinstance(backend, aio.Pool)
+    assert isinstance(backend, aio.ThreadBackend)
     backend.close()
     with pytest.raises(ValueError, match=r"'uring'.*typing error.*io_uring, linux_aio"):
         aio.open_backend("uring")
@@ -52,7 +51,7 @@ def test_one_can_be_asked_for(monkeypatch):
 
 def test_a_simulation_goes_through_python(monkeypatch):
     monkeypatch.setenv(backends.BACKEND_VARIABLE, "threads")
-    io = aio.MemoryIO()
+    io = MemoryIO()
     backend = aio.open_backend(io=io)
     assert backend.name == "python"
     assert backend.io is io
@@ -100,9 +99,6 @@ def test_without_the_engine():
         "backend = aio.open_backend()\n"
         "print(backend.name)\n"
         "backend.close()\n"
-        "import numpy\n"
-        "array = numpy.zeros(8192, numpy.uint8)\n"
-        "assert aio.region.address_of(array.data[5:]) == array.ctypes.data + 5\n"
     )
     assert interpreter(code).strip() == ("libaio" if FOUND["libaio"].usable else "python")
 
@@ -216,75 +212,3 @@ def test_daemon_threads_at_exit(name, tmp_path):
     for _ in range(2):
         assert interpreter(code, tmp_path, name) == ""
     assert os.listdir(tmp_path) == []
-
-
-@native
-def test_registered_memory(tmp_path):
-    from aio.native import Native
-
-    memory, back = aligned(64 * BLOCK), aligned(64 * BLOCK)
-    memory[:] = np.random.default_rng(3).integers(0, 256, memory.size, np.uint8)
-    for name in ("io_uring", "threads"):
-        if not FOUND[name].usable:
-            continue
-        with (
-            nothing_leaks(),
-            Native(name, piece_bytes=8 * BLOCK) as backend,
-            scratch(backend, 64 * BLOCK, tmp_path) as file,
-        ):
-            for none in (bytes(BLOCK), bytearray()):
-                with pytest.raises(ValueError, match=r"found that they are (read-only|none)"):
-                    backend.register(none)
-            with pytest.raises(ValueError, match="found that they are not contiguous"):
-                backend.register(memory[::2])
-            with pytest.raises(TypeError, match="found object"):
-                backend.register(object())
-            backend.register(torch.from_numpy(memory)).close()
-            slab = backend.register(memory)
-            if name == "io_uring":  # since Linux 5.19, where the limit of memory allows it
-                new = tuple(map(int, platform.release().split(".")[:2])) >= (5, 19)
-                assert slab.registered or not new or "ulimit -l" in slab.reason
-            assert slab.registered == (slab.reason is None)
-            assert name != "threads" or "only io_uring" in slab.reason
-            file.write_from(memory, 0).wait()
-            file.read_into(back, 0).wait()
-            assert np.array_equal(memory, back)
-            slab.close()
-            slab.close()
-            file.read_into(memory, 0).wait()
-            many = [backend.register(back[n * BLOCK :]) for n in range(20)]
-            assert len({part.registered for part in many}) == 1
-            file.read_into(back, 0).wait()
-            assert np.array_equal(memory, back)
-
-
-@native
-@pytest.mark.skipif(os.geteuid() != 0, reason="who is not root cannot become somebody else")
-def test_memory_that_may_not_be_locked(tmp_path):
-    """The limit holds for those who are not root: registered it is not, written it is."""
-    if not FOUND["io_uring"].usable:
-        pytest.skip("no io_uring here")
-    code = (
-        "import aio, fcntl, mmap, os, resource, sys\n"
-        "from aio.native import Native\n"
-        "os.chmod(sys.argv[1], 0o777)\n"
-        "directory = os.open(sys.argv[1], os.O_PATH)\n"
-        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))\n"
-        "os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "with Native('io_uring') as backend:\n"
-        "    memory = mmap.mmap(-1, 8 << 20)\n"
-        "    print(backend.register(memory).reason)\n"
-        "    where = f'/proc/self/fd/{directory}'\n"
-        "    with aio.create_scratch(where, 8 << 20, backend) as file:\n"
-        "        file.write_from(memory, 0).wait()\n"
-    )
-    assert "more than `ulimit -l`" in interpreter(code, tmp_path)
-
-
-@pytest.mark.parametrize("name", USABLE)
-def test_a_file_that_ends_in_a_block_is_told_as_such(name, tmp_path):
-    """And not as a drive that moves nothing: O_DIRECT reads that block again and again."""
-    with opened(name) as backend, scratch(backend, 2 * BLOCK, tmp_path) as file:
-        os.ftruncate(file.fd, 1000)
-        with pytest.raises(OSError, match=r"the file ends at 1000; likely .* shortened"):
-            file.read_into(aligned(BLOCK), 0).wait()

@@ -4,8 +4,6 @@ import gc
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,9 +11,7 @@ from pathlib import Path
 import pytest
 
 import aio
-from aio.part import Part
-from aio.request import Request
-from tests.backends import ENGINE, USABLE, few, interpreter, interpreters, opened, refusing
+from tests.backends import ENGINE, USABLE, busy, few, interpreter, interpreters, opened
 from tests.faults import aligned, descriptors, in_child, nothing_leaks, scratch
 
 BLOCK = aio.ALIGN_BYTES
@@ -43,7 +39,7 @@ def test_forked_child_touches_nothing(name, tmp_path):
         ticket = file.read_into(memory, 0)
 
         def child():
-            refused = [lambda: file.read_into(memory, 0), lambda: scratch(backend), file.sync]
+            refused = [lambda: file.read_into(memory, 0), lambda: scratch(backend)]
             if not ticket.done():
                 refused.append(ticket.wait)
             for call in refused:
@@ -93,22 +89,22 @@ def test_exit_without_closing(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", few(ENGINE))
-def test_ctrl_c_while_waiting(name, tmp_path):
+def test_ctrl_c_while_waiting(name):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
-    with refusing(name, 12, tmp_path) as (_, _, tickets):
+    with busy(name) as (_, _, tickets):
         for wait in (tickets[-1].wait, lambda: aio.wait_any(tickets[-1:])):
             timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
             with pytest.raises(KeyboardInterrupt):
                 wait()
             timer.join()
-        assert not tickets[-1].done()  # Which it is after 0.8 s.
+        assert not tickets[-1].done()
 
 
 @pytest.mark.parametrize("name", few(ENGINE))
-def test_ctrl_c_while_closing(name, tmp_path):
+def test_ctrl_c_while_closing(name):
     """It ends the wait and not the work: nothing new is taken, and closing again waits again."""
-    with refusing(name, 8, tmp_path) as (backend, file, tickets):
+    with busy(name) as (backend, file, tickets):
         for close in (file.close, backend.close):
             timer = threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT))
             timer.start()
@@ -120,25 +116,6 @@ def test_ctrl_c_while_closing(name, tmp_path):
             file.write_from(aligned(BLOCK), 0)
         backend.close()
         assert all(ticket.done() for ticket in tickets)
-
-
-@pytest.mark.parametrize("name", few(ENGINE))
-def test_ctrl_c_at_exit(name, tmp_path):
-    """Who does not want to wait for what is queued need not."""
-    code = (
-        "import aio, errno, mmap, signal, sys\n"
-        "from aio.native import Faults, Native\n"
-        "faults = Faults(errors=dict.fromkeys(range(1, 200000), errno.EAGAIN))\n"
-        "backend = Native(sys.argv[2], faults=faults, depth=1, piece_bytes=4096)\n"
-        "file = aio.create_scratch(sys.argv[1], 4096, backend)\n"
-        "tickets = [file.write_from(mmap.mmap(-1, 4096), 0) for n in range(2000)]\n"
-        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
-        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
-    )
-    run = [sys.executable, "-c", code, str(tmp_path), name]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60)  # all would take 130 s
-    assert "KeyboardInterrupt" in done.stderr
-    assert os.listdir(tmp_path) == []
 
 
 def open_and_close(name, directory, times):
@@ -180,24 +157,6 @@ def test_ten_thousand_opens_leak_nothing(name):
 
 
 @pytest.mark.parametrize("name", [name for name in USABLE if name not in ENGINE])
-def test_a_collection_in_the_midst_of_a_backend_waits_for_no_lock(name):
-    """It may run in any thread at any time, and find a backend that nobody has any more."""
-    backend = aio.open_backend(name)
-    requests, threads = backend._requests, backend._threads
-    backend = [backend]
-
-    def collect():
-        with requests.lock:
-            backend.clear()
-
-    collector = threading.Thread(target=collect, daemon=True)
-    collector.start()
-    for thread in (collector, *threads):
-        thread.join(20)
-        assert not thread.is_alive()
-
-
-@pytest.mark.parametrize("name", [name for name in USABLE if name not in ENGINE])
 def test_without_threads_there_is_no_backend(name, monkeypatch):
     def start(_):
         raise RuntimeError("can't start new thread")
@@ -215,61 +174,3 @@ def test_without_threads_there_is_no_backend(name, monkeypatch):
             caught = error  # and with it all frames
     assert "no thread for file I/O: can't start" in str(caught)
     assert descriptors() == before
-
-
-GIVING_UP = ("abandon", "finish", "taken_out", "_closed_meanwhile")
-ABOVE = ("close", "drain", "wait_until", "over")
-"""Functions that get there."""
-
-
-STEPS = [("python", 1), ("libaio", 5), pytest.param("libaio", 1, marks=pytest.mark.slow)]
-"""To give a context of Linux AIO back takes the kernel 40 ms."""
-
-
-@pytest.mark.parametrize("closes", [False, True])
-@pytest.mark.parametrize(("name", "step"), STEPS)
-def test_what_nobody_serves_any_more_ends_wherever_a_handler_comes(name, step, closes):
-    """A handler that raises, or closes the file itself, before the n-th line of the giving up."""
-    if name not in USABLE:
-        pytest.skip(f"no {name} here")
-
-    class Interrupted(Exception):
-        pass
-
-    left = 0
-
-    def trace(frame, event, _):
-        nonlocal left
-        code = frame.f_code
-        if "/aio/" not in code.co_filename or code.co_name not in (*GIVING_UP, *ABOVE):
-            return None
-        if event == "line" and code.co_name in GIVING_UP:
-            left -= 1
-            if left == 0:
-                if not closes:
-                    raise Interrupted
-                file.close()
-        return trace
-
-    turn = 0
-    while left <= 0:
-        backend = aio.open_backend(name)
-        file = scratch(backend, BLOCK, "/dev/shm")
-        backend.close()
-        late = Request(file, True, [Part(memoryview(aligned(BLOCK)), 0)])
-        backend._requests.queue.append(late)
-        turn += step
-        left = turn
-        sys.settrace(trace)
-        try:
-            file.close()
-        except Interrupted:
-            pass
-        finally:
-            sys.settrace(None)
-        file.close()
-        assert late.ticket.done(), turn
-        assert not backend._requests.queue
-        with pytest.raises(OSError, match=r"the (file|backend) is closed"):
-            late.ticket.wait(1)
-    assert turn > 10

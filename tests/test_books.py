@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.books import Books
-from offload.compiled import BOOKS_VARIABLE, CompiledBooks, books_of
-from offload.device import CPU, Device
-from offload.program import Lane, Op, Value, Verb
-from offload.task import State
+from offload.program.ops import Lane, Op, Value, Verb
+from offload.program.schedule import State
+from offload.runtime.books import BOOKS_VARIABLE, Books, CompiledBooks, books_of
 from tests.training import some_fast
 
-offload_books = pytest.importorskip("offload._books", reason="not compiled here")
+offload_books = pytest.importorskip("offload.runtime._books", reason="not compiled here")
 
 LANES = (Lane.H2D, Lane.CPU)
 
@@ -222,15 +220,11 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
 
 
 def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fenced(Device):
-        is_host = False
-
-    fenced = Fenced(torch.device("cpu"))
     monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
-    assert isinstance(books_of(LANES, print, CPU, 0), CompiledBooks)
-    assert isinstance(books_of(LANES, print, fenced, 0), Books)
+    assert isinstance(books_of(LANES, print, 0, fences=False), CompiledBooks)
+    assert isinstance(books_of(LANES, print, 0, fences=True), Books)
     monkeypatch.setenv(BOOKS_VARIABLE, "python")
-    assert isinstance(books_of(LANES, print, CPU, 0), Books)
+    assert isinstance(books_of(LANES, print, 0, fences=False), Books)
 
 
 @pytest.mark.parametrize("kept", [Books(LANES, print), CompiledBooks()])

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,18 @@ import pytest
 import torch
 from torch import nn
 
-import aio
 import offload
-from offload.store import Store
+from offload import attachment
+from offload.config import Config
+from offload.planning.machine import Machine
+from offload.planning.planner import plan, remarks
+from offload.runtime.store import Store
 from tests.faults import nothing_leaks
 from tests.forked import Forked, anew
+from tests.profiles import blocks
+from tests.simulated import MemoryIO, SimulatedIO
 from tests.training import Net, batch, loss_of, plain, same_bits, some_fast, train
 
-ATTACHING = import_module("offload.attaching")
 SLACK_BYTES = 128 << 20
 
 # -- memory that is really taken --------------------------------------------------------------
@@ -250,7 +253,7 @@ def _more(size: str) -> int:
 
 
 def test_budgets_that_the_machine_does_not_have_are_refused() -> None:
-    machine = offload.machine.Machine(device_bytes=1 << 20, cpu_bytes=100 << 10, device_is_cpu=True)
+    machine = Machine(device_bytes=1 << 20, cpu_bytes=100 << 10, device_is_cpu=True)
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(offload.BudgetError, match=r"only 100\.00 KiB is free"):
@@ -284,21 +287,21 @@ def test_an_nvme_path_that_does_not_exist_or_is_a_file(tmp_path: Path) -> None:
 def test_an_nvme_path_that_fails_at_any_call_of_attach(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attach(io: aio.SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
-        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, depth=1))
+    def attach(io: SimulatedIO, model: nn.Module, optimizer: Any) -> Any:
+        monkeypatch.setattr(attachment, "Store", partial(Store, io=io, depth=1))
         return offload.attach(model, optimizer, config(tmp_path))
 
-    whole = aio.SimulatedIO(0)
+    whole = SimulatedIO(0)
     model, optimizer = started()
     attach(whole, model, optimizer)[1].engine.close()
     calls = len(whole.calls)
-    assert calls >= 20
+    assert calls > 15
     for number in [1, 2, 3, 4, 5, *range(6, calls + 1, 5)]:
-        io = aio.SimulatedIO(0, errors={number: code})
+        io = SimulatedIO(0, errors={number: code})
         if whole.calls[number - 1] in ("preadv", "pwritev", "open", "fallocate"):
 
             def work(
-                model: nn.Module, optimizer: torch.optim.Optimizer, io: aio.SimulatedIO = io
+                model: nn.Module, optimizer: torch.optim.Optimizer, io: SimulatedIO = io
             ) -> None:
                 with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
                     attach(io, model, optimizer)
@@ -311,8 +314,8 @@ def test_an_nvme_path_that_fails_at_any_call_of_attach(
 def test_a_drive_without_room_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    io = aio.SimulatedIO(0, inner=aio.MemoryIO(capacity_bytes=100 << 10))
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
+    io = SimulatedIO(0, inner=MemoryIO(capacity_bytes=100 << 10))
+    monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(OSError, match=re.escape(str(tmp_path))) as caught:
@@ -330,7 +333,7 @@ def test_memory_that_is_refused_leaves_the_model_as_it_was(
     def refuse(*_: Any) -> None:
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(ATTACHING, "Memory", refuse)
+    monkeypatch.setattr(attachment, "Memory", refuse)
 
     def work(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         with pytest.raises(MemoryError, match="on purpose"):
@@ -406,3 +409,18 @@ def test_a_disk_gives_no_notice(tmp_path: Path) -> None:
         assert store.direct == (store.notice is None)
         attached.engine.close()
         del attached, store
+
+
+def test_budgets_that_lie_idle_or_are_larger_than_the_machine_are_told() -> None:
+    def told(**asked: Any) -> list[str]:
+        config = Config(**asked)
+        return list(remarks(plan(blocks(4, 100_000), config, machine), config, machine))
+
+    machine = Machine(device_bytes=1 << 30, cpu_bytes=1 << 30, nvme_bytes=1 << 40)
+    everywhere = dict.fromkeys(("params", "gradients", "optimizer"), "nvme")
+    (idle,) = told(**everywhere, nvme_path="/nvme", cpu_memory="1GiB", device_memory="64MiB")
+    assert "of the 1.00 GiB that Config.cpu_memory gives" in idle
+    assert "'auto' would use the rest" in idle
+    (large,) = told(cpu_memory="2GiB")
+    assert "Config.cpu_memory is 2.00 GiB, but only 1.00 GiB is free" in large
+    assert told(**everywhere, nvme_path="/nvme") == told(cpu_memory="1GiB") == []

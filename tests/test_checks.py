@@ -5,16 +5,19 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import spectral_norm
 
 import offload
-from offload.checks import check_arguments
+from offload.model.parameter import AttachedParameter
 from tests.faults import nothing_leaks
-from tests.small import MIXED, adamw, config, small, torch_step
+from tests.small import MIXED, adamw, config, small, tokens, torch_step
+from tests.training import RESIDENT, loss_of
 
 MIXED_UP: dict[str, tuple[Callable[[nn.Module, Any], tuple[Any, ...]], str]] = {
     "optimizer and model": (
@@ -98,14 +101,7 @@ def test_attach_shows_its_arguments() -> None:
     assert offload.attach.__doc__
 
 
-class Shared(nn.Module):
-    """Two parameters in one piece of memory."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        flat = torch.ones(8)
-        self.one = nn.Parameter(flat[:4])
-        self.other = nn.Parameter(flat[first : first + 4])
+# -- models whose parameters would not be the same; more are in tests/refusals.py -----------------
 
 
 class Two(nn.Module):
@@ -120,33 +116,9 @@ class Two(nn.Module):
             self.other = nn.Parameter(other)
 
 
-def transposed() -> nn.Module:
-    weight = torch.randn(4, 4)
-    return Two(weight, weight.t())
-
-
-def channels_last() -> nn.Module:
-    weight = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    return Two(weight, weight)
-
-
 def inside_a_larger_one() -> nn.Module:
-    """The first begins first and ends last; the second is inside it; the third shares the end."""
-    flat = torch.randn(12)
-    model = Two(flat[1:3], flat[8:])
-    model.register_parameter("around", nn.Parameter(flat.as_strided((2, 6), (6, 1))))
-    del model.one
-    return model
-
-
-def a_row_and_a_column() -> nn.Module:
-    weight = torch.randn(6, 6)
-    return Two(weight[:, 2], weight[3, :])
-
-
-def shown_in_a_buffer(view: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    weight = torch.randn(4, 4)
-    return Two(weight, view(weight), buffer=True)
+    flat = torch.zeros(12)
+    return Two(flat, flat[4:8])
 
 
 class Special(nn.Parameter):
@@ -159,94 +131,97 @@ def special() -> nn.Module:
     return model
 
 
-def scripted() -> nn.Module:
-    class Empty(torch.jit.ScriptModule):
-        pass
+def channels_last() -> nn.Module:
+    model: Any = nn.Sequential(nn.Conv2d(3, 8, 3))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[no-any-return]
 
-    return nn.Sequential(nn.Linear(2, 2), Empty())
+
+def built_in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(4, 4)
 
 
 LOST: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "an overlap": (lambda: Shared(3), "parameters one and other share memory.*clone"),
-    "tied by a transpose": (transposed, "parameters one and other share memory"),
-    "channels last": (channels_last, "parameters one and other share memory"),
-    "inside a larger one": (inside_a_larger_one, "parameters around and other share memory"),
-    "a row and a column": (a_row_and_a_column, "parameters one and other share memory"),
-    "a row in a buffer": (
-        lambda: shown_in_a_buffer(lambda weight: weight[1]),
-        r"buffer other shares memory with parameter one.*clone",
+    "inside a larger one": (inside_a_larger_one, "one and other share memory.*clone"),
+    "one element in a buffer": (
+        lambda: Two(flat := torch.zeros(12), flat[2:3].expand(7), buffer=True),
+        "one and other share memory",
     ),
-    "other bytes in a buffer": (
-        lambda: shown_in_a_buffer(lambda weight: weight.view(torch.int16)[:, 3]),
-        "buffer other shares memory with parameter one",
-    ),
-    "one element of it in a buffer": (
-        lambda: shown_in_a_buffer(lambda weight: weight[2, 2].expand(7)),
-        "buffer other shares memory with parameter one",
+    "channels_last": (channels_last, r"0\.weight .*strides \(27, 1, 9, 3\).*contiguous_format"),
+    "a part of another": (
+        lambda: Two(torch.zeros(6, 4)[:, :3], torch.zeros(2)),
+        r"one .*strides \(4, 1\).*part of another.*contiguous\(\) copy",
     ),
     "a class of its own": (special, r"parameter weight is of class tests\.\S*Special"),
-    "no shape yet": (lambda: nn.Sequential(nn.LazyLinear(4)), r"0\.weight has no shape yet"),
-    "TorchScript": (scripted, "1 is a TorchScript module.*Python module"),
+    "inference mode": (built_in_inference_mode, r"weight was made under torch\.inference_mode"),
 }
 
 
 @pytest.mark.parametrize("name", LOST)
 def test_what_would_not_be_the_same_is_refused(name: str) -> None:
     build, message = LOST[name]
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
     with nothing_leaks(), pytest.raises(ValueError, match=message):
-        offload.attach(build(), None)
+        offload.attach(model, optimizer)
+    assert not any(isinstance(p, AttachedParameter) for p in model.parameters())
 
 
-def columns() -> list[torch.Tensor]:
-    weight = torch.randn(4, 6)
-    return [weight[:, :3], weight[:, 3:]]
-
-
-def interleaved() -> list[torch.Tensor]:
-    flat = torch.randn(9)
-    return [flat[::2], flat[1::2].view(torch.int32).view(torch.float32)]
-
-
-APART: dict[str, Callable[[], list[torch.Tensor]]] = {
-    "columns": columns,
-    "interleaved": interleaved,
-    "expanded from one element": lambda: [torch.ones(1).expand(5)] * 2,
-    "empty": lambda: [torch.empty(0), torch.empty(0, 4)],
-    "meta": lambda: [torch.empty(3, device="meta"), torch.empty(3, device="meta")],
-    "scalars": lambda: list(torch.randn(2).unbind()),
-}
-
-
-@pytest.mark.parametrize("buffer", [False, True])
-@pytest.mark.parametrize("name", APART)
-def test_what_shares_no_memory_passes(name: str, buffer: bool) -> None:
-    one, other = APART[name]()
-    check_arguments(Two(one, other, buffer=buffer), None, offload.Config())
-
-
-def test_buffers_may_share_memory_with_each_other() -> None:
-    model = Two(torch.randn(4), torch.randn(4), buffer=True)
-    model.register_buffer("again", model.other)
-    model.register_buffer("part", model.other[1:])
-    model.register_buffer("sparse", torch.eye(3).to_sparse())
-    check_arguments(model, None, offload.Config())
-
-
-def test_parameters_side_by_side_in_one_piece_of_memory_are_fine() -> None:
-    model = Shared(4)
+def test_what_shares_no_memory_is_fine() -> None:
+    """Side by side in one piece of memory, empty, a scalar; or buffers alone."""
+    flat = torch.arange(8.0)
+    model = Two(flat[:4], flat[4:], buffer=False)
+    model.empty, model.one_more = nn.Parameter(torch.empty(0)), nn.Parameter(torch.tensor(1.0))
+    model.register_buffer("told", torch.ones(3))
+    model.register_buffer("again", model.told[1:])
     offload.attach(model, None)
-    assert model.other.tolist() == [1.0] * 4
+    assert model.other.tolist() == [4.0, 5.0, 6.0, 7.0]
     offload.detach(model)
 
 
-def test_the_optimizer_of_another_attached_model_is_refused(tmp_path: Any) -> None:
+@pytest.mark.parametrize("placement", [RESIDENT, MIXED], ids="-".join)
+def test_what_a_gradient_would_be_lost_with_is_not_attached(placement: Any, tmp_path: Path) -> None:
+    model: Any = small()
+    loss_of(model, tokens()).backward()
+    with pytest.raises(ValueError, match=r"embed\.weight has a gradient.*without an optimizer"):
+        offload.attach(model, None, config(placement, tmp_path))
+    model.head.requires_grad_(False)
+    with pytest.raises(
+        ValueError, match=r"head\.weight has a gradient and it is frozen.*zero_grad"
+    ):
+        offload.attach(model, adamw(model), config(placement, tmp_path))
+    model.head.weight.grad = None
+    _, optimizer = offload.attach(model, adamw(model), config(placement, tmp_path))
+    with optimizer.engine:
+        optimizer.step()
+
+
+def test_a_view_that_is_renewed_in_each_forward_is_fine(tmp_path: Path) -> None:
+    norm: Any = spectral_norm
+    model = nn.Sequential(norm(nn.Linear(4, 4)))
+    offload.attach(model, torch.optim.AdamW(model.parameters()), config(MIXED, tmp_path))
+    model(torch.ones(2, 4)).sum().backward()
+    offload.detach(model)
+
+
+def test_a_kernel_that_there_is_not_is_told_at_attach(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> None:
+        raise ValueError("CPU_ADAM_KERNEL=nonsense: no such kernel")
+
+    monkeypatch.setattr("offload.model.checks.kernel", none)
+    with nothing_leaks(), pytest.raises(ValueError, match="CPU_ADAM_KERNEL=nonsense"):
+        offload.attach(small(), None, config(MIXED, tmp_path))
+
+
+def test_what_is_attached_is_refused(tmp_path: Path) -> None:
     model, other = small(), small()
     _, optimizer = offload.attach(model, adamw(model), config(MIXED, tmp_path))
     with optimizer.engine:
-        with pytest.raises(ValueError, match="attach returned, for another model"):
+        with pytest.raises(TypeError, match=r"optim\.optimizer\.Optimizer cannot be attached"):
             offload.attach(other, optimizer, config(MIXED, tmp_path))
-        with pytest.raises(ValueError, match=r"attached already: detach it first"):
-            offload.attach(model, optimizer, config(MIXED, tmp_path))
+        for one in (model, nn.Sequential(model), model.blocks[1]):
+            with pytest.raises(ValueError, match=r"attached already: detach it first"):
+                offload.attach(one, adamw(one), config(MIXED, tmp_path))
         torch_step(model, optimizer)
-    with pytest.raises(ValueError, match=r"attached already, .*closed.*build the model again"):
-        offload.attach(model, None)

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from offload import copies
-from offload.copies import in_pieces
-from offload.device import CPU, Device
-from offload.lanes import EngineError, Lanes
-from offload.program import Lane, Op, Value, Verb
-from offload.task import Fence
+from offload.program.ops import Lane, Op, Value, Verb
+from offload.program.schedule import Fence
+from offload.runtime import executor as copies
+from offload.runtime.device import CPU, Device
+from offload.runtime.entry import EngineError
+from offload.runtime.executor import in_pieces
+from offload.runtime.lanes import Lanes
 from tests.training import RESIDENT, assert_same, train
 
 PIECE = copies.PIECE_BYTES_MAX

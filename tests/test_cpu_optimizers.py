@@ -223,8 +223,6 @@ def test_options_that_are_not_offered_say_why(option: str) -> None:
     with pytest.raises(ValueError, match=option):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], option: True})
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match="fused=True and foreach=True"):
-        CPUAdam(parameters(), fused=True, foreach=True)
 
 
 @pytest.mark.parametrize(
@@ -384,17 +382,6 @@ def test_a_state_that_is_dropped_begins_anew(kind: str) -> None:
     assert_same([p.detach() for p in params], run(OURS[kind](twins), 2, 2))
 
 
-@pytest.mark.parametrize("cut", [slice(0, 40), slice(8, 48), slice(0, 41, 2)])
-def test_parameters_that_share_memory_are_updated_in_order(cut: slice) -> None:
-    results = []
-    for build in (torch.optim.AdamW, CPUAdam):
-        memory = torch.linspace(-1, 1, 48)
-        params = [nn.Parameter(memory), nn.Parameter(memory[cut]), nn.Parameter(torch.ones(3))]
-        run(build(params, lr=1e-2), 5)
-        results.append([p.detach() for p in params])
-    assert_near(results[1], results[0], 1e-2, 10)
-
-
 # Weights that are edited between steps: see [Note: Edits] in cpu_adam/optimizer_base.py.
 
 
@@ -425,33 +412,6 @@ def test_clipping_weights_after_every_step_does_not_stall_training() -> None:
 
 
 # Gradients that are not finite, and scaled ones.
-
-
-@every_optimizer
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_skip_nonfinite_changes_nothing(kind: str, bad: float) -> None:
-    params = parameters(torch.bfloat16)
-    optimizer = OURS[kind](params, skip_nonfinite=True)
-    run(optimizer, 2)
-    before = [x.clone() for x in tensors_of(optimizer)]
-    for place in (1, 3, 5):
-        set_gradients(params, 2)
-        flat = params[place].grad
-        assert flat is not None
-        if flat.numel():
-            flat.view(-1)[-1] = bad
-            optimizer.step()
-            assert_same(tensors_of(optimizer), before)
-    assert optimizer.skipped_steps == 2
-    run(optimizer, 1, 2)
-    assert optimizer.skipped_steps == 2
-    assert_same(tensors_of(optimizer), tensors_of_a_clean_run(kind, 3))
-
-
-def tensors_of_a_clean_run(kind: str, steps: int) -> list[torch.Tensor]:
-    optimizer = OURS[kind](parameters(torch.bfloat16))
-    run(optimizer, steps)
-    return tensors_of(optimizer)
 
 
 @every_optimizer

@@ -19,13 +19,12 @@ from cpu_adam import FORMATS, native
 from cpu_adam.formats import squares_bytes
 from cpu_adam.reference import put_sum_of_squares
 from cpu_adam.rules import square_root
-from offload import driver
-from offload.arena import host_tensor
-from offload.blocks import block_bytes
-from offload.copies import in_pieces
-from offload.device import Accelerator, compute_device
-from offload.driver import PinError
-from offload.engine import Engine
+from offload.model.engine import Engine
+from offload.planning.layout import allocator_bytes
+from offload.runtime import device as driver
+from offload.runtime.device import Accelerator, PinError, compute_device
+from offload.runtime.executor import in_pieces
+from offload.runtime.memory import host_tensor
 from tests.adam_states import VARIANTS, State, hyper_of
 from tests.adam_states import assert_same as assert_same_numbers
 from tests.training import (
@@ -290,7 +289,7 @@ def test_registration_in_many_pieces(
     piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(CPU_TIER, tmp_path)
-    monkeypatch.setattr("offload.arena.PIN_BYTES_MAX", piece)
+    monkeypatch.setattr("offload.runtime.memory.PIN_BYTES_MAX", piece)
     assert_same(train(CPU_TIER, tmp_path), expected)
 
 
@@ -313,7 +312,7 @@ def test_pageable_memory_trains_to_the_same_bits(
     fail_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = train(MIXED, tmp_path)
-    monkeypatch.setattr("offload.arena.PIN_BYTES_MAX", 1 << 16)
+    monkeypatch.setattr("offload.runtime.memory.PIN_BYTES_MAX", 1 << 16)
     calls = []
     pin = driver._Cuda.pin
 
@@ -387,7 +386,7 @@ def test_torch_takes_no_more_for_residents_than_is_counted(tmp_path: Path) -> No
         stepped.engine.settle()
         # The arena is one block, too, and there are stand-ins and factors of a step.
         taken = torch.cuda.memory_allocated() - before
-        assert taken <= block_bytes(plan.taken_bytes("device")) + (64 << 10)
+        assert taken <= allocator_bytes(plan.taken_bytes("device")) + (64 << 10)
     finally:
         stepped.engine.close()
 

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import offload
 from tests.faults import in_child
-from tests.test_before import fail_half_way
+from tests.test_attachment import fail_half_way
+from tests.test_contract import Tokens
 from tests.test_cuda import CPU_TIER, MIXED, device, needs_cuda
-from tests.test_fork import train as train_from_workers
 from tests.training import (
     RESIDENT,
     assert_same,
@@ -57,7 +58,12 @@ def test_forked_workers_change_no_bit(tmp_path: Path) -> None:
     found = []
     for workers in (0, 2):
         with attached(MIXED, tmp_path) as run:
-            train_from_workers(run, workers)
+            context = "fork" if workers else None
+            for tokens in DataLoader(
+                Tokens(), 2, num_workers=workers, multiprocessing_context=context
+            ):
+                loss_of(run.model, tokens).backward()
+                run.step()
             found.append(result_of(run))
     assert_same(*found)
 

@@ -1,6 +1,7 @@
 """The docs: pages made from the code are in step with it, links lead somewhere, code runs."""
 
 import importlib
+import os
 import re
 import runpy
 import subprocess
@@ -14,8 +15,8 @@ import torch
 import offload
 from aio.backends import BACKEND_NAMES, BACKEND_VARIABLE
 from cpu_adam.choice import KERNEL_NAMES, KERNEL_VARIABLE
-from offload.cli import COMMANDS, settings
-from offload.cli.flags import flag
+from offload.cli import COMMANDS, options
+from offload.cli.flags import fields_of, flag
 from offload.config import FIELDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,7 +92,7 @@ def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = offload.Config(params="cpu", optimizer=tier, nvme_path=str(tmp_path))
         model, optimizer = offload.attach(model, optimizer, config)
-        return {"torch": torch, "model": model, "optimizer": optimizer}
+        return {"os": os, "torch": torch, "model": model, "optimizer": optimizer}
 
     def go_on(names):
         for seed in range(3):
@@ -118,7 +119,7 @@ def test_commands_and_flags_that_are_named_exist(page):
     for name in re.findall(r"\boffload ([a-z]+)(?= |`|\n)(?=[^\n]*`|[^\n]*--)", text):
         known = (*COMMANDS, "engine", "is", "of", "and", "for")
         assert name in known, f"{page.name} names offload {name}"
-    own = {flag(name) for name in (*settings.keys(), "config", "deepspeed")}
+    own = {flag(one.name) for one in fields_of(options.Train)}
     for line in re.findall(r"offload train ([^`\n]*)", text):
         for name in re.findall(r"--[a-z][a-z-]*", line):
             assert name.replace("--no-", "--") in own, f"{page.name} names {name}"

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import offload
-from offload.resting import RestingParameter
+from offload.model.parameter import OffloadedParameter
 from tests.faults import descriptors, nothing_leaks
 from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
 from tests.training import (
@@ -216,7 +216,8 @@ def test_the_report(tmp_path: Path) -> None:
 
 
 class Elsewhere(torch.optim.AdamW):
-    """Might do anything."""
+    def step(self, closure: Any = None) -> Any:
+        """Might do anything."""
 
 
 def sparse() -> nn.Module:
@@ -491,9 +492,9 @@ def test_parameters_keep_class_and_hooks_of_the_model(tmp_path: Path) -> None:
     with optimizer.engine:
         assert type(model) is Net
         assert type(model.blocks[0]) is Block
-        assert all(isinstance(p, RestingParameter) for p in model.parameters())
+        assert all(isinstance(p, OffloadedParameter) for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         loss_of(model, tokens()).backward()
         assert seen == ["block"]
         assert not model.norm.weight.grad.any()  # type: ignore[union-attr]
-        assert re.search("RestingParameter|Parameter", type(model.norm.weight).__name__)
+        assert re.search("OffloadedParameter|Parameter", type(model.norm.weight).__name__)

@@ -7,26 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import aio
 import offload
-from offload.executor import Executor
-from offload.lanes import EngineError
-from offload.program import Lane, Op, Value, Verb
-from offload.store import Store
-from tests import training
+from offload import attachment
+from offload.optim.update import Updates
+from offload.program.ops import Lane, Op, Verb
+from offload.runtime import lanes as lanes_module
+from offload.runtime.entry import EngineError
+from offload.runtime.executor import ChunkCache
+from offload.runtime.store import Store
 from tests.faults import nothing_leaks
+from tests.simulated import SimulatedIO
 from tests.test_lane_ends import AT_ONCE_S
 from tests.training import Net, Run, batch, loss_of, some_fast
-
-ATTACHING = import_module("offload.attaching")
-"""The module; the package's attribute of that name is the function."""
 
 
 class Broken(Exception):
@@ -132,7 +130,7 @@ def test_a_wait_ends_when_the_lane_fails(
     with running(placement, tmp_path, breaker, **config) as run:
         two_micro_batches(run)
         breaker.armed = True
-        monkeypatch.setattr(offload.lanes, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
+        monkeypatch.setattr(lanes_module, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
         with pytest.raises(offload.EngineError):
             two_micro_batches(run)
         assert breaker.failed_at is not None
@@ -143,9 +141,9 @@ def test_a_wait_ends_when_the_lane_fails(
 def test_a_drive_that_fails_at_any_call(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def simulated(errors: dict[int, int]) -> aio.SimulatedIO:
-        io = aio.SimulatedIO(0, errors=errors)
-        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, depth=1))
+    def simulated(errors: dict[int, int]) -> SimulatedIO:
+        io = SimulatedIO(0, errors=errors)
+        monkeypatch.setattr(attachment, "Store", partial(Store, io=io, depth=1))
         return io
 
     def work() -> None:
@@ -170,8 +168,8 @@ def test_a_drive_that_fails_at_any_call(
 
 
 def test_a_flipped_bit_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    io = aio.SimulatedIO(3, flip_rate=0.02)
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
+    io = SimulatedIO(3, flip_rate=0.02)
+    monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
     with (
         pytest.raises((offload.EngineError, OSError), match="checksum mismatch"),
         running(("nvme", "nvme", "nvme"), tmp_path) as run,
@@ -184,8 +182,8 @@ def test_a_drive_that_dawdles_and_stutters_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for io in (None, aio.SimulatedIO(5, short_rate=0.2, retry_rate=0.2, delay_s_max=0.002)):
-        monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io))
+    for io in (None, SimulatedIO(5, short_rate=0.2, retry_rate=0.2, delay_s_max=0.002)):
+        monkeypatch.setattr(attachment, "Store", partial(Store, io=io))
         with running(("nvme", "nvme", "nvme"), tmp_path) as run:
             for _ in range(2):
                 two_micro_batches(run)
@@ -264,52 +262,37 @@ def test_a_pass_half_queued_ends_every_wait(
             loss_of(run.model, batch(run.generator))
 
 
-# -- edits in a forward, put home when it is over ------------------------------------------------
-
-
-def edited(run: Run) -> Any:
-    return run.model.blocks[2].up.weight  # type: ignore[index,union-attr]
-
-
-def edited_where(name: str, error: BaseException, patched: pytest.MonkeyPatch, run: Run) -> None:
-    """A forward that edits a weight, where the executor fails once to `peek` at or `poke` one."""
-    inner, errors = getattr(Executor, name), [error]
-
-    def failing(executor: Executor, value: Value, *content: torch.Tensor) -> Any:
-        if value.kind == "weight" and errors:
-            raise errors.pop()
-        return inner(executor, value, *content)
-
-    blocks: Any = run.model.blocks
-    hook = blocks[2].register_forward_pre_hook(lambda module, args: module.up.weight.mul_(0.5))
-    patched.setattr(Executor, name, failing)
-    with torch.no_grad():
-        run.model(training.batch(run.generator))
-    hook.remove()
-
-
-@pytest.mark.parametrize("placement", [("nvme",) * 3, ("cpu", "cpu", "nvme")])
-@pytest.mark.parametrize("error", [OSError, MemoryError])
-def test_a_change_counts_where_home_cannot_be_looked_at(
-    error: Any, placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def feature(run: Run, number: int) -> None:
-        with monkeypatch.context() as patched:
-            edited_where("peek", error("on purpose"), patched, run)
-        run.extra.append(edited(run).detach().sum().item())
-        training.plain(run, number)
-
-    found = training.train(placement, tmp_path, feature)
-    training.assert_same(found, training.train_alone(feature))
-
-
-def test_a_change_that_cannot_go_home_ends_the_engine(
+def test_a_step_that_fails_midway_is_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with training.attached(("cpu", "cpu", "cpu"), tmp_path) as run:
-        training.plain(run, 0)
-        with pytest.raises(OSError, match="on purpose"), monkeypatch.context() as patched:
-            edited_where("poke", OSError("on purpose"), patched, run)
-        for use in (run.loss, run.model.state_dict, run.step, edited(run).detach):
+    with running(("device", "device", "cpu"), tmp_path) as run:
+        run.loss().backward()
+
+        def no_memory(*_: object) -> None:
+            raise torch.OutOfMemoryError("of what the step needs")
+
+        monkeypatch.setattr(Updates, "_updater", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.optimizer.step()
+        with pytest.raises(EngineError, match="what the step needs"):
+            run.optimizer.step()
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("nvme", "cpu", "nvme")])
+def test_an_edit_that_cannot_go_home_ends_the_engine(
+    placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(placement, tmp_path) as run:
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        weight.data.mul_(0.5)
+
+        def broken(*_: object) -> None:
+            raise OSError("on purpose")
+
+        monkeypatch.setattr(ChunkCache, "write", broken)
+        with pytest.raises(OSError, match="on purpose"):
+            run.loss()
+        monkeypatch.undo()
+        for use in (run.loss, run.model.state_dict, run.step, weight.detach):
             with pytest.raises(EngineError, match="on purpose"):
                 use()

@@ -10,15 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import offload
-from offload.device import CPU
-from offload.executor import ENGINE_LANES, Executor
-from offload.lanes import EngineError, Lanes
-from offload.program import Lane, Op, Value, Verb
-from offload.schedule import Schedule
-from offload.task import Passage
+from offload.program.ops import Lane, Op, Value, Verb
+from offload.runtime import lanes as lanes_module
+from offload.runtime.device import CPU
+from offload.runtime.entry import EngineError
+from offload.runtime.executor import ENGINE_LANES, Executor
+from offload.runtime.lanes import Lanes
 from tests.faults import nothing_leaks
 from tests.profiles import blocks, plan_of
 from tests.small import adamw, config, small, torch_step
@@ -91,28 +90,13 @@ def test_a_thread_that_cannot_start_leaves_nothing_of_the_attach(
     torch_step(model, mine)
 
 
-def test_threads_of_torch_are_as_many_after_a_failed_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(self: Lanes) -> None:
-        torch.set_num_threads(1)
-        raise Broken
-
-    monkeypatch.setattr(Lanes, "_prepare", prepare)
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(EngineError):
-            Lanes([Lane.CPU], device=CPU)
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
-
-
 # -- dying ------------------------------------------------------------------------------------
 
 
 def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload.lanes, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
+    monkeypatch.setattr(lanes_module, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
     ran: list[str] = []
     error = ZeroDivisionError("on purpose")
     failed_at: list[float] = []
@@ -139,105 +123,6 @@ def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
         time.sleep(0.05)
         assert not late.over
     assert ran == []
-
-
-def test_a_failure_wakes_without_the_help_of_a_timeout(python_books: None) -> None:
-    with lanes() as made:
-        timeouts: list[float | None] = []
-        wait = made._books.changed.wait
-
-        def patient(timeout: float | None = None) -> bool:
-            timeouts.append(timeout)
-            return wait(60)
-
-        made._books.changed.wait = patient  # type: ignore[method-assign]
-        gate = threading.Event()
-
-        def fail() -> None:
-            gate.wait()
-            raise ZeroDivisionError
-
-        task = made.submit(op(), [], (0, 0), fail)
-        thread, raised = blocked(lambda: made.wait([task]))
-        while not timeouts:
-            time.sleep(0.001)
-        gate.set()
-        thread.join(AT_ONCE_S)
-        assert not thread.is_alive()
-        assert isinstance(raised[0], EngineError)
-
-
-def patiently(made: Lanes) -> threading.Event:
-    """Let blocked waits end by being woken only; set when somebody waits."""
-    waits, wait = threading.Event(), made._books.changed.wait
-
-    def patient(timeout: float | None = None) -> bool:
-        waits.set()
-        return wait(60)
-
-    made._books.changed.wait = patient  # type: ignore[method-assign]
-    return waits
-
-
-@pytest.mark.parametrize("method", ["take", "finish", "_release"])
-def test_a_lane_that_dies_in_its_bookkeeping_ends_all_waits(
-    method: str, python_books: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    real = getattr(Schedule, method)
-
-    def fail(self: Schedule, *arguments: Any) -> Any:
-        if gate.is_set() and on_lane(Lane.CPU):
-            raise Broken(method)
-        return real(self, *arguments)
-
-    monkeypatch.setattr(Schedule, method, fail)
-    with lanes(Lane.CPU, Lane.DISK) as made:
-        waits = patiently(made)
-        first = made.submit(op(), [], (0, 0), gate.wait)
-        mine = made.submit(op(Lane.COMPUTE), [first], (0, 1))
-        thread, raised = blocked(lambda: made.begin(mine))
-        waits.wait(ENDS_S)
-        gate.set()
-        thread.join(ENDS_S)
-        assert not thread.is_alive()
-        for error in (raised[0], in_time(made.check), in_time(lambda: made.wait([mine]))):
-            assert isinstance(error, EngineError)
-            assert isinstance(error.__cause__, Broken)
-        late = made.submit(op(Lane.DISK), [], (0, 0), lambda: None)
-        time.sleep(0.02)
-        assert not late.begun
-
-
-BOOKS: dict[str, tuple[str, Callable[[Lanes, Any], Any]]] = {
-    "submit": ("add", lambda made, task: made.submit(op(), [], (0, 0), lambda: None)),
-    "seal": ("seal", lambda made, task: made.seal(Passage())),
-    "cancel": ("cancel", lambda made, task: made.cancel([task])),
-    "finish": ("finish", lambda made, task: made.finish(task)),
-}
-
-
-@pytest.mark.parametrize("call", BOOKS)
-def test_books_that_the_user_left_half_written_end_all_waits(
-    call: str, python_books: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method, use = BOOKS[call]
-
-    def fail(*_: Any) -> None:
-        raise Broken(call)
-
-    with lanes() as made:
-        waits = patiently(made)
-        gate = made.submit(op(Lane.COMPUTE), [], (0, 0))
-        behind = made.submit(op(), [gate], (0, 1), lambda: None)
-        thread, raised = blocked(lambda: made.wait([behind]))
-        waits.wait(ENDS_S)
-        with monkeypatch.context() as patched, pytest.raises(Broken):
-            patched.setattr(Schedule, method, fail)
-            use(made, gate)
-        thread.join(ENDS_S)
-        assert not thread.is_alive()
-        assert isinstance(raised[0].__cause__, Broken)
 
 
 def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:

@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from offload.books import Books
-from offload.device import CPU, Device
-from offload.lanes import EngineError, Lanes
-from offload.program import Lane, Op, Value, Verb
-from offload.scoreboard import Scoreboard
-from offload.task import Key, State, Task
-from offload.trace import Trace
+from offload.program.ops import Lane, Op, Value, Verb
+from offload.program.schedule import Key, Scoreboard, State, Task
+from offload.runtime.device import CPU, Device
+from offload.runtime.entry import EngineError
+from offload.runtime.lanes import Lanes
+from offload.runtime.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -434,20 +432,3 @@ def test_who_waits_for_a_cancelled_task_waits_for_what_it_waited_for() -> None:
         gate.set()
         lanes.close()
     assert order == ["first", "last"]
-
-
-def test_the_lock_is_let_go_whatever_ends_the_books(
-    python_books: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As a second Ctrl-C does, at the entry of what begins or ends them."""
-
-    def pressed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for name in ("__enter__", "__exit__"):
-        with lanes() as made, ThreadPoolExecutor(1) as other:
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Books, name, pressed)
-                made.cancel([])
-            assert other.submit(made._books.lock.acquire, timeout=5).result(), name
-            other.submit(made._books.lock.release).result()

@@ -5,8 +5,9 @@ Times here are those of a slow machine that is imitated, so the bounds hold on a
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 
 import offload
-from offload.machine import Machine
-from offload.program import Lane, Verb
-from offload.simulate import Timeline, seconds_of, simulate
+from offload import recording
+from offload.planning.machine import Machine
+from offload.program.ops import Lane, Verb
+from offload.program.simulate import Timeline, seconds_of, simulate
 
 pytestmark = pytest.mark.slow  # Of use only where nothing else runs.
 
@@ -94,15 +96,22 @@ def lane_seconds(case: Case) -> float:
     return max(timeline.busy(lane) for lane in (Lane.DISK, Lane.CPU)) / 4
 
 
-def attached(case: Case, seconds: float, **options: Any) -> tuple[nn.Module, Any]:
+def attached(
+    case: Case,
+    seconds: float,
+    build: Callable[..., nn.Module] = nn.Sequential,
+    device_memory: str = "1GiB",
+    **options: Any,
+) -> tuple[nn.Module, Any]:
+    """`build` makes the model of its units."""
     (params, gradients, states), drive, elements = case
-    model = nn.Sequential(*(Sleeper(seconds, elements) for _ in range(UNITS)))
+    model = build(*(Sleeper(seconds, elements) for _ in range(UNITS)))
     config = offload.Config(
         params=params,  # type: ignore[arg-type]
         gradients=gradients,  # type: ignore[arg-type]
         optimizer=states,  # type: ignore[arg-type]
         nvme_path=(str(drive),),
-        device_memory="1GiB",
+        device_memory=device_memory,
         cpu_memory="1GiB",
         micro_batches=1,
     )
@@ -114,7 +123,7 @@ def predicted(case: Case, seconds: float, machine: Machine = SLOW) -> Timeline:
     _, optimizer = attached(case, 0.0)
     with optimizer.engine as engine:
         return simulate(
-            engine.program,
+            recording.program_of(engine),
             machine,
             lambda unit, verb: seconds * (1 if verb is Verb.FORWARD else 2),
             updates_in_backward=True,
@@ -177,3 +186,52 @@ def test_the_simulator_predicts_the_step(ratio: float, tmp_path: Path) -> None:
     step = steps_of(case, seconds, STEPS_PREDICTED)[STEPS_PREDICTED // 4]
     machine = replace(SLOW, op_seconds=SLOW.op_seconds + overslept())
     assert predicted(case, seconds, machine).step_seconds == pytest.approx(step, rel=0.15)
+
+
+POSITIONS, EXPERTS = 6, 3
+
+
+class Branches(nn.Module):
+    """At each position a dense unit, then one of several experts, as `chosen` says."""
+
+    def __init__(self, *units: nn.Module):
+        super().__init__()
+        self.dense = nn.ModuleList(units[:POSITIONS])
+        self.experts = nn.ModuleList(units[POSITIONS:])
+        self.chosen = [0] * POSITIONS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for position, expert in enumerate(self.chosen):
+            x = self.experts[position * EXPERTS + expert](self.dense[position](x))
+        return x
+
+
+@pytest.mark.parametrize("placement", [NVME, ("cpu", "cpu", "cpu")], ids="-".join)
+def test_other_branches_in_every_step_cost_little(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """That the order does not foresee them is counted, and no dearer than a demand fetch."""
+    found = []
+    for branching in (False, True):
+        case, pace = (placement, tmp_path, 1 << 20), partial(seconds_of, machine=SLOW)
+        made, optimizer = attached(case, 0.06, Branches, "24MiB", pace=pace)
+        model: Any = made
+        x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+        draw, ends, before = random.Random(1), list[float](), 0
+        with optimizer.engine as engine:
+            for number in range(STEPS_SKIPPED + STEPS + 2):
+                if branching:  # Each time another one than the last.
+                    model.chosen = [(c + draw.randrange(1, 3)) % EXPERTS for c in model.chosen]
+                model(x).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ends.append(time.perf_counter())
+                if number < STEPS_SKIPPED:
+                    before = engine.report().misses
+            misses = engine.report().misses - before
+        step = median(stop - start for start, stop in pairwise(ends[STEPS_SKIPPED - 1 :]))
+        found.append((step, misses // (STEPS + 2)))
+    (ideal, none), (step, misses) = found
+    assert none == 0
+    assert misses >= POSITIONS
+    assert step < 1.3 * ideal, (step, ideal, misses)

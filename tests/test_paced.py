@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import offload
 from cpu_adam import reference
-from offload.arena import Memory
-from offload.bounce import bounce
-from offload.program import Op, Value
-from offload.resident import Residents
-from offload.updates import Updates
+from offload.model.resident import Residents
+from offload.optim.update import Updates
+from offload.program.ops import Op, Value
+from offload.runtime.memory import Memory
+from offload.sleeping import _copying
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
@@ -33,23 +33,22 @@ from tests.paced_loops import (
     copy_into_gradients,
     draw_script,
     edit,
+    edit_gradients,
     edit_held,
+    edit_views_after_the_step,
     evaluate,
     give_gradients_up,
-    hold,
-    hold_elsewhere,
-    hold_gradients,
+    give_up_what_is_held,
     load_states,
     look,
     look_at_gradients,
-    look_at_held,
     look_at_states,
+    look_elsewhere,
     nap,
     save_states,
     set_expanded_gradients,
     set_gradients,
     step_and_keep_gradients,
-    step_elsewhere,
     stream_weights,
     train,
     use_one_block_inside_another,
@@ -74,23 +73,17 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
         "cpu-cpu-cpu",
         [copy_into_gradients, step_and_keep_gradients, look_at_states],
     ),
-    "copy into, zero": ("cpu-cpu-cpu", [copy_into_gradients, zero_gradients]),
     "copy into, zero, of the drive": ("cpu-nvme-cpu", [copy_into_gradients, zero_gradients]),
     "copy into, give up": ("cpu-cpu-cpu", [copy_into_gradients, give_gradients_up, backward_only]),
     "copy into, replace": ("cpu-cpu-cpu", [copy_into_gradients, set_gradients]),
-    "put a copy home": (
-        "cpu-nvme-cpu",
-        [hold_gradients, step_and_keep_gradients, edit_held],
-    ),
-    "put those apart home": (
-        "cpu-cpu-cpu",
-        [hold_gradients, step_and_keep_gradients, edit_held],
-    ),
-    "renew those held": ("cpu-cpu-cpu", [hold_gradients, backward_only, look_at_held]),
+    "put a copy home": ("cpu-nvme-cpu", [edit_gradients, step_and_keep_gradients]),
+    "zero, on the drive": ("cpu-nvme-cpu", [zero_gradients, backward_only, look_at_gradients]),
+    "give up what is held": ("cpu-cpu-cpu", [give_up_what_is_held, backward_only]),
+    "edit views after the step": ("cpu-cpu-cpu", [edit_views_after_the_step]),
+    "let go": ("cpu-cpu-cpu", [edit_gradients, step_and_keep_gradients]),
     "stream": ("device-cpu-cpu", [stream_weights]),
     "read states": ("cpu-cpu-device", [train, backward_only, look_at_states]),
-    "copy": ("device-cpu-cpu", [hold_elsewhere]),
-    "renew": ("device-cpu-cpu", [hold, step_elsewhere]),
+    "copy": ("device-cpu-cpu", [look_elsewhere]),
 }
 AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "read states": ("cpu-cpu-cpu", [look_at_states]),
@@ -98,11 +91,10 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "load states": ("cpu-cpu-cpu", [save_states, train, load_states]),
     "copy": ("cpu-cpu-cpu", [look]),
     "stream": ("cpu-cpu-cpu", [stream_weights]),
-    "renew": ("cpu-cpu-cpu", [hold, train, look_at_held]),
     "edit": ("cpu-cpu-nvme", [edit, evaluate]),
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
     "meet": ("device-device-cpu", [train, evaluate]),
-    "meet, from the drive": ("device-device-nvme", [hold, train, look_at_held]),
+    "meet, from the drive": ("device-device-nvme", [train, evaluate]),
 }
 
 
@@ -132,8 +124,8 @@ def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(
     with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
         executor, copy = run.engine.executor, device.copy
         quiesce, copy_now = executor.quiesce, executor.copy_now
-        unit = next(run.model.blocks[1].parameters())._offload_home.unit
-        held = run.engine.units[unit].parameters[0].detach()
+        weight = next(run.model.blocks[1].parameters())
+        unit = weight._offload_access.unit
         home = executor.peek(Value("weight", unit)).data_ptr()
 
         def late(into: torch.Tensor, source: torch.Tensor) -> None:
@@ -160,8 +152,7 @@ def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(
         loop = Loop(run, device)
         use_the_first_block(loop)
         assert on_its_way.wait(60.0)
-        with torch.no_grad():
-            held.mul_(0.5)
+        weight.data.mul_(0.5)
         evaluate(loop)
         assert order == ["fetched", "written"]
 
@@ -180,7 +171,7 @@ def test_a_gradient_is_replaced_when_the_one_on_its_way_is_home(
     on_its_way, let_go = Event(), Event()
     with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
         executor, weight, copy = run.engine.executor, run.model.embed.weight, device.copy
-        value = Value("gradient", weight._offload_home.unit)  # Nothing needs its slot after it.
+        value = Value("gradient", weight._offload_access.unit)  # Nothing needs its slot after it.
         home = executor.peek(value).data_ptr()
 
         def held(into: torch.Tensor, source: torch.Tensor) -> None:
@@ -381,7 +372,7 @@ def test_zeros_are_there_for_every_stream() -> None:
 
 
 def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
-    script = script_of([], [], [hold, nap, look_at_held])
+    script = script_of([], [], [edit_held, nap, look])
     check(script, RESIDENT, tmp_path, tight=False)
 
 
@@ -390,12 +381,12 @@ def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
 def test_copies_by_way_of_registered_memory_arrive(
     size: int, pace: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("offload.bounce.PIECE_BYTES", 64)
+    monkeypatch.setattr("offload.sleeping.PIECE_BYTES", 64)
     content = torch.arange(size).mul(7).to(torch.uint8)
     with paced() as device:
         device.change(size, host_pace=pace, host_pauses_s=0.0)
         one, other, back = device.zeros(size), device.zeros(size), torch.zeros_like(content)
-        with bounce(device, size) as copy:
+        with _copying(device, size) as copy:
             for into, source in ((one, content), (other, one), (back, other)):
                 copy(into, source)
         assert torch.equal(back, content)
@@ -406,7 +397,7 @@ def test_copies_by_way_of_registered_memory_arrive(
 def test_a_copy_on_the_device_is_there_for_every_stream() -> None:
     with paced() as device:
         one, other = device.zeros(64), device.zeros(64)
-        with bounce(device, 64) as copy:
+        with _copying(device, 64) as copy:
             copy(other, one)
             with device.unordered():
                 other.add_(1)
@@ -415,7 +406,7 @@ def test_a_copy_on_the_device_is_there_for_every_stream() -> None:
 
 
 def test_a_copy_that_fails_half_way_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.bounce.PIECE_BYTES", 64)
+    monkeypatch.setattr("offload.sleeping.PIECE_BYTES", 64)
     with paced() as device:
         device.change(0, host_pace=0.0, host_pauses_s=0.0)
         there, queue, left = device.zeros(640), device.copy, [3]
@@ -427,7 +418,7 @@ def test_a_copy_that_fails_half_way_leaves_none_under_way(monkeypatch: pytest.Mo
             queue(into, source)
 
         monkeypatch.setattr(device, "copy", copy_or_fail)
-        with pytest.raises(RuntimeError), bounce(device, 640) as copy:
+        with pytest.raises(RuntimeError), _copying(device, 640) as copy:
             copy(there, torch.ones(640, dtype=torch.uint8))
         assert not any(stream.items for stream in device.timeline._streams)
 
@@ -451,7 +442,7 @@ def schedules(examples: int) -> Any:
     return lambda test: options(drawn(test))
 
 
-@schedules(4)
+@schedules(2)
 def test_bits_are_those_of_the_resident_run_on_some_schedules(
     tmp_path_factory: pytest.TempPathFactory, placement: Any, tight: bool, seed: int
 ) -> None:

@@ -20,12 +20,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from offload.executor import ENGINE_LANES
-from offload.lanes import Lanes
-from offload.layout import CHUNK_STAGES
-from offload.program import Lane, Op, Value, Verb
-from offload.scoreboard import Scoreboard
-from offload.task import Key, Passage, Task
+from offload.planning.layout import CHUNK_STAGES
+from offload.program.ops import Lane, Op, Value, Verb
+from offload.program.schedule import Key, Passage, Scoreboard, Task
+from offload.runtime.executor import ENGINE_LANES
+from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
 
 HOMES, SLOTS = 3, 3

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.layout import Plan
-from offload.profile import (
+from offload.planning.layout import Plan
+from offload.planning.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
     ITEM_BYTES,
     PARAMETER_ALIGN_BYTES,
+    ParameterSpec,
     Unit,
-    Wanted,
     lay_out_unit,
     profile_of,
     round_up,
@@ -32,7 +32,7 @@ from tests.profiles import plan_of, unit, units, wanted_parameters
 def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
     covered: dict[int, list[tuple[int, int]]] = {}
     for chunk in one.chunks:
-        for span in chunk.spans:
+        for span in chunk.slices:
             parameter = one.parameters[span.parameter]
             assert parameter.segment == chunk.segment
             assert 0 <= span.chunk_start < span.chunk_start + span.elements <= chunk.elements
@@ -96,7 +96,7 @@ def test_chunks_cut_the_trainable_segments(one: Unit) -> None:
 @cheap(50)
 def test_pieces_follow_one_another(one: Unit) -> None:
     at = 0
-    for offset, size in one.pieces:
+    for offset, size in one.weight_chunks:
         assert offset == at
         at += size
     assert at == one.weight_bytes
@@ -104,7 +104,7 @@ def test_pieces_follow_one_another(one: Unit) -> None:
 
 @given(wanted_parameters(), st.sampled_from(["param", "float32"]))
 @cheap(50)
-def test_all_parameters_are_there(wanted: list[Wanted], gradient_dtype: str) -> None:
+def test_all_parameters_are_there(wanted: list[ParameterSpec], gradient_dtype: str) -> None:
     one = lay_out_unit("unit", wanted, gradient_dtype=gradient_dtype)
     found = {(p.name, p.shape, p.dtype, p.trainable) for p in one.parameters}
     assert found == {(w.name, w.shape, w.dtype, w.trainable) for w in wanted}
@@ -123,7 +123,7 @@ def test_a_unit_by_hand() -> None:
     ]
     assert [s.elements for s in one.segments] == [4096, 2048]
     assert (one.weight_bytes, one.gradient_bytes) == (12288, 8192)
-    assert [(s.parameter, s.chunk_start, s.elements) for s in one.chunks[0].spans] == [
+    assert [(s.parameter, s.chunk_start, s.elements) for s in one.chunks[0].slices] == [
         (0, 0, 100),
         (1, 128, 3000),
     ]
@@ -132,7 +132,7 @@ def test_a_unit_by_hand() -> None:
 def test_a_parameter_over_several_chunks() -> None:
     one = unit("u", 100, 2 * CHUNK_ELEMENTS, dtype="float32")
     assert [chunk.elements for chunk in one.chunks] == [CHUNK_ELEMENTS] * 2 + [1024]
-    spans = [span for chunk in one.chunks for span in chunk.spans if span.parameter == 1]
+    spans = [span for chunk in one.chunks for span in chunk.slices if span.parameter == 1]
     assert [span.parameter_start for span in spans] == [
         0,
         CHUNK_ELEMENTS - 128,
@@ -142,18 +142,20 @@ def test_a_parameter_over_several_chunks() -> None:
 
 def test_a_dtype_that_a_unit_cannot_hold() -> None:
     with pytest.raises(ValueError, match="parameter p is of dtype int8"):
-        lay_out_unit("u", [Wanted("p", (3,), "int8", True)])
+        lay_out_unit("u", [ParameterSpec("p", (3,), "int8", True)])
 
 
 def test_scalars_and_empty_parameters() -> None:
-    one = lay_out_unit("u", [Wanted("s", (), "float32", True), Wanted("e", (0,), "float32", True)])
+    one = lay_out_unit(
+        "u", [ParameterSpec("s", (), "float32", True), ParameterSpec("e", (0,), "float32", True)]
+    )
     assert [p.elements for p in one.parameters] == [1, 0]
-    assert [span.parameter for chunk in one.chunks for span in chunk.spans] == [0]
+    assert [span.parameter for chunk in one.chunks for span in chunk.slices] == [0]
     assert not unit("empty", 0, frozen=[0]).trainable
 
 
 def test_a_unit_of_many_parameters_is_laid_out_quickly() -> None:
-    wanted = [Wanted(f"p{i}", (1 << 20,), "bfloat16", True) for i in range(4000)]
+    wanted = [ParameterSpec(f"p{i}", (1 << 20,), "bfloat16", True) for i in range(4000)]
     start = time.process_time()
     one = lay_out_unit("experts", wanted)
     assert time.process_time() - start < 2.0
@@ -190,4 +192,4 @@ def test_where_chunks_lie_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None
         found.record_offset(0, chunk)
     assert looks == [40]
     (wide,) = found.profile.units
-    assert wide.pieces is wide.pieces
+    assert wide.weight_chunks is wide.weight_chunks

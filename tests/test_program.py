@@ -7,13 +7,19 @@ import gc
 import pytest
 from hypothesis import given
 
-from offload.layout import Place, Plan, lay_out
-from offload.ops import carry_out, fetch, square, update, weight_in_use
-from offload.phases import compile_program, update_order
-from offload.profile import StateChoice, profile_of
-from offload.program import FACTOR, WHOLE, Lane, Op, Phase, Use, Value, Verb, cells
-from offload.scoreboard import Scoreboard
-from offload.sizes import Placement
+from offload.planning.layout import Place, Placement, Plan, lay_out
+from offload.planning.profile import StateChoice, profile_of
+from offload.program.compile import (
+    compile_program,
+    fetch,
+    offload_gradient,
+    square,
+    update,
+    update_order,
+    weight_in_use,
+)
+from offload.program.ops import ALL_CHUNKS, FACTOR, Lane, Op, Phase, Use, Value, Verb, cells
+from offload.program.schedule import Scoreboard
 from tests.profiles import AMPLE, blocks, plan_of, plans, program_of, unit
 
 NAMES = ["forward", "backward_first", "backward_next", "norm", "update"]
@@ -55,17 +61,19 @@ def test_weight_in_use() -> None:
     assert weight_in_use(plan_of(profile, "nvme"), 1) == Place("device", "weight", 1)
 
 
-def test_carry_out_puts_the_first_gradient_and_adds_the_next() -> None:
+def test_offload_gradient_puts_the_first_gradient_and_adds_the_next() -> None:
     profile = blocks(2)
-    assert carry_out(plan_of(profile, gradient="device"), 0, 1, first=True) == []
+    assert offload_gradient(plan_of(profile, gradient="device"), 0, 1, first=True) == []
     cpu, nvme = plan_of(profile), plan_of(profile, gradient="nvme")
-    assert path(carry_out(cpu, 0, 1, first=True)) == [("d2h", "device gradient", "cpu home")]
-    assert path(carry_out(nvme, 0, 1, first=True)) == [
+    assert path(offload_gradient(cpu, 0, 1, first=True)) == [("d2h", "device gradient", "cpu home")]
+    assert path(offload_gradient(nvme, 0, 1, first=True)) == [
         ("d2h", "device gradient", "cpu gradient"),
         ("disk", "cpu gradient", "nvme home"),
     ]
-    assert path(carry_out(cpu, 0, 1, first=False)) == [("d2h", "device gradient", "cpu gradient")]
-    ops = carry_out(nvme, 0, 1, first=False)
+    assert path(offload_gradient(cpu, 0, 1, first=False)) == [
+        ("d2h", "device gradient", "cpu gradient")
+    ]
+    ops = offload_gradient(nvme, 0, 1, first=False)
     assert path(ops) == [
         ("d2h", "device gradient", "cpu gradient"),
         ("disk", "nvme home", "cpu deposit"),
@@ -273,7 +281,7 @@ def test_cells_of_a_home_are_its_chunks_and_of_a_slot_itself() -> None:
     home, slot = Place("cpu", "home"), Place("device", "weight", 0)
     whole = Value("weight", 0)
     pieces = [Value("weight", 0, chunk) for chunk in range(2)]
-    assert whole.chunk == WHOLE
+    assert whole.chunk == ALL_CHUNKS
     assert list(cells(plan, [Use(home, whole)])) == [whole, *pieces]
     assert list(cells(plan, [Use(home, pieces[1])])) == [pieces[1]]
     assert list(cells(plan, [Use(slot, whole)])) == [slot]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.amp import grad_scaler
 
-from offload import scaler
-from offload.device import Accelerator
+from offload.runtime import device as scaler
+from offload.runtime.device import Accelerator
 
 HOST, THERE = torch.device("cpu"), torch.device("cuda", 1)
 

@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from offload.layout import CHUNK_STAGES, Place
-from offload.program import IN_RING, Lane, Op, Use, Value, Verb
-from offload.schedule import Schedule
-from offload.task import Key, Passage, State, Task, in_slot
+from offload.planning.layout import CHUNK_STAGES, Place
+from offload.program.ops import IN_RING, Lane, Op, Use, Value, Verb
+from offload.program.schedule import Key, Passage, Schedule, State, Task, in_slot
 from tests.training import some_fast
 
 

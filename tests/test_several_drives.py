@@ -6,7 +6,6 @@ import errno
 import os
 import re
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +17,20 @@ from hypothesis import strategies as st
 
 import aio
 import offload
-from offload.machine import Machine
-from offload.records import BLOCK_BYTES, ChunkSpec, FileLayout, ValueSpec, lay_out_file
-from offload.store import Store
+from offload import attachment
+from offload.planning.layout import FileLayout
+from offload.planning.machine import Machine
+from offload.planning.profile import BLOCK_BYTES
+from offload.runtime.store import Store
+from tests.drives import Direction, Drive, DriveIO
 from tests.faults import aligned_tensor, failure_of, nothing_leaks
+from tests.simulated import MemoryIO, SimulatedIO
 from tests.small import adamw, config, small
 from tests.training import assert_same, attached, plain, result_of, train
 
-ATTACHING = import_module("offload.attaching")
 EVERYTHING = ("nvme", "nvme", "nvme")
 
-LAYOUT = lay_out_file(
-    [
-        ValueSpec("weight", "a", (ChunkSpec(40 << 10, ()), ChunkSpec(12 << 10, ()))),
-        ValueSpec("state", "a", (ChunkSpec(70_000, ()), ChunkSpec(5000, ()))),
-    ]
-)
+LAYOUT = FileLayout.of([("weight", "a", [40 << 10, 12 << 10]), ("state", "a", [72 << 10, 8 << 10])])
 
 
 def folders(directory: Path, names: str = "abc") -> tuple[str, ...]:
@@ -48,7 +45,7 @@ def test_the_same_bits_over_several_drives(
     placement: tuple[str, str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = train(placement, tmp_path)
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
+    monkeypatch.setattr(attachment, "Store", partial(Store, unit_bytes=3 * BLOCK_BYTES))
     paths = folders(tmp_path)
     with attached(placement, paths) as run:
         torch.manual_seed(2)
@@ -67,7 +64,7 @@ def test_the_same_bits_over_several_drives(
 
 def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What just fits on one drive just fits on three; a block less is refused for both."""
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(attachment, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
     paths, free = folders(tmp_path), 1 << 30
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
     with attached(EVERYTHING, tmp_path) as run:
@@ -83,7 +80,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
+    monkeypatch.setattr(attachment, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
     free, shares = 1 << 30, (0.125, 0.625, 0.25)
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, nvme_shares=shares)
     model = small()
@@ -99,7 +96,7 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("speeds", [(3e6, 1e6), (1e6, 6e6, 2e6)])
 def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
     """On drives of known speeds, whose busy seconds are counted and not slept."""
-    layout = lay_out_file([ValueSpec("state", "u", (ChunkSpec(16 << 20, ()),))])
+    layout = FileLayout.of([("state", "u", [16 << 20])])
     for weights in (speeds, None):
         busy = [0.0] * len(speeds)
 
@@ -107,15 +104,17 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
             busy[drive] += seconds
 
         turns = iter(
-            aio.DriveIO(
-                aio.Drive(read=aio.Direction(bytes_per_s=s), write=aio.Direction(bytes_per_s=s)),
+            DriveIO(
+                Drive(read=Direction(bytes_per_s=s), write=Direction(bytes_per_s=s)),
                 sleep=partial(sleep, drive=drive),
             )
             for drive, s in enumerate(speeds)
         )
         names = [f"/drive{n}" for n in range(len(speeds))]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(aio, "open_backend", lambda turns=turns, **_: aio.Pool(1, next(turns)))
+            patch.setattr(
+                aio, "open_backend", lambda turns=turns, **_: aio.ThreadBackend(1, next(turns))
+            )
             with Store(names, layout, unit_bytes=64 << 10, weights=weights) as store:
                 store.write("state", "u", aligned_tensor(16 << 20, 1), 1)
         ideal = (16 << 20) / sum(speeds)
@@ -125,7 +124,7 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
             assert max(busy) > 1.3 * ideal  # what it is good for
 
 
-class OneFull(aio.MemoryIO):
+class OneFull(MemoryIO):
     """Drives without limit, but for a directory that has a block left."""
 
     def __init__(self, full: str) -> None:
@@ -142,8 +141,8 @@ def test_a_full_drive_among_others_is_named_and_leaves_nothing(
     full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = folders(tmp_path)
-    io = aio.SimulatedIO(0, OneFull(paths[full]))
-    monkeypatch.setattr(ATTACHING, "Store", partial(Store, io=io, unit_bytes=BLOCK_BYTES))
+    io = SimulatedIO(0, OneFull(paths[full]))
+    monkeypatch.setattr(attachment, "Store", partial(Store, io=io, unit_bytes=BLOCK_BYTES))
     with nothing_leaks():
         model = small()
         with pytest.raises(OSError, match=re.escape(paths[full])) as caught:
@@ -165,22 +164,20 @@ def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
 
 @given(st.integers(1, 4), st.integers(1, 9), st.data())
 def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
-    sizes = data.draw(st.lists(st.integers(1, 50_000), min_size=1, max_size=6))
-    layout = lay_out_file([ValueSpec("state", "u", tuple(ChunkSpec(n, ()) for n in sizes))])
-    extent = layout.extent("state", "u")
-    with over(drives, layout, aio.SimulatedIO(0, short_rate=0.3), unit * BLOCK_BYTES) as store:
+    blocks = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
+    sizes = [BLOCK_BYTES * count for count in blocks]
+    layout = FileLayout.of([("state", "u", sizes)])
+    (extent,) = layout.extents
+    with over(drives, layout, SimulatedIO(0, short_rate=0.3), unit * BLOCK_BYTES) as store:
         whole, back = aligned_tensor(extent.bytes, 1), aligned_tensor(extent.bytes)
         store.write("state", "u", whole, 0)
         number = data.draw(st.integers(0, len(sizes) - 1))
-        part = aligned_tensor(extent.chunks[number].padded_bytes, 2)
+        part = aligned_tensor(sizes[number], 2)
         store.write("state", "u", part, 1, chunk=number)
         at = extent.chunk_offsets[number]
         whole[at : at + len(part)] = part
-        store.write_header("state", "u")
         store.read("state", "u", back)
         assert torch.equal(whole, back)
-        steps = [entry.step for entry in store.read_header("state", "u").entries]
-        assert steps == [int(n == number) for n in range(len(sizes))]
 
 
 def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES) -> Store:
@@ -193,7 +190,6 @@ def run_all(store: Store) -> None:
         for extent in LAYOUT.extents:
             data, back = aligned_tensor(extent.bytes, step), aligned_tensor(extent.bytes)
             store.write(extent.kind, extent.unit, data, step)
-            store.write_header(extent.kind, extent.unit)
             store.read(extent.kind, extent.unit, back)
             assert torch.equal(data, back)
 
@@ -203,7 +199,7 @@ def test_every_call_can_fail_on_several_drives() -> None:
     number, calls = 0, 1
     while number < calls:
         number += 1
-        io = aio.SimulatedIO(number, errors={number: errno.EIO})
+        io = SimulatedIO(number, errors={number: errno.EIO})
         error = None
         try:
             with nothing_leaks(), over(3, LAYOUT, io) as store:
@@ -221,13 +217,13 @@ def test_every_call_can_fail_on_several_drives() -> None:
 
 
 def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
-    io = aio.MemoryIO()
+    io = MemoryIO()
     with over(3, LAYOUT, io) as store:
-        extent = LAYOUT.extent("weight", "a")
+        extent = LAYOUT.index()["weight", "a"]
         data = aligned_tensor(extent.bytes, 1)
         store.write("weight", "a", data, 1)
         at = extent.offset + extent.chunk_offsets[1]
-        assert extent.chunks[1].padded_bytes == 3 * BLOCK_BYTES
+        assert extent.chunk_bytes[1] == 3 * BLOCK_BYTES
         file = store.files[at // BLOCK_BYTES % 3]
         io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:

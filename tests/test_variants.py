@@ -9,13 +9,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from offload.config import Tier
-from offload.layout import Place, Plan
-from offload.phases import compile_program, ordered
-from offload.profile import profile_of
-from offload.program import WHOLE, Phase, Program, Value
-from offload.variants import EARLY, as_run
-from offload.verify import RUNS, verify, verify_runs
+from offload.planning.layout import Place, Plan
+from offload.planning.profile import profile_of
+from offload.planning.tiers import Tier
+from offload.program.compile import EARLY, as_run, compile_program, with_waits
+from offload.program.ops import ALL_CHUNKS, Phase, Program, Value
+from offload.program.verify import RUNS, verify, verify_runs
 from tests.profiles import all_placements, blocks, plans, program_of, unit
 from tests.test_verify import BACKWARD, broken
 
@@ -53,7 +52,7 @@ def as_run_wrongly(monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Phase])
     def made(program: Program, name: str, held: Mapping[Place, int]) -> Phase:
         return wrong(as_run(program, name, held), name)
 
-    monkeypatch.setattr("offload.verify.as_run", made)
+    monkeypatch.setattr("offload.program.verify.as_run", made)
 
 
 def test_slots_that_keep_weights_from_before_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +87,7 @@ def test_an_early_update_does_not_overtake_its_backward(
 ) -> None:
     program = program_of(blocks(2), tier, tier, tier)
     phase = as_run(program, "backward_first" + EARLY, {})
-    first = next(i for i, op in enumerate(phase.ops) if op.value.chunk != WHOLE)
+    first = next(i for i, op in enumerate(phase.ops) if op.value.chunk != ALL_CHUNKS)
     assert phase.ops[first].waits
     wrong = [replace(op, waits=()) if i == first else op for i, op in enumerate(phase.ops)]
     as_run_wrongly(
@@ -107,7 +106,7 @@ def test_an_update_before_the_last_gradient_of_its_unit(monkeypatch: pytest.Monk
             return phase
         at = next(i for i, op in enumerate(phase.ops) if op.value == Value("state", 0, 0))
         ops = [phase.ops[0], phase.ops[at], *phase.ops[1:at], *phase.ops[at + 1 :]]
-        return replace(phase, ops=ordered(program.plan, ops))
+        return replace(phase, ops=with_waits(program.plan, ops))
 
     as_run_wrongly(monkeypatch, wrong)
     rule = "updates state of a chunk 0 before its gradient is whole"

@@ -10,12 +10,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 
-from offload.layout import Place, Plan
-from offload.phases import compile_program
-from offload.profile import profile_of
-from offload.program import FACTOR, IN_RING, Lane, Program, Use, Value, Verb
-from offload.rules import place_text
-from offload.verify import CHAIN, ProgramError, verify
+from offload.planning.layout import Place, Plan
+from offload.planning.profile import profile_of
+from offload.program.compile import compile_program
+from offload.program.ops import FACTOR, IN_RING, Lane, Program, Use, Value, Verb
+from offload.program.verify import CHAIN, ProgramError, place_text, verify
 from tests.profiles import (
     all_placements,
     blocks,
@@ -132,7 +131,7 @@ def test_a_wait_for_a_later_op_is_a_cycle() -> None:
 
 
 def test_a_race_between_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.verify.cells", lambda plan, uses: iter(()))
+    monkeypatch.setattr("offload.program.verify.cells", lambda plan, uses: iter(()))
     program = program_of(blocks(1), "device", "device", "device")
     broken(program, "backward_next", 0, "does not wait for an op of an earlier phase")
 

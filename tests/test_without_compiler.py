@@ -8,6 +8,7 @@ import pytest
 
 from cpu_adam import choice
 from tests.command import SHORT, run
+from tests.training import some_fast
 
 ROOT = Path(__file__).parent.parent
 SET_UP = ("pyproject.toml", "constraints.txt", "CMakeLists.txt", "Makefile")
@@ -29,7 +30,7 @@ def test_make_sets_up_again_once_there_is_a_compiler(without, again, tmp_path):
     assert "pip install" not in made.stdout
 
 
-@pytest.mark.parametrize("compiler", [None, "/usr/bin/c++"])
+@pytest.mark.parametrize("compiler", some_fast([None, "/usr/bin/c++"]))
 def test_a_run_says_so_in_a_note(compiler, monkeypatch, capsys):
     monkeypatch.setattr(choice, "_kernel", None)
     monkeypatch.setattr(choice, "_loaded", lambda: (None, "no module"))

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
-from cpu_adam import FORMATS, choice, native, patience, reference
+from cpu_adam import FORMATS, choice, native, reference
 from cpu_adam.formats import scratch_bytes, squares_bytes
-from offload.machine import Machine
+from offload.planning.machine import Machine
 from tests.adam_states import State, assert_same_state, hyper_of
 from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
 from tests.training import Net as Model
@@ -78,31 +78,6 @@ def test_nothing_else_is_taken_for_temporaries(name: str, dtype: torch.dtype) ->
     with Made() as made:
         state.update(reference, hyper_of(name), step=3)
     assert [size for _, size in made.sizes if size > SMALL_BYTES] == [bytes_for(name, 5000)]
-
-
-def test_memory_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a step that has waited for it is the same step."""
-    here = State("exact", 1000, torch.bfloat16)
-    there, refused = here.clone(), [3]
-
-    def full_for_now(*args: Any) -> torch.Tensor:
-        refused[0] -= 1
-        if refused[0] >= 0:
-            raise torch.OutOfMemoryError("full for now")
-        return given(*args)
-
-    given = reference._room
-    here.update(reference, hyper_of("exact"), step=1)
-    monkeypatch.setattr(reference, "_room", full_for_now)
-    there.update(reference, hyper_of("exact"), step=1)
-    assert refused == [-1]
-    assert_same_state(there, here)
-    monkeypatch.setattr(patience, "PATIENCE_S", 0.05)
-    refused[0] = 1 << 30
-    before = there.clone()
-    with pytest.raises(torch.OutOfMemoryError, match="full for now"):
-        there.update(reference, hyper_of("exact"), step=2)
-    assert_same_state(there, before)
 
 
 @pytest.mark.parametrize("elements", [1, 2, 3, 127, 513, 1000, 1024, 1025, 70_001])

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
-from offload.machine import Machine
-from offload.plan import plan
-from offload.records import BLOCK_BYTES
+from offload.planning.machine import Machine
+from offload.planning.planner import plan
+from offload.planning.profile import BLOCK_BYTES
 
 VOCABULARY = 50
 TIERS = ("device", "cpu", "nvme")
@@ -30,13 +30,6 @@ RESIDENT = ("device", "device", "device")
 
 SAMPLED = [(p, TIERS[(TIERS.index(p) + TIERS.index(o)) % 3], o) for p in TIERS for o in TIERS]
 """All nine of params x optimizer, with each tier of gradients three times."""
-
-
-def first_fast(placements: Iterable[tuple[str, str, str]]) -> list[Any]:
-    """Parameters of a test: the first placement in the fast tier, the others in the slow one."""
-    first, *others = placements
-    slow = [pytest.param(one, marks=pytest.mark.slow, id="-".join(one)) for one in others]
-    return [pytest.param(first, id="-".join(first)), *slow]
 
 
 def some_fast(values: Iterable[Any], *, fast: int = 1) -> list[Any]:

@@ -59,14 +59,15 @@ def verdict(wait: Wait) -> str:
     source = (ROOT / "offload" / f"{wait.file}.py").read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
-    usual = IN_LANES if wait.file in ("lanes", "schedule", "scoreboard", "task") else ELSEWHERE
+    usual = IN_LANES if wait.file in ("runtime/lanes", "program/schedule") else ELSEWHERE
     tests = [f"tests/{name}.py" for name in (*wait.tests, *usual)]
     with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"{wait.file}.py"
+        path = Path(directory) / "changed.py"
         path.write_text(source.replace(wait.present, wait.absent), encoding="utf-8")
+        module = f"offload.{wait.file.replace('/', '.')}"
         with (Path(directory) / "told").open("w+", encoding="utf-8") as told:
             ran = subprocess.Popen(
-                [sys.executable, "-c", _RUN, f"offload.{wait.file}", str(path), *tests],
+                [sys.executable, "-c", _RUN, module, str(path), *tests],
                 cwd=ROOT,
                 stdout=told,
                 stderr=subprocess.STDOUT,

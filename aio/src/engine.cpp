@@ -1,20 +1,43 @@
-// What callers do, by any thread.
+// The engine's thread: it cuts, submits, reaps, tries again, counts. And what callers do.
 #include "engine.h"
 
 #include <signal.h>
-#include <time.h>
-#include <unistd.h>
+#include <sys/prctl.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
-#include <chrono>
-#include <stdexcept>
+#include <iterator>
+#include <new>
 #include <system_error>
 #include <utility>
 
-#include "core.h"
-
 namespace aio {
+
+namespace {
+
+constexpr int64_t TRY_OUT_NS = 1'000'000'000;
+
+int64_t cpu_ns_of(clockid_t clock) {
+    timespec used{};
+    clock_gettime(clock, &used);
+    return used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
+}
+
+// Opened and tried: a sandbox may let a queue be opened and then forbid it, or do nothing.
+std::unique_ptr<Queue> open_queue(Kind kind, int depth) {
+    std::unique_ptr<Queue> queue = kind == Kind::io_uring    ? open_io_uring(depth)
+                                   : kind == Kind::linux_aio ? open_linux_aio(depth)
+                                                             : open_thread_pool(depth);
+    std::vector<Completion> over;
+    queue->reap(over, 1);
+    queue->wake();
+    if (!queue->reap(over, TRY_OUT_NS))
+        throw std::system_error(ETIME, std::generic_category(), "it cannot be woken");
+    return queue;
+}
+
+}  // namespace
 
 void Request::watch(const std::shared_ptr<Signal>& signal) {
     std::lock_guard lock(mutex_);
@@ -27,60 +50,58 @@ void Request::unwatch(const std::shared_ptr<Signal>& signal) {
     std::erase(watchers_, signal);
 }
 
-static const Options& checked(const Options& options) {
-    if (options.depth < 1 || options.depth > DEPTH_MAX)
-        throw std::invalid_argument("depth: expected 1 to 4096");
-    if (options.piece_bytes < 1 || options.piece_bytes > PIECE_BYTES_MAX)
-        throw std::invalid_argument("piece_bytes: expected 1 to 1 GiB");
-    if (options.inflight_bytes_max < options.piece_bytes)
-        throw std::invalid_argument("inflight_bytes_max: expected at least piece_bytes");
-    return options;
+void Request::finish() {
+    if (transfer_.finished) transfer_.finished(moved_, operations_);
+    std::lock_guard lock(mutex_);
+    done_.set();
+    for (const auto& watcher : watchers_) watcher->set();
+    watchers_.clear();
 }
 
-Core::Core(const Options& options)
-    : options_(checked(options)), flights_(size_t(options.depth)) {
+Engine::Engine(const Options& options) : options_(options), flights_(size_t(options.depth)) {
     for (auto* pieces : {&free_, &resting_}) pieces->reserve(flights_.size());
     ready_.reserve(flights_.size());
-    over_.reserve(flights_.size());
     for (Flight& flight : flights_) free_.push_back(&flight);
-    Signal opened;
-    std::exception_ptr failure;
+    std::promise<void> opened;
+    auto works = opened.get_future();
     sigset_t all, before;  // signals are left to the threads of the program
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-        thread_ = std::thread([&] { run(opened, failure); });
-    } catch (const std::system_error&) {
-        failure = std::current_exception();
+        thread_ = std::thread([this, opened = std::move(opened)]() mutable { run(opened); });
+    } catch (...) {
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        throw;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    if (thread_.joinable()) {
-        handle_ = thread_.native_handle();
-        opened.wait(FOREVER);
+    try {
+        works.get();
+    } catch (...) {
+        thread_.join();
+        throw;
     }
-    if (failure == nullptr) return;
-    if (thread_.joinable()) thread_.join();
-    std::rethrow_exception(failure);
+}
+
+Engine::~Engine() {
+    close();
+    thread_.join();
 }
 
 // Called with the lock held, after something was put where the thread looks before it sleeps.
-void Core::wake_if_asleep() {
+void Engine::wake_if_asleep() {
     if (!asleep_) return;
     asleep_ = idle_ = false;
     queue_->wake();
 }
 
-std::shared_ptr<Request> Core::submit(Transfer transfer) {
-    std::erase_if(transfer.parts, [](const Part& part) { return part.bytes == 0; });
+std::shared_ptr<Request> Engine::submit(Transfer transfer) {
     auto request = std::make_shared<Request>(std::move(transfer));
+    const std::vector<Part>& parts = request->transfer_.parts;
     std::unique_lock lock(mutex_);
     if (closing_) return nullptr;
-    const std::vector<Part>& parts = request->transfer_.parts;
-    if (parts.empty() || broken_ != 0) {
+    if (parts.empty() || stopped_ != 0) {
         if (!parts.empty())
-            request->failure_ = {.code = EIO, .cause = Cause::queue_broken,
-                                 .offset = parts[0].offset, .bytes = parts[0].bytes,
-                                 .last_code = broken_};
+            request->failure_ = {EIO, Cause::stopped, parts[0].offset, parts[0].bytes, stopped_};
         lock.unlock();
         request->finish();
         return request;
@@ -91,104 +112,225 @@ std::shared_ptr<Request> Core::submit(Transfer transfer) {
     return request;
 }
 
-bool Core::drain(int fd, int64_t wait_ns) {
+bool Engine::drain(int fd, int64_t wait_ns) {
     std::unique_lock lock(mutex_);
-    const auto over = [&] { return !pending_.contains(fd); };
-    if (wait_ns == FOREVER) drained_.wait(lock, over);
-    else drained_.wait_for(lock, std::chrono::nanoseconds(wait_ns), over);
-    return over();
+    return wait_for(changed_, lock, wait_ns, [&] { return !pending_.contains(fd); });
 }
 
-// Have the engine's thread do something with the queue; not at all once it has ended.
-void Core::call(const std::function<void(Queue&)>& action) {
-    Call call{&action, {}};
-    {
-        std::lock_guard lock(mutex_);
-        if (!open_) return;
-        calls_.push_back(&call);
-        wake_if_asleep();
-    }
-    call.done.wait(FOREVER);
-}
-
-Counters Core::counters() {
-    Counters found;
-    found.bytes_read = bytes_read_.get();
-    found.bytes_written = bytes_written_.get();
-    found.operations = operations_.get();
-    found.retries = retries_.get();
-    found.depth_max = depth_max_.get();
-    for (size_t k = 0; k < LATENCIES; k++) found.latencies[k] = latencies_[k].get();
+Counters Engine::counters() {
+    Counters found{bytes_read_, bytes_written_, operations_, retries_, depth_max_};
+    std::copy(latencies_.begin(), latencies_.end(), found.latencies.begin());
     std::lock_guard lock(mutex_);
     found.cpu_ns = cpu_ns_at_end_;
     clockid_t clock;
-    timespec used{};
-    if (queue_ && pthread_getcpuclockid(handle_, &clock) == 0) {
-        clock_gettime(clock, &used);
-        found.cpu_ns = queue_->cpu_ns() + used.tv_sec * int64_t(1'000'000'000) + used.tv_nsec;
-    }
+    if (queue_ && pthread_getcpuclockid(thread_.native_handle(), &clock) == 0)
+        found.cpu_ns = queue_->cpu_ns() + cpu_ns_of(clock);
     return found;
 }
 
-bool Core::close(int64_t wait_ns) {
+bool Engine::close(int64_t wait_ns) {
     std::unique_lock lock(mutex_);
     closing_ = true;
-    if (queue_) wake_if_asleep();
-    const auto over = [&] { return ended_thread_; };
-    if (wait_ns == FOREVER) ended_.wait(lock, over);
-    else if (!ended_.wait_for(lock, std::chrono::nanoseconds(wait_ns), over)) return false;
-    if (joining_) {  // by another thread, or over
-        ended_.wait(lock, [&] { return joined_; });
+    wake_if_asleep();
+    return wait_for(changed_, lock, wait_ns, [&] { return ended_; });
+}
+
+void Engine::run(std::promise<void>& opened) {
+    static constexpr const char* NAMES[] = {"aio-io_uring", "aio-linux_aio", "aio-threads"};
+    prctl(PR_SET_NAME, NAMES[int(options_.kind)], 0, 0, 0);
+    try {
+        auto queue = open_queue(options_.kind, options_.depth);
+        if (options_.wrap) queue = options_.wrap(std::move(queue));
+        std::lock_guard lock(mutex_);
+        queue_ = std::move(queue);
+    } catch (...) {
+        opened.set_exception(std::current_exception());
+        return;
+    }
+    opened.set_value();
+    try {
+        while (take_inbox()) {
+            give();
+            reap();
+        }
+    } catch (const std::system_error& error) {
+        stop(error.code().value());
+    } catch (const std::bad_alloc&) {
+        stop(ENOMEM);
+    }
+    close_queue();
+    std::lock_guard lock(mutex_);
+    ended_ = true;
+    changed_.notify_all();
+}
+
+// Without the lock, which callers may take with one of their own: some kernels take 40 ms for it.
+void Engine::close_queue() {
+    std::unique_ptr<Queue> queue;
+    std::lock_guard lock(mutex_);
+    asleep_ = idle_ = false;
+    if (queue_) cpu_ns_at_end_ = queue_->cpu_ns() + cpu_ns_of(CLOCK_THREAD_CPUTIME_ID);
+    queue = std::move(queue_);
+}
+
+// The queue is out of order: everything fails, once nothing is under way any more.
+void Engine::stop(int code) {
+    {
+        std::lock_guard lock(mutex_);
+        stopped_ = code;
+    }
+    close_queue();
+    const Failure failure{.code = EIO, .cause = Cause::stopped, .last_code = code};
+    for (Flight& flight : flights_)
+        if (flight.request != nullptr) end(flight, failure);
+    std::move(inbox_.begin(), inbox_.end(), std::back_inserter(requests_));
+    for (const auto& request : requests_) {
+        const Part& part = request->transfer_.parts[request->part_];
+        request->failure_ = {EIO, Cause::stopped, part.offset + request->given_,
+                             part.bytes - request->given_, code};
+        finish(*request);
+    }
+    requests_.clear();
+    inbox_.clear();
+}
+
+// False when the engine is closed and nothing is left to do.
+bool Engine::take_inbox() {
+    std::lock_guard lock(mutex_);
+    asleep_ = idle_ = false;
+    std::move(inbox_.begin(), inbox_.end(), std::back_inserter(requests_));
+    inbox_.clear();
+    return !closing_ || !requests_.empty() || free_.size() < flights_.size();
+}
+
+void Engine::give() {
+    const int64_t now = now_ns();
+    std::erase_if(resting_, [&](Flight* flight) {
+        if (flight->due > now) return false;
+        ready_.push_back(flight);
         return true;
+    });
+    cut();
+    if (ready_.empty()) return;
+    for (Piece* piece : ready_) static_cast<Flight*>(piece)->started = now;
+    const auto taken = ptrdiff_t(queue_->submit(ready_));
+    ready_.erase(ready_.begin(), ready_.begin() + taken);
+    submitted_ += taken;
+    depth_max_ = std::max<int64_t>(depth_max_, submitted_);
+}
+
+// Cut pieces from the oldest requests, as many as may be in flight.
+void Engine::cut() {
+    while (!requests_.empty() && !free_.empty()) {
+        const std::shared_ptr<Request>& request = requests_.front();
+        const Transfer& transfer = request->transfer_;
+        const Part& part = transfer.parts[request->part_];
+        const int64_t bytes = std::min(options_.piece_bytes, part.bytes - request->given_);
+        if (inflight_bytes_ + bytes > options_.inflight_bytes_max) return;
+        Flight& flight = *free_.back();
+        free_.pop_back();
+        static_cast<Piece&>(flight) = {transfer.fd, transfer.writing, part.data + request->given_,
+                                       bytes, part.offset + request->given_};
+        flight.request = request;
+        flight.room = bytes;
+        flight.tries = 0;
+        inflight_bytes_ += bytes;
+        request->running_++;
+        ready_.push_back(&flight);
+        request->given_ += bytes;
+        if (request->given_ < part.bytes) continue;
+        request->given_ = 0;
+        if (++request->part_ == transfer.parts.size()) requests_.pop_front();
     }
-    joining_ = true;
-    lock.unlock();
-    thread_.join();
-    lock.lock();
-    joined_ = true;
-    ended_.notify_all();
-    return true;
 }
 
-Engine::Engine(const Options& options) : core_(std::make_unique<Core>(options)) {}
-
-Engine::~Engine() {
-    if (getpid() == core_->pid) core_->close(FOREVER);
-    else static_cast<void>(core_.release());  // its thread and locks are the parent's
+// How long to wait for what is over. A new request is worth being woken for only where it could be
+// cut at once; else it is found when something is over, which is when there is room for it.
+int64_t Engine::time_to_sleep() {
+    const bool later = !resting_.empty() || (!ready_.empty() && submitted_ == 0);
+    const bool room = requests_.empty() && !free_.empty() &&
+                      inflight_bytes_ < options_.inflight_bytes_max;
+    const bool nothing = requests_.empty() && free_.size() == flights_.size();
+    std::lock_guard lock(mutex_);
+    if ((room && !inbox_.empty()) || (closing_ && nothing)) return 0;
+    asleep_ = true;
+    idle_ = room;
+    return later ? RETRY_DELAY_NS : FOREVER;
 }
 
-std::shared_ptr<Request> Engine::submit(Transfer transfer) {
-    return core_->submit(std::move(transfer));
-}
-
-bool Engine::drain(int fd, int64_t wait_ns) { return core_->drain(fd, wait_ns); }
-
-void Engine::forget(int fd) {
-    core_->call([&](Queue& queue) { queue.forget(fd); });
-}
-
-int Engine::register_buffer(std::byte* data, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX) {
-        int code = ESHUTDOWN;
-        core_->call([&](Queue& queue) {  // for each: transfers go on in between
-            code = queue.register_buffer(data + at, std::min(BUFFER_BYTES_MAX, bytes - at));
-        });
-        if (code == 0) continue;
-        unregister_buffer(data, at);
-        return code;
+void Engine::reap() {
+    over_.clear();
+    queue_->reap(over_, time_to_sleep());
+    const int64_t now = now_ns();
+    submitted_ -= int64_t(over_.size());
+    for (const Completion& completion : over_) {
+        Flight& flight = static_cast<Flight&>(*completion.piece);
+        count(flight, now);
+        complete(flight, completion.result);
     }
-    return 0;
 }
 
-void Engine::unregister_buffer(std::byte* data, int64_t bytes) {
-    for (int64_t at = 0; at < bytes; at += BUFFER_BYTES_MAX)
-        core_->call([&](Queue& queue) {
-            queue.unregister_buffer(data + at, std::min(BUFFER_BYTES_MAX, bytes - at));
-        });
+void Engine::count(const Flight& flight, int64_t now) {
+    const uint64_t us = uint64_t(std::max<int64_t>(now - flight.started, 0)) / 1000;
+    const size_t bucket = us == 0 ? 0 : size_t(std::bit_width(us)) - 1;
+    latencies_[std::min(bucket, LATENCIES - 1)]++;
+    operations_++;
+    flight.request->operations_++;
 }
 
-Counters Engine::counters() { return core_->counters(); }
+// What the kernel said of a piece: it is over, goes on where it stands, or has failed.
+void Engine::complete(Flight& flight, int64_t result) {
+    if (result == -EINTR || result == -EAGAIN) return again(flight, int(-result));
+    if (result < 0) return end(flight, {.code = int(-result)});
+    if (result == 0 && !flight.writing)
+        return end(flight, {.code = EIO, .cause = Cause::end_of_file});
+    Request& request = *flight.request;
+    const int64_t moved = std::min(result, flight.bytes);
+    const int64_t kept = moved == flight.bytes ? moved : moved - moved % request.transfer_.align;
+    flight.data += kept;
+    flight.offset += kept;
+    flight.bytes -= kept;
+    request.moved_ += kept;
+    (flight.writing ? bytes_written_ : bytes_read_) += kept;
+    if (flight.bytes == 0) return end(flight, {});
+    if (kept == 0) return again(flight, 0);
+    flight.tries = 0;
+    retries_++;
+    ready_.push_back(&flight);
+}
 
-bool Engine::close(int64_t wait_ns) { return core_->close(wait_ns); }
+void Engine::again(Flight& flight, int last_code) {
+    if (++flight.tries > RETRIES_MAX)
+        return end(flight, {.code = EIO, .cause = Cause::no_progress, .last_code = last_code});
+    retries_++;
+    flight.due = now_ns() + RETRY_DELAY_NS;
+    resting_.push_back(&flight);
+}
+
+void Engine::end(Flight& flight, Failure failure) {
+    const std::shared_ptr<Request> request = std::move(flight.request);
+    inflight_bytes_ -= flight.room;
+    free_.push_back(&flight);
+    request->running_--;
+    if (failure.code != 0) {
+        failure.offset = flight.offset;
+        failure.bytes = flight.bytes;
+        const Failure& first = request->failure_;
+        if (first.code == 0 || failure.offset < first.offset) request->failure_ = failure;
+        std::erase(requests_, request);
+        request->part_ = request->transfer_.parts.size();
+    }
+    if (request->running_ == 0 && request->part_ == request->transfer_.parts.size())
+        finish(*request);
+}
+
+void Engine::finish(Request& request) {
+    request.finish();
+    std::lock_guard lock(mutex_);
+    const auto found = pending_.find(request.transfer_.fd);
+    if (--found->second > 0) return;
+    pending_.erase(found);
+    changed_.notify_all();
+}
 
 }  // namespace aio

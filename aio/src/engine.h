@@ -7,21 +7,27 @@
 //     if (request->failure().code != 0) ...
 #pragma once
 
+#include <pthread.h>
+
 #include <array>
+#include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <thread>
+#include <unordered_map>
 #include <vector>
 
-#include "faults.h"
-#include "futex.h"
+#include "queue.h"
+#include "signals.h"
 
 namespace aio {
 
-constexpr int DEPTH_MAX = 4096;
-constexpr int64_t PIECE_BYTES_MAX = int64_t(1) << 30;
 constexpr int RETRIES_MAX = 64;  // calls in a row without progress before giving up
 constexpr int64_t RETRY_DELAY_NS = 1'000'000;
 constexpr size_t LATENCIES = 32;
@@ -30,13 +36,14 @@ enum class Kind { io_uring, linux_aio, threads };
 
 struct Options {
     Kind kind = Kind::io_uring;
-    int depth = 32;                                    // pieces under way at once
-    int64_t piece_bytes = int64_t(4) << 20;            // longest transfer of one call
-    int64_t inflight_bytes_max = int64_t(256) << 20;   // at least piece_bytes
-    Faults faults = {};
+    int depth = 32;                                   // pieces under way at once
+    int64_t piece_bytes = int64_t(4) << 20;           // longest transfer of one call
+    int64_t inflight_bytes_max = int64_t(256) << 20;  // at least piece_bytes
+    // For tests: what to put round the queue.
+    std::function<std::unique_ptr<Queue>(std::unique_ptr<Queue>)> wrap = {};
 };
 
-// A stretch of memory and where in the file it belongs.
+// A stretch of memory, not empty, and where in the file it belongs.
 struct Part {
     std::byte* data;
     int64_t bytes;
@@ -52,16 +59,14 @@ struct Transfer {
     std::function<void(int64_t moved, int64_t operations)> finished = {};
 };
 
-enum class Cause { refused, end_of_file, no_progress, queue_broken };
+enum class Cause { refused, end_of_file, no_progress, stopped };
 
 // What failed, the first by offset. `offset` and `bytes` are of the piece, from where it stood.
 struct Failure {
     int code = 0;  // errno; 0: nothing failed
     Cause cause = Cause::refused;
     int64_t offset = 0, bytes = 0;
-    int tries = 0;
     int last_code = 0;  // of a piece without progress, 0: nothing was transferred; of the queue
-    int64_t free_bytes = -1;       // where space was missing and the file system says
 };
 
 // A transfer on its way. Its memory belongs to it until `done` is set.
@@ -77,7 +82,7 @@ public:
     void unwatch(const std::shared_ptr<Signal>& signal);
 
 private:
-    friend class Core;
+    friend class Engine;
     void finish();
 
     Transfer transfer_;
@@ -98,20 +103,28 @@ struct Counters {
     int64_t cpu_ns = 0;  // of the engine's threads; the kernel's own workers are not in it
 };
 
+// A piece of a request, with what the engine knows of it.
+struct Flight : Piece {
+    std::shared_ptr<Request> request;
+    int64_t room = 0;     // bytes it holds of those that may be in flight
+    int64_t started = 0;  // when it was given to the queue
+    int64_t due = 0;      // when it may be tried again
+    int tries = 0;        // in a row without progress
+};
+
 // [Note: One thread]
 // One thread per engine cuts requests into pieces, submits and reaps them; it is the only one that
-// knows the queue. Callers hand it requests and calls through an inbox under a lock, and wake it
-// only where it sleeps. It takes no lock of Python's, and nothing it waits for waits for Python.
+// knows the queue. Callers hand it requests through an inbox under a lock, and wake it only where
+// it sleeps. It takes no lock of Python's, and nothing it waits for waits for Python.
 //
-// Where the kernel refuses the calls of the queue itself, or there is no memory to go on,
-// everything under way fails with that, once none of it goes on any more; what is submitted later
-// fails at once.
+// Where the kernel refuses the calls of the queue itself the engine stops: everything under way
+// fails with that, once none of it goes on any more; what is submitted later fails at once.
 //
-// A forked child has no such thread: there nothing may be called, and the destructor does nothing.
+// A forked child has no such thread, and must leave the engine alone, its destructor included.
 class Engine {
 public:
     // Throws std::system_error where the queue cannot be had or does not work: what() names the
-    // call; std::invalid_argument where an option is out of its range.
+    // call. The options are in their ranges: Python checks them.
     explicit Engine(const Options& options);
     ~Engine();  // closes
     Engine(const Engine&) = delete;
@@ -122,15 +135,6 @@ public:
     // Whether no transfer of `fd` is under way, after waiting at most so long for that.
     bool drain(int fd, int64_t wait_ns);
 
-    // To be called before a descriptor that was used here is closed.
-    void forget(int fd);
-
-    // Have memory known to the kernel, in slabs of BUFFER_BYTES_MAX, which saves work per transfer:
-    // 0, or the errno of the slab that was not taken, with none kept. It stays in use until it is
-    // unregistered.
-    int register_buffer(std::byte* data, int64_t bytes);
-    void unregister_buffer(std::byte* data, int64_t bytes);
-
     Counters counters();
 
     // Take no more, finish what was submitted, then end the thread: whether that is done, after
@@ -138,7 +142,48 @@ public:
     bool close(int64_t wait_ns = FOREVER);
 
 private:
-    std::unique_ptr<class Core> core_;
+    void run(std::promise<void>& opened);
+    bool take_inbox();
+    void give();
+    void cut();
+    int64_t time_to_sleep();
+    void reap();
+    void complete(Flight& flight, int64_t result);
+    void again(Flight& flight, int last_code);
+    void end(Flight& flight, Failure failure);
+    void finish(Request& request);
+    void count(const Flight& flight, int64_t now);
+    void wake_if_asleep();
+    void stop(int code);
+    void close_queue();
+
+    const Options options_;
+
+    std::mutex mutex_;  // guards these
+    std::unique_ptr<Queue> queue_;  // changed by the thread only, which reads it without the lock
+    std::condition_variable changed_;
+    std::vector<std::shared_ptr<Request>> inbox_;
+    std::unordered_map<int, int64_t> pending_;  // requests by descriptor
+    bool asleep_ = false;  // the thread, until it is woken,
+    bool idle_ = false;    // and it could begin with a new request at once
+    bool closing_ = false, ended_ = false;
+    int stopped_ = 0;  // errno of the queue
+    int64_t cpu_ns_at_end_ = 0;
+
+    // The engine's thread alone knows these.
+    std::vector<Flight> flights_;
+    std::vector<Flight*> free_;
+    std::vector<Piece*> ready_;     // to be submitted
+    std::vector<Flight*> resting_;  // to be tried again later
+    std::deque<std::shared_ptr<Request>> requests_;  // with bytes not yet cut
+    std::vector<Completion> over_;
+    int64_t inflight_bytes_ = 0;
+    int64_t submitted_ = 0;
+
+    std::atomic<int64_t> bytes_read_{0}, bytes_written_{0}, operations_{0}, retries_{0},
+        depth_max_{0};
+    std::array<std::atomic<int64_t>, LATENCIES> latencies_{};
+    std::thread thread_;
 };
 
 }  // namespace aio

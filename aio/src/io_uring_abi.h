@@ -6,29 +6,19 @@
 
 namespace aio::uring {
 
-constexpr long SETUP_CALL = 425, ENTER_CALL = 426, REGISTER_CALL = 427;  // on every architecture
+constexpr long SETUP_CALL = 425, ENTER_CALL = 426;  // on every architecture
 
 // Flags of set-up and features found. DEFER_TASKRUN: Linux 6.1, COOP_TASKRUN: 5.19.
 constexpr uint32_t SETUP_COOP_TASKRUN = 1u << 8, SETUP_SINGLE_ISSUER = 1u << 12,
                    SETUP_DEFER_TASKRUN = 1u << 13;
 constexpr uint32_t FEATURE_SINGLE_MMAP = 1u << 0, FEATURE_NODROP = 1u << 1,
-                   FEATURE_EXT_ARG = 1u << 8, FEATURE_RING_BY_INDEX = 1u << 13,
-                   FEATURE_NO_IOWAIT = 1u << 17;
+                   FEATURE_EXT_ARG = 1u << 8, FEATURE_NO_IOWAIT = 1u << 17;
 
-constexpr uint32_t ENTER_GETEVENTS = 1u << 0, ENTER_EXT_ARG = 1u << 3,
-                   ENTER_REGISTERED_RING = 1u << 4, ENTER_NO_IOWAIT = 1u << 7;
+constexpr uint32_t ENTER_GETEVENTS = 1u << 0, ENTER_EXT_ARG = 1u << 3, ENTER_NO_IOWAIT = 1u << 7;
 
-constexpr uint8_t OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23;
-constexpr uint8_t SQE_FIXED_FILE = 1u << 0;
+constexpr uint8_t OP_READ = 22, OP_WRITE = 23;
 
 constexpr uint64_t OFFSET_OF_RINGS = 0, OFFSET_OF_SQES = 0x10000000;
-
-constexpr unsigned UNREGISTER_BUFFERS = 1, REGISTER_FILES = 2, REGISTER_FILES_UPDATE = 6,
-                   REGISTER_BUFFERS2 = 15, REGISTER_BUFFERS_UPDATE = 16,
-                   REGISTER_RING_FDS = 20, UNREGISTER_RING_FDS = 21;  // the last two: Linux 5.18
-constexpr unsigned REGISTER_BY_INDEX = 1u << 31;  // Linux 6.3: FEATURE_RING_BY_INDEX
-constexpr uint32_t ANY_INDEX = ~0u;
-constexpr uint32_t REGISTER_SPARSE = 1u << 0;  // Linux 5.19
 
 struct Sqe {
     uint8_t opcode, flags;
@@ -79,29 +69,5 @@ struct WaitArgument {
     uint64_t timespec;
 };
 static_assert(sizeof(WaitArgument) == 24);
-
-struct FilesUpdate {
-    uint32_t offset, unused;
-    uint64_t fds;
-};
-
-struct RingUpdate {
-    uint32_t index, unused;
-    uint64_t fd;
-};
-static_assert(sizeof(RingUpdate) == 16);
-
-struct TableRegister {
-    uint32_t count, flags;
-    uint64_t unused, data, tags;
-};
-static_assert(sizeof(TableRegister) == 32);
-
-struct TableUpdate {
-    uint32_t offset, unused;
-    uint64_t data, tags;
-    uint32_t count, unused_too;
-};
-static_assert(sizeof(TableUpdate) == 32);
 
 }  // namespace aio::uring

@@ -7,11 +7,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <system_error>
 
-#include "descriptor.h"
-#include "futex.h"
 #include "queue.h"
+#include "signals.h"
 
 namespace aio {
 
@@ -35,16 +35,8 @@ class LinuxAio final : public Queue {
 public:
     explicit LinuxAio(int depth)
         : wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), blocks_(size_t(depth)) {
-        if (wake_ < 0) fail("eventfd");
+        if (wake_.fd < 0) fail("eventfd");
         if (syscall(SYS_io_setup, depth + 1, &context_) != 0) fail("io_setup");
-        const char* call = !waits()   ? "io_getevents"  // else only called where it must wait
-                           : !armed() ? "io_submit of a poll"
-                                      : nullptr;
-        if (call != nullptr) {
-            const int code = errno == EINVAL ? EOPNOTSUPP : errno;
-            syscall(SYS_io_destroy, context_);
-            fail(call, code);
-        }
         for (iocb& block : blocks_) free_.push_back(&block);
     }
 
@@ -77,21 +69,19 @@ public:
         refused_.clear();
         woken_ = false;
         if (take_shared(out) || (wait_ns == 0 && readable())) return woken_;
-        if (!armed_ && !armed()) fail("io_submit of a poll");
+        if (!armed_) arm();
         io_event events[EVENTS_MAX];
         timespec span{wait_ns / 1'000'000'000, wait_ns % 1'000'000'000};
         const long found = syscall(SYS_io_getevents, context_, wait_ns == 0 ? 0 : 1, EVENTS_MAX,
                                    events, wait_ns == FOREVER ? nullptr : &span);
         if (found < 0 && errno != EINTR) fail("io_getevents");
-        if (found == 0 && !wake_.is_ours()) fail("the eventfd", EBADF);  // closed by others
         for (long i = 0; i < found; i++) take(events[i], out);
         return woken_;
     }
 
     void wake() override {
-        if (!wake_.is_ours()) return;  // closed by others; `reap` finds that, too
         const uint64_t one = 1;
-        while (write(wake_, &one, sizeof one) < 0 && errno == EINTR) {}
+        while (write(wake_.fd, &one, sizeof one) < 0 && errno == EINTR) {}
     }
 
 private:
@@ -99,7 +89,7 @@ private:
         throw std::system_error(code, std::generic_category(), call);
     }
 
-    void describe(const Piece& piece, iocb& block) const {
+    static void describe(const Piece& piece, iocb& block) {
         block = iocb{};
         block.aio_data = reinterpret_cast<uintptr_t>(&piece);
         block.aio_lio_opcode = piece.writing ? IOCB_CMD_PWRITE : IOCB_CMD_PREAD;
@@ -109,29 +99,21 @@ private:
         block.aio_offset = piece.offset;
     }
 
-    // Whether the kernel takes the call that waits.
-    bool waits() const {
-        io_event event;
-        timespec none{};
-        return syscall(SYS_io_getevents, context_, 0, 1, &event, &none) == 0;
-    }
-
-    // Has the eventfd polled; whether the kernel takes that.
-    bool armed() {
+    // Has the eventfd polled, which kernels before Linux 4.18 refuse with EINVAL.
+    void arm() {
         poll_ = iocb{};
         poll_.aio_lio_opcode = IOCB_CMD_POLL;
-        poll_.aio_fildes = uint32_t(wake_);
+        poll_.aio_fildes = uint32_t(wake_.fd);
         poll_.aio_buf = POLLIN;
         iocb* const one[] = {&poll_};
         armed_ = syscall(SYS_io_submit, context_, 1, one) == 1;
-        return armed_;
+        if (!armed_) fail("io_submit of a poll", errno == EINVAL ? EOPNOTSUPP : errno);
     }
 
     void take(const io_event& event, std::vector<Completion>& out) {
         if (event.obj == reinterpret_cast<uintptr_t>(&poll_)) {
             uint64_t ignored;
-            while (wake_.is_ours() && read(wake_, &ignored, sizeof ignored) < 0 &&
-                   errno == EINTR) {}
+            while (read(wake_.fd, &ignored, sizeof ignored) < 0 && errno == EINTR) {}
             armed_ = false;
             woken_ = true;
             return;
@@ -156,8 +138,8 @@ private:
     }
 
     aio_context_t context_ = 0;
-    Descriptor wake_;  // written by `wake`
-    iocb poll_{};      // of it
+    const Descriptor wake_;  // written by `wake`
+    iocb poll_{};            // of it
     bool armed_ = false, woken_ = false;
     std::vector<iocb> blocks_;
     std::vector<iocb*> free_, chosen_;

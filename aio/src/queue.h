@@ -1,7 +1,8 @@
 // The seam between the engine and the kernel: pieces go in, results come out.
 #pragma once
 
-#include <cerrno>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -26,9 +27,9 @@ struct Completion {
 
 // [Note: Queues]
 // A queue is opened, used and destroyed by one thread, the engine's; only `wake` and `cpu_ns` are
-// for others. Nothing may be under way when it is destroyed, unless it threw and was told to
-// `quiesce`. It moves what it is told and reports what the kernel said: cutting, retrying and
-// counting are the engine's.
+// for others. The destructor returns once no memory that the queue was given is read or written any
+// more: where the kernel no longer says so, that is never. It moves what it is told and reports
+// what the kernel said: cutting, retrying and counting are the engine's.
 class Queue {
 public:
     virtual ~Queue() = default;
@@ -41,27 +42,22 @@ public:
     // where the kernel refuses it: nothing more is to be had from this queue then.
     virtual bool reap(std::vector<Completion>& out, int64_t wait_ns) = 0;
 
-    // After a throw: return once no memory that it was told of is read or written any more. Where
-    // the kernel does not say so (it may be forbidden to be asked), that is never: better a
-    // transfer that does not end than memory that changes after its end. Not needed where the
-    // destructor waits for that.
-    virtual void quiesce() {}
-
     // Let a `reap` that waits, or the next one that would, return.
     virtual void wake() = 0;
-
-    // To be called before a descriptor that pieces named is closed: its number may be given again.
-    virtual void forget(int) {}
-
-    // Have memory known to the kernel, at most BUFFER_BYTES_MAX. 0, or the errno.
-    virtual int register_buffer(std::byte*, int64_t) { return EOPNOTSUPP; }
-    virtual void unregister_buffer(std::byte*, int64_t) {}
 
     // Processor time of threads of the queue's own.
     virtual int64_t cpu_ns() { return 0; }
 };
 
-constexpr int64_t BUFFER_BYTES_MAX = int64_t(1) << 30;  // the kernel's own limit
+// Closed at the end.
+struct Descriptor {
+    explicit Descriptor(int fd) : fd(fd) {}
+    Descriptor(const Descriptor&) = delete;
+    ~Descriptor() {
+        if (fd >= 0) close(fd);
+    }
+    const int fd;
+};
 
 // Room for `depth` pieces. Each throws std::system_error with the call that failed.
 std::unique_ptr<Queue> open_io_uring(int depth);

@@ -4,25 +4,24 @@
 #include <sys/uio.h>
 #include <time.h>
 
-#include <chrono>
-#include <condition_variable>
+#include <cerrno>
 #include <deque>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <utility>
 
 #include "queue.h"
-#include "futex.h"
+#include "signals.h"
 
 namespace aio {
 
 namespace {
 
+// Threads are started when pieces wait for one, up to `depth`, and one at once.
 class ThreadPool final : public Queue {
 public:
     explicit ThreadPool(int depth) : threads_max_(size_t(depth)) {
-        over_.reserve(size_t(depth));  // where memory is short, a worker can still tell its end
+        threads_.emplace_back(&ThreadPool::serve, this);
     }
 
     ~ThreadPool() override {
@@ -35,35 +34,29 @@ public:
     }
 
     size_t submit(std::span<Piece* const> pieces) override {
-        size_t starting;
-        {
-            std::lock_guard lock(mutex_);
-            waiting_.insert(waiting_.end(), pieces.begin(), pieces.end());
-            const size_t wanted = waiting_.size() > idle_ ? waiting_.size() - idle_ : 0;
-            starting = std::min(wanted, threads_max_ - threads_.size());
-        }
+        std::lock_guard lock(mutex_);
+        waiting_.insert(waiting_.end(), pieces.begin(), pieces.end());
         if (pieces.size() == 1) work_.notify_one();
         else work_.notify_all();
-        for (; starting > 0; starting--)
-            if (!start_thread()) break;
+        try {
+            for (size_t n = idle_; n < waiting_.size() && threads_.size() < threads_max_; n++)
+                threads_.emplace_back(&ThreadPool::serve, this);
+        } catch (const std::system_error&) {  // a limit on threads: those there are do it
+        }
         return pieces.size();
     }
 
     bool reap(std::vector<Completion>& out, int64_t wait_ns) override {
         std::unique_lock lock(mutex_);
-        const auto due = [&] { return woken_ || !over_.empty(); };
-        if (wait_ns == FOREVER) over_changed_.wait(lock, due);
-        else if (wait_ns > 0) over_changed_.wait_for(lock, std::chrono::nanoseconds(wait_ns), due);
+        wait_for(over_changed_, lock, wait_ns, [&] { return woken_ || !over_.empty(); });
         out.insert(out.end(), over_.begin(), over_.end());
         over_.clear();
         return std::exchange(woken_, false);
     }
 
     void wake() override {
-        {
-            std::lock_guard lock(mutex_);
-            woken_ = true;
-        }
+        std::lock_guard lock(mutex_);
+        woken_ = true;
         over_changed_.notify_one();
     }
 
@@ -81,20 +74,6 @@ public:
     }
 
 private:
-    // A limit on threads is met by working with those there are; without any, pieces fail.
-    bool start_thread() {
-        std::lock_guard lock(mutex_);
-        try {
-            threads_.emplace_back(&ThreadPool::serve, this);
-            return true;
-        } catch (const std::system_error& error) {
-            if (!threads_.empty()) return false;
-            for (Piece* piece : waiting_) over_.push_back({piece, -error.code().value()});
-            waiting_.clear();
-            return false;
-        }
-    }
-
     void serve() {
         prctl(PR_SET_NAME, "aio-worker", 0, 0, 0);
         std::unique_lock lock(mutex_);
@@ -120,7 +99,7 @@ private:
     const size_t threads_max_;
     std::mutex mutex_;  // guards all below
     std::condition_variable work_, over_changed_;
-    std::vector<std::thread> threads_;  // changed by the engine's thread only
+    std::vector<std::thread> threads_;
     std::deque<Piece*> waiting_;
     std::vector<Completion> over_;
     size_t idle_ = 0;

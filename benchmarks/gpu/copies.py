@@ -26,11 +26,10 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.results import accelerator, save, synchronize, table
-from offload import copies
-from offload.copies import in_pieces
-from offload.device import Device, compute_device
-from offload.driver import PinError
-from offload.numa import touch
+from offload.runtime import executor as copies
+from offload.runtime.device import Device, PinError, compute_device
+from offload.runtime.executor import in_pieces
+from offload.runtime.memory import touch
 
 ROUNDS, WAITS = 5, 200
 ENDS = ("wait", "work", "us", "cpu_us")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.results import RESULTS, save, table
-from offload.machine import host_free_bytes
+from offload.planning.machine import host_free_bytes
 
 CAPS: dict[str, dict[str, str | None]] = {
     "1b": {

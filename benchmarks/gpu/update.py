@@ -19,8 +19,8 @@ import torch
 import cpu_adam
 from benchmarks.gpu.results import accelerator, save, synchronize, table
 from cpu_adam import FORMATS, AdamHyper, Part, update_parts, views
-from offload.arena import host_tensor
-from offload.profile import CHUNK_ELEMENTS
+from offload.planning.profile import CHUNK_ELEMENTS
+from offload.runtime.memory import host_tensor
 
 ROUNDS = 5
 COLUMNS = ("where", "format", "threads", "m_elements_s", "gb_s", "of_copy")

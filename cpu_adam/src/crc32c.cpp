@@ -13,12 +13,9 @@
 // CRC computation for generic polynomials using PCLMULQDQ instruction, Intel 2009 (folding).
 #include "crc32c.h"
 
-#include <algorithm>
 #include <bit>
 #include <cstring>
-#include <vector>
 
-#include "pool.h"
 #include "processor.h"
 
 #if defined(__x86_64__)
@@ -212,23 +209,6 @@ Crc32c crc32c_of([[maybe_unused]] const Kernel& kernel) {
     if (&kernel != &portable::kernel && has_instruction()) return by_instruction;
 #endif
     return by_tables;
-}
-
-uint32_t crc32c_combine(uint32_t a, uint32_t b, uint64_t bytes_of_b) {
-    return product(power_of_bytes(bytes_of_b), a) ^ b;
-}
-
-uint32_t crc32c_by_threads(Crc32c function, uint32_t crc, const Byte* data, int64_t bytes) {
-    constexpr int64_t PIECE_BYTES = 1 << 20;
-    const int64_t pieces = (bytes + PIECE_BYTES - 1) / PIECE_BYTES;
-    const auto bytes_of = [&](int64_t i) { return std::min(PIECE_BYTES, bytes - i * PIECE_BYTES); };
-    std::vector<uint32_t> found(static_cast<size_t>(pieces));
-    Pool::get().run(pieces, [&](int64_t i) {
-        found[size_t(i)] = function(0, data + i * PIECE_BYTES, bytes_of(i));
-    });
-    for (int64_t i = 0; i < pieces; i++)
-        crc = crc32c_combine(crc, found[size_t(i)], uint64_t(bytes_of(i)));
-    return crc;
 }
 
 }  // namespace cpu_adam

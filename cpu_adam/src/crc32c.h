@@ -13,10 +13,4 @@ using Crc32c = uint32_t (*)(uint32_t crc, const Byte* data, int64_t bytes);
 // what it needs beyond that, and the portable one elsewhere. All give the same number.
 Crc32c crc32c_of(const Kernel& kernel);
 
-// The CRC32C of two stretches of bytes, one behind the other, from that of each.
-uint32_t crc32c_combine(uint32_t a, uint32_t b, uint64_t bytes_of_b);
-
-// As `function`, but by all threads of the pool.
-uint32_t crc32c_by_threads(Crc32c function, uint32_t crc, const Byte* data, int64_t bytes);
-
 }  // namespace cpu_adam

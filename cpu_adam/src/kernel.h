@@ -34,12 +34,10 @@ constexpr int64_t SUM_BLOCK_ELEMENTS = 1024;
 // The dtype of a gradient, in the order of the tables below.
 enum Gradient : int { BFLOAT16, FLOAT16, FLOAT32, GRADIENTS };
 
-// An update has the name of its state format, a stream over its arrays that behind `stream_`.
+// An update has the name of its state format.
 constexpr const char* OPERATIONS[] = {
     "exact", "fp32", "compact", "lion_exact", "lion_fp32", "sgd_exact", "sgd_fp32",
     "accumulate_float32", "accumulate_bfloat16", "split", "join",
-    "stream", "stream_exact", "stream_fp32", "stream_compact", "stream_lion_exact",
-    "stream_lion_fp32", "stream_sgd_exact", "stream_sgd_fp32",
 };
 constexpr int OPERATIONS_COUNT = sizeof(OPERATIONS) / sizeof(*OPERATIONS);
 

@@ -1,16 +1,11 @@
 // What Python sees of the kernels: addresses and sizes in, nothing kept.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
-#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <exception>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "crc32c.h"
@@ -27,8 +22,6 @@ using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::c
 using Factors =
     nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
 
-using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Checksums = nb::ndarray<uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Up to here a CRC takes some microseconds at most: to hand the GIL over and wait for it is longer.
@@ -49,9 +42,8 @@ static std::vector<std::string> kernel_names() {
     return names;
 }
 
-// meanwhile: called with the GIL while the other threads are at work already.
-static void run(int kernel, int operation, int gradient, const Rows& rows, const Factors& factors,
-                const std::optional<Checksums>& checksums, const nb::object& meanwhile) {
+static void run(int kernel, int operation, int gradient, const Rows& rows,
+                const Factors& factors) {
     if (operation < 0 || operation >= OPERATIONS_COUNT || gradient < 0 || gradient >= GRADIENTS)
         throw nb::index_error("no such operation");
     const Action& chosen = kernel_at(kernel).operations[operation].of[gradient];
@@ -68,44 +60,8 @@ static void run(int kernel, int operation, int gradient, const Rows& rows, const
             std::find(addresses, addresses + chosen.arrays, 0) != addresses + chosen.arrays)
             throw nb::value_error("a row of the table has no memory");
     }
-    if (checksums && (int64_t(checksums->shape(0)) != table.count ||
-                      int64_t(checksums->shape(1)) != chosen.arrays - 1))
-        throw nb::value_error("the checksums do not fit the table");
-    uint32_t* const sums = checksums ? checksums->data() : nullptr;
-    std::optional<WithoutGil> released;
-    std::exception_ptr failed;
-    auto begun = [&] {
-        try {
-            if (!meanwhile.is_none() && !without_gil::must_not_ask()) {
-                const without_gil::Passing passing;  // it may let the GIL go
-                meanwhile();
-            }
-        } catch (...) {
-            failed = std::current_exception();  // what is under way is first done
-        }
-        released.emplace();
-    };
-    if (sums != nullptr)
-        sweep_with_checksums(chosen, table, crc32c_of(kernel_at(kernel)), sums, begun);
-    else sweep(chosen, table, begun);
-    released.reset();
-    if (failed) std::rethrow_exception(failed);
-}
-
-// See [Note: Asked in C] in memory.py. A question takes a handle, gives a number and returns 0.
-static bool answers_are(const Numbers& questions, const Numbers& handles, const Rows& expected) {
-    using Question = int32_t (*)(const void* handle, int64_t* answer);
-    if (expected.shape(0) != handles.size() || expected.shape(1) != questions.size())
-        throw nb::value_error("an answer is expected to each question about each handle");
-    const int64_t* wanted = expected.data();
-    for (size_t i = 0; i < handles.size(); i++) {
-        for (size_t k = 0; k < questions.size(); k++) {
-            int64_t answer = 0;
-            const auto question = reinterpret_cast<Question>(questions.data()[k]);
-            if (question(handles.data() + i, &answer) != 0 || answer != *wanted++) return false;
-        }
-    }
-    return true;
+    const WithoutGil released;
+    sweep(chosen, table);
 }
 
 static double squares(int kernel, int gradient, uintptr_t address, int64_t elements) {
@@ -118,25 +74,23 @@ static double squares(int kernel, int gradient, uintptr_t address, int64_t eleme
                           elements);
 }
 
-static uint32_t crc32c(int kernel, const Bytes& bytes, uint32_t value, bool threads) {
+static uint32_t crc32c(int kernel, const Bytes& bytes, uint32_t value) {
     const Crc32c function = crc32c_of(kernel_at(kernel));
     const Byte* data = bytes.data();
     const int64_t count = int64_t(bytes.size());
     if (count <= CRC_UNDER_GIL_BYTES) return function(value, data, count);
     const WithoutGil released;
-    return threads ? crc32c_by_threads(function, value, data, count) : function(value, data, count);
+    return function(value, data, count);
 }
 
-static void configure(const std::vector<std::pair<int, std::vector<int>>>& places) {
-    std::vector<Place> wanted;
-    for (const auto& [node, processors] : places) wanted.push_back({node, processors});
-    if (wanted.empty()) throw nb::value_error("no thread");
+static void configure(int threads) {
+    if (threads < 1) throw nb::value_error("no thread");
     const WithoutGil released;
-    Pool::get().configure(std::move(wanted));
+    Pool::get().configure(threads);
 }
 
 NB_MODULE(_kernels, m) {
-    m.attr("VERSION") = 1;  // as cpu_adam/choice.py has it
+    m.attr("VERSION") = 2;  // as cpu_adam/choice.py has it
     nb::list operations;
     for (const char* name : OPERATIONS) operations.append(name);
     m.attr("OPERATIONS") = nb::tuple(operations);
@@ -146,16 +100,11 @@ NB_MODULE(_kernels, m) {
     m.attr("SUM_BLOCK_ELEMENTS") = SUM_BLOCK_ELEMENTS;
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
-          nb::arg("rows"), nb::arg("factors"), nb::arg("checksums").none(),
-          nb::arg("meanwhile") = nb::none());
-    m.def("answers_are", &answers_are, nb::arg("questions"), nb::arg("handles"),
-          nb::arg("expected"));
+          nb::arg("rows"), nb::arg("factors"));
     m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
           nb::arg("elements"));
-    m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"),
-          nb::arg("threads"));
-    m.def("crc32c_combine", &crc32c_combine, nb::arg("a"), nb::arg("b"), nb::arg("bytes_of_b"));
-    m.def("configure", &configure, nb::arg("places"));
+    m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"));
+    m.def("configure", &configure, nb::arg("threads"));
     m.def("threads", [] { return Pool::get().threads(); });
     without_gil::prepare_for_the_end();
 }

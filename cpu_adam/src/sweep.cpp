@@ -17,9 +17,6 @@ constexpr int64_t GRAIN_ELEMENTS = GROUP_ELEMENTS;
 // (`compact` from memory: 0.86 of the stream by pieces of 256 grains, 0.93 by 2048). Each thread
 // has some of them, to even out threads that are held up.
 constexpr int64_t PIECE_GRAINS_LEAST = 256, PIECE_GRAINS_MOST = 2048, PIECES_PER_THREAD = 8;
-// What is updated before its CRC is taken: all of it is still in a core's own cache, and the share
-// of each array is long enough for the full speed of every way to take a CRC.
-constexpr int64_t BLOCK_ELEMENTS = 16384;
 constexpr int64_t PIECE_SUM_BLOCKS = 64;
 
 int64_t grains(int64_t elements) { return (elements + GRAIN_ELEMENTS - 1) / GRAIN_ELEMENTS; }
@@ -86,47 +83,14 @@ void run_part(const Action& operation, const Table& table, int64_t row, int64_t 
 
 }  // namespace
 
-void sweep(const Action& operation, const Table& table, const std::function<void()>& begun) {
+void sweep(const Action& operation, const Table& table) {
     const Cuts cuts(table);
     auto sweep_piece = [&](int64_t piece) {
         cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
             run_part(operation, table, row, first, last);
         });
     };
-    Pool::get().run(cuts.pieces(), sweep_piece, begun);
-}
-
-// Parts follow one another in rows and in pieces, so that no two have the same sum of both numbers:
-// that is where the CRCs of a part lie until all are there and those of a span can be combined.
-void sweep_with_checksums(const Action& operation, const Table& table, Crc32c function,
-                          uint32_t* checksums, const std::function<void()>& begun) {
-    const Cuts cuts(table);
-    const int64_t written = operation.arrays - 1;
-    std::vector<uint32_t> found(size_t((table.count + cuts.pieces()) * written));
-    auto sweep_piece = [&](int64_t piece) {
-        cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
-            uint32_t* crcs = found.data() + (row + piece) * written;
-            for (int64_t at = first; at < last; at += BLOCK_ELEMENTS) {
-                const int64_t end = std::min(at + BLOCK_ELEMENTS, last);
-                run_part(operation, table, row, at, end);
-                for (int k = 1; k < operation.arrays; k++)
-                    crcs[k - 1] = function(crcs[k - 1], array_at(operation, table, row, k, at),
-                                           bytes_of(operation, k, end - at));
-            }
-        });
-    };
-    Pool::get().run(cuts.pieces(), sweep_piece, begun);
-    std::fill_n(checksums, table.count * written, 0);
-    for (int64_t piece = 0; piece < cuts.pieces(); piece++) {
-        cuts.parts(piece, [&](int64_t row, int64_t first, int64_t last) {
-            const uint32_t* crcs = found.data() + (row + piece) * written;
-            for (int k = 1; k < operation.arrays; k++) {
-                uint32_t& crc = checksums[row * written + k - 1];
-                const int64_t bytes = bytes_of(operation, k, last - first);
-                crc = crc32c_combine(crc, crcs[k - 1], uint64_t(bytes));
-            }
-        });
-    }
+    Pool::get().run(cuts.pieces(), sweep_piece);
 }
 
 double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient,

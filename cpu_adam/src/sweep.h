@@ -1,9 +1,6 @@
 // Operations on whole tables and tensors, by all threads: see [Note: The way of the data].
 #pragma once
 
-#include <functional>
-
-#include "crc32c.h"
 #include "kernel.h"
 
 namespace cpu_adam {
@@ -18,13 +15,7 @@ struct Table {
 };
 constexpr int ELEMENTS_COLUMN = 0, FACTORS_COLUMN = 1, FIRST_COLUMN = 2, ADDRESS_COLUMNS = 3;
 
-// begun: see Pool::run.
-void sweep(const Action& operation, const Table& table, const std::function<void()>& begun);
-
-// The same in the same pass over memory, and for each span the CRC32C of what each array but the
-// first then holds, to `checksums`: arrays - 1 numbers for each row of the table.
-void sweep_with_checksums(const Action& operation, const Table& table, Crc32c function,
-                          uint32_t* checksums, const std::function<void()>& begun);
+void sweep(const Action& operation, const Table& table);
 
 // The sum of squares of a gradient, in the order that cpu_adam/reference.py defines.
 double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient, int64_t elements);

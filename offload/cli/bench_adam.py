@@ -1,251 +1,280 @@
-"""`offload bench adam`: the update against this machine's memory and against its peers."""
+"""`offload bench adam`: the update of parameters in CPU memory against what memory gives.
+
+[Note: Fair figures]
+The jobs of a state format run in turns, round after round, so that other load on the machine falls
+on all alike; ratios are taken within a round, and their median counts. A first round is not
+counted. All arrays lie in one mapping on huge pages, with some pages between them: arrays about a
+large power of two apart meet in the same memory banks.
+
+The stream is torch's in-place addition over as many bytes as the update must move (gradient read;
+weight and state read and written). It runs over the same bytes as the update: on a virtual machine
+one region of memory can be a third slower than another.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.util
 import json
-import platform
+import mmap
+import statistics
 import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import psutil
 import torch
 import tyro
+from torch import Tensor, nn
 
 import cpu_adam
-from cpu_adam import FORMATS, bench, choice, peers
-from cpu_adam.figures import Group
-from offload.cli import Signals, bad_input, bench_adam_report, display, measuring, nearest
-from offload.cli.console import Output
-from offload.cli.flags import Flags, flag
-from offload.config import format_bytes, parse_bytes
-from offload.machine import host_free_bytes
+from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
+from offload.cli import Signals, bad_input, nearest
+from offload.cli.console import Output, bar, cores, others_percent, processor
+from offload.cli.flags import check_field, parse_flags
+from offload.planning.machine import host_free_bytes
+from offload.planning.tiers import format_bytes, parse_bytes
 
-ELEMENTS_MAX = 2**40
-THREADS_MAX = 1024
-SECONDS_MAX = 3600
-CACHED_ELEMENTS = 16 << 20
-"""With fewer, the caches of a large processor may hold what should stream from memory."""
-
-_List = tyro.conf.arg(help_behavior_hint="")
+THREADS_MAX, SECONDS_MAX = 1024, 3600
+SPACE_BYTES, HUGE_PAGE_BYTES = 17 << 12, 2 << 20
+ROUNDS_MIN, ROUNDS_MAX = 3, 100
+STEPS_DONE = 9
+"""Steps that all states have behind them."""
+HYPERS: Mapping[str, Any] = {
+    "adam": AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True),
+    "lion": LionHyper(lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    "sgd": SGDHyper(lr=1e-3, momentum=0.9),
+}
+"""Hyper-parameters by rule."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adam:
-    """Measure the update of parameters in CPU memory: parameters per second by state format, kernel
-    and number of threads, as a share of what memory gives, beside torch's and DeepSpeed's.
+    """Measure the update of parameters in CPU memory with bf16 gradients: parameters per second by
+    state format, as a share of what memory gives, beside torch's fused AdamW. CPU_ADAM_KERNEL
+    names the kernel.
 
     Raises:
         ValueError: a field holds what it cannot mean; the message names the flag.
     """
 
     elements: Annotated[str, tyro.conf.arg(metavar="COUNT")] = "64Mi"
-    """Parameters in one update, such as 1Mi or 256Mi."""
+    """Parameters in one update. With fewer than 16Mi caches may hold them."""
 
-    formats: Annotated[tuple[str, ...], _List] = ()
-    """Formats of the states, such as exact fp32. Default: all."""
+    formats: Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint="")] = tuple(FORMATS)
+    """Formats of the states. Default: all."""
 
-    kernels: Annotated[tuple[str, ...], _List] = ()
-    """Kernels, such as avx2 portable python. Default: all compiled ones that run here."""
-
-    threads: Annotated[tuple[int, ...], _List] = ()
-    """Numbers of threads to try, such as 2 1. Default: one per core, and 1."""
-
-    gradients: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Type of the gradients."""
+    threads: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None
+    """Number of threads. Default: one per core."""
 
     seconds: float = 25.0
     """Seconds to measure, about; a few rounds are made however long they take."""
-
-    peers: bool = True
-    """Compare with torch's fused optimizers and, if installed, DeepSpeed's."""
-
-    plot: Annotated[str | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """File for a bar chart too (.png, .svg, .pdf); needs matplotlib. Default: none."""
 
     json: bool = False
     """One JSON object on standard output, nothing else there."""
 
     def __post_init__(self) -> None:
-        right = 1 <= self.count <= ELEMENTS_MAX
-        self._check("elements", right, "a number of parameters, such as 64Mi, at most 1Ti")
-        right = all(1 <= count <= THREADS_MAX for count in self.threads)
-        self._check("threads", right, f"numbers from 1 to {THREADS_MAX}")
-        right = 0 <= self.seconds <= SECONDS_MAX
-        self._check("seconds", right, f"0 to {SECONDS_MAX}")
-        self._check("plot", self.plot != "", "the path of a file")
-        self._check_names("formats", tuple(FORMATS))
-        self._check_names("kernels", choice.available())
+        check_field(self, "elements", self.count > 0, "a number of parameters, such as 64Mi")
+        right = self.threads is None or 1 <= self.threads <= THREADS_MAX
+        check_field(self, "threads", right, f"1 to {THREADS_MAX}")
+        check_field(self, "seconds", 0 <= self.seconds <= SECONDS_MAX, f"0 to {SECONDS_MAX}")
+        for found in self.formats:
+            like = nearest(found, tuple(FORMATS))
+            check_field(self, "formats", found in FORMATS, f"some of {', '.join(FORMATS)}{like}")
 
     @property
     def count(self) -> int:
         """`elements` as a number, 0 where it is none."""
-        try:
+        with contextlib.suppress(ValueError):
             return parse_bytes(self.elements)
-        except ValueError:
-            return 0
-
-    def _check(self, name: str, right: bool, expected: str) -> None:
-        if not right:
-            value = getattr(self, name)
-            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
-            raise ValueError(f"{flag(name)} {shown}: expected {expected}")
-
-    def _check_names(self, name: str, known: Sequence[str]) -> None:
-        for found in getattr(self, name):
-            if found not in known:
-                raise ValueError(
-                    f"{flag(name)} {found}: there is none of that name here"
-                    f"{nearest(found, known)}; there are {', '.join(known)}"
-                )
+        return 0
 
 
-FLAGS = Flags(
-    kind=Adam,
-    command="offload bench adam",
-    known=tuple(field.name for field in dataclasses.fields(Adam)),
-)
-"""The flags of `offload bench adam`."""
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What was found for one state format."""
+
+    format: str
+    bytes_per_element: float
+    """That the update must move."""
+    parameters_per_s: float
+    """Median."""
+    of_stream: list[float]
+    """Speed as a share of the stream's, by round."""
+    of_torch: list[float]
+    """Speed in multiples of torch's fused AdamW, by round; empty for the other rules."""
+
+    def __str__(self) -> str:
+        line = f"{self.format:10} {self.parameters_per_s / 1e6:6.0f} M/s, "
+        line += _spread(self.of_stream) + " of stream"
+        return line + (f", {_spread(self.of_torch)} of torch" if self.of_torch else "")
 
 
-def command(arguments: Sequence[str]) -> None:
+def _spread(rounds: list[float]) -> str:
+    return f"{statistics.median(rounds):.2f} ({min(rounds):.2f}-{max(rounds):.2f})"
+
+
+def command(arguments: list[str]) -> None:
     """Measures as `arguments` say; what can be refused is refused before.
 
     Raises:
         BadInput: the arguments, or there is too little memory; nothing has been measured.
         Stopped: by Ctrl-C or SIGTERM.
     """
-    asked = FLAGS.parse(arguments)
+    asked = parse_flags(Adam, "offload bench adam", arguments)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=asked.json), Output(stderr=True)
     with Signals() as signals:
-        signals.where, busy = "before the first figure", measuring.busy()
+        signals.where = "before the first figure"
         with bad_input():
-            draw = asked.plot and measuring.drawing(asked.plot, "offload.cli.bench_adam_plot")
-        if asked.peers and importlib.util.find_spec("deepspeed") is not None:
-            remarks.sentence("note: DeepSpeed compiles its CPUAdam at its first use")
-        with bad_input():
-            wanted, notices = _wanted(asked)
-            _check_memory(asked, wanted)
-        notices += [busy] if busy else []
-        for notice in notices:
-            remarks.sentence(f"note: {notice}")
-        machine, versions = _machine(), _versions()
-        heading = f"{asked.elements} parameters, {asked.gradients} gradients; {machine['cpu']}, "
-        heading += f"{machine['cores']} cores; torch {versions['torch']}"
-        console.sentence(heading)
-        groups: list[Group] = []
-        with measuring.bar(remarks) as progress:
+            needed, free = needed_bytes(asked), host_free_bytes()
+            if needed > free:
+                raise ValueError(
+                    f"asked for updates of {asked.elements} parameters, which take "
+                    f"{format_bytes(needed)} of memory; found {format_bytes(free)} free; likely "
+                    "cause: more parameters than this machine, or the limit of its container, has "
+                    "room for; try: --elements 1Mi"
+                )
+        with warnings.catch_warnings(record=True):  # Told below.
+            warnings.simplefilter("always")
+            kernel = cpu_adam.kernel()
+        if kernel.native is None:
+            remarks.notes([f"the Python reference serves ({kernel.reason})"])
+        if busy := others_percent():
+            remarks.notes([f"other programs keep {busy}% of the processors busy: figures suffer"])
+        threads = asked.threads or cpu_adam.threads()
+        console.sentence(
+            f"{asked.elements} parameters, kernel {kernel.name}, threads: {threads}; "
+            f"{processor()}, {cores()} cores; torch {torch.__version__}"
+        )
+        figures: list[Figure] = []
+        with bar(remarks) as progress:
 
-            def told(share: float, what: str) -> None:
+            def said(share: float, what: str) -> None:
                 signals.where = f"while measuring {what}"
                 progress(share, what)
 
-            for group in bench.measure(wanted, told):
-                groups.append(group)
-                if len(groups) % len(wanted.threads) == 0:
-                    shown, narrow = groups[-len(wanted.threads) :], display.is_narrow(console.width)
-                    console.print(bench_adam_report.table(shown, narrow=narrow), "")
-        console.print(bench_adam_report.CAPTION, style="dim", highlight=False)
-        verdict = bench_adam_report.verdict(groups)
-        verdict += f" But {busy}." if busy else ""
-        console.print(verdict, highlight=False)
-        if draw:
-            signals.where = "while drawing"
-            remarks.sentence(draw(groups, heading))
+            for figure in measure(asked, threads, said):
+                console.sentence(str(figure))
+                figures.append(figure)
+        told = "Medians (extremes). of stream: as a share of an in-place addition over as many "
+        console.sentence(told + "bytes; of torch: of its fused AdamW with all casts.", style="dim")
     if asked.json:
-        found = {
-            "kind": "bench adam",
-            "machine": machine,
-            "versions": versions,
-            "elements": wanted.elements,
-            "gradients": asked.gradients,
-            "notices": notices,
-            "groups": [asdict(group) for group in groups],
-            "verdict": verdict,
-        }
+        found = {"kind": "bench adam", "kernel": kernel.name, "threads": threads}
+        found |= {"elements": asked.count, "figures": [asdict(figure) for figure in figures]}
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
-def _wanted(asked: Adam) -> tuple[bench.Wanted, list[str]]:
-    """What to measure, and what the user should know about it."""
-    notices = []
-    with warnings.catch_warnings(record=True):  # Said below, once.
-        warnings.simplefilter("always")
-        kernel = cpu_adam.kernel()
-    if kernel.native is None:
-        notices.append(
-            f"the Python reference serves, and memory is measured by torch ({kernel.reason})"
-        )
-    formats = asked.formats or tuple(FORMATS)
-    found: tuple[peers.Peer, ...] = ()
-    if asked.peers:
-        found, left_out = peers.usable({FORMATS[name].rule for name in formats})
-        notices += [f"without {name}: {why}" for name, why in left_out.items()]
-    if asked.count < CACHED_ELEMENTS:
-        notices.append(
-            f"{asked.elements} parameters may fit into the processor's caches: for the speed of "
-            "memory take more, such as --elements 64Mi"
-        )
-    wanted = bench.Wanted(
-        elements=asked.count,
-        formats=measuring.once(formats),
-        kernels=measuring.once(asked.kernels or bench.default_kernels()),
-        threads=measuring.once(asked.threads or (cpu_adam.threads(), 1)),
-        gradient=bench.GRADIENTS[asked.gradients],
-        peers=found,
-        seconds=asked.seconds,
-    )
-    return wanted, notices
-
-
-def _check_memory(asked: Adam, wanted: bench.Wanted) -> None:
-    """Refuses what would be killed for its memory.
-
-    Raises:
-        ValueError: less is free than it needs.
-    """
-    needed, free = bench.needed_bytes(wanted), host_free_bytes()
-    if needed > free:
-        fits = wanted.elements * free // needed >> 20
-        remedy = f"--elements {fits}Mi" if fits else "end other programs"
-        raise ValueError(
-            f"asked for updates of {asked.elements} parameters, which take {format_bytes(needed)} "
-            f"of memory; found {format_bytes(free)} free; likely cause: more parameters than this "
-            f"machine, or the limit of its container, has room for; try: {remedy}"
-        )
-
-
-def _machine() -> dict[str, Any]:
-    return {
-        "cpu": measuring.processor(),
-        "cores": measuring.cores(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "huge_pages": _huge_pages(),
-        "system": platform.platform(),
-        "kernel": cpu_adam.kernel().name,
-        "kernels": list(choice.available()),
-    }
-
-
-def _huge_pages() -> str:
-    """When Linux gives them: always, madvise (which is asked for) or never."""
-    with contextlib.suppress(OSError):
-        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text("utf-8")
-        return text.partition("[")[2].partition("]")[0]
-    return "unknown"
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for name in ("offload-engine", "numpy", "deepspeed"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+def _layout(format: StateFormat, elements: int) -> dict[str, tuple[int, torch.dtype]]:
+    """Items and dtype of every array, by name: first those of the update, then torch's."""
+    found = {"gradient": (elements, torch.bfloat16)}
+    found["weight"] = (elements, getattr(torch, format.weight_dtype))
+    for slot in format.slots:
+        found[slot.name] = (slot.items(elements), getattr(torch, slot.dtype))
+    if format.rule == "adam":
+        names = ("torch master", "torch gradient", "torch exp_avg", "torch exp_avg_sq")
+        found |= dict.fromkeys(names, (elements, torch.float32))
     return found
+
+
+def _spaced(count: int, dtype: torch.dtype) -> int:
+    """Whole cache lines, and what lies between two arrays."""
+    return -(-count * dtype.itemsize // 64) * 64 + SPACE_BYTES
+
+
+def needed_bytes(asked: Adam) -> int:
+    """Memory that measuring takes, beyond the process itself."""
+    layouts = [_layout(FORMATS[name], asked.count) for name in asked.formats]
+    return max(sum(_spaced(*array) for array in layout.values()) for layout in layouts)
+
+
+def measure(asked: Adam, threads: int, progress: Callable[[float, str], None]) -> Iterator[Figure]:
+    """Measures format by format, and yields what was found."""
+    started, torch_threads = time.perf_counter(), torch.get_num_threads()
+    memory, names = _mapped(needed_bytes(asked)), list(dict.fromkeys(asked.formats))
+    try:
+        cpu_adam.set_threads(threads)
+        torch.set_num_threads(threads)
+        for done, name in enumerate(names):
+            left = started + asked.seconds - time.perf_counter()
+            progress(done / len(names), name)
+            yield _figure(FORMATS[name], asked.count, memory, left / (len(names) - done))
+    finally:
+        torch.set_num_threads(torch_threads)
+        cpu_adam.set_threads(None)
+
+
+def _mapped(size: int) -> Tensor:
+    """Bytes on huge pages, where the system has them."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # What could be shared gets no huge pages.
+    held = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=flags)
+    with contextlib.suppress(OSError):  # A kernel without them.
+        held.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(held, dtype=torch.uint8)
+    start = -whole.data_ptr() % HUGE_PAGE_BYTES
+    return whole[start : start + size]
+
+
+def _figure(format: StateFormat, elements: int, memory: Tensor, seconds: float) -> Figure:
+    """Measures one format with the threads that are set now."""
+    tensors, start = dict[str, Tensor](), 0
+    for name, (count, dtype) in _layout(format, elements).items():
+        end = start + count * dtype.itemsize
+        tensors[name] = memory[start:end].view(dtype).zero_()
+        start += _spaced(count, dtype)
+    gradient, weight = tensors["gradient"].normal_(std=1e-2), tensors["weight"].normal_()
+    record = {slot.name: tensors[slot.name] for slot in format.slots}
+    moved = gradient.nbytes + 2 * sum(x.nbytes for x in (weight, *record.values()))
+    words = memory[: moved // 8 * 4].view(torch.int32)  # Each is read and written back.
+    hyper, step = HYPERS[format.rule], STEPS_DONE + 1
+
+    def update() -> None:
+        cpu_adam.update(weight, gradient, record, hyper, step=step, format=format)
+
+    jobs: list[Callable[[], object]] = [lambda: words.add_(0), update]
+    if format.rule == "adam":
+        jobs.append(_torch_job(tensors))
+    stream, ours, *theirs = _in_turns(jobs, seconds)
+    return Figure(
+        format.name,
+        bytes_per_element=moved / elements,
+        parameters_per_s=elements / statistics.median(ours),
+        of_stream=[a / b for a, b in zip(stream, ours)],
+        of_torch=[a / b for times in theirs for a, b in zip(times, ours)],
+    )
+
+
+def _torch_job(tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+    """The whole job by torch's fused AdamW: gradient to float32, step, master to weight."""
+    weight = tensors["weight"]
+    master = nn.Parameter(tensors["torch master"].copy_(weight))
+    master.grad = tensors["torch gradient"]
+    optimizer = torch.optim.AdamW([master], fused=True)
+    states = {name: tensors[f"torch {name}"] for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[master] = {"step": torch.tensor(float(STEPS_DONE)), **states}
+
+    @torch.no_grad()
+    def job() -> None:
+        tensors["torch gradient"].copy_(tensors["gradient"])
+        optimizer.step()
+        if weight.dtype != torch.float32:
+            weight.copy_(master)
+
+    return job
+
+
+def _in_turns(jobs: list[Callable[[], object]], seconds: float) -> list[list[float]]:
+    """Seconds of every job in every round."""
+    rounds: list[list[float]] = []
+    started = time.perf_counter()
+    for count in range(ROUNDS_MAX + 1):
+        took = []
+        for job in jobs:
+            start = time.perf_counter()
+            job()
+            took.append(time.perf_counter() - start)
+        rounds.append(took)
+        if count >= ROUNDS_MIN and time.perf_counter() + sum(took) > started + seconds:
+            break
+    return [list(times) for times in zip(*rounds[1:])]

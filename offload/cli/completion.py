@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import importlib
-import typing
-from collections.abc import Sequence
-from typing import Any
+import io
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Union
 
-from offload.cli import COMMANDS, BadInput, nearest
-from offload.cli.bench import BENCHMARKS
-from offload.cli.flags import Flags, flag
+import tyro
+
+from offload.cli import BENCHMARKS, COMMANDS, BadInput, nearest
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -22,48 +24,14 @@ takes seconds to make; anew after an update:
   zsh:  offload completion zsh > ~/.offload.zsh; echo "source ~/.offload.zsh" >> ~/.zshrc
   fish: offload completion fish > ~/.config/fish/completions/offload.fish"""
 
-_ZSH = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n"
-
-_BASH = """_offload() {
-    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]}
-    local command=${COMP_WORDS[1]} words=
-    if [[ $word == "=" ]]; then word=
-    elif [[ $before == "=" ]]; then before=${COMP_WORDS[COMP_CWORD-2]}; fi
-    if [[ $command == bench ]] && (( COMP_CWORD > 2 )); then command="bench ${COMP_WORDS[2]}"; fi
-    if (( COMP_CWORD == 1 )); then words="@commands@"
-    else
-        case "$command $before" in
-@values@
-            *) if [[ $word == -* || " @words@ " == *" $command "* ]]; then case "$command" in
-@flags@
-            esac; fi ;;
-        esac
-    fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+_OPTIONS = {
+    "train": ("options", "Train"),
+    "doctor": ("doctor", "Doctor"),
+    "report": ("report", "Report"),
+    "adam": ("bench_adam", "Adam"),
+    "nvme": ("bench_nvme", "Nvme"),
 }
-complete -o default -F _offload offload
-"""
-
-_FISH = """function __offload
-    set -l typed (commandline -opc)
-    set -l command "$typed[2]"
-    if test "$command" = bench; and test (count $typed) -gt 2
-        set command "bench $typed[3]"
-    end
-    if test (count $typed) -eq 1
-        string split ' ' -- "@commands@"
-        return
-    end
-    switch "$command $typed[-1]"
-@values@
-    end
-    string match -q -- '-*' (commandline -ct); or contains -- "$typed[-1]" @words@; or return
-    switch "$command"
-@flags@
-    end
-end
-complete -c offload -n 'test -n "$(__offload)"' -f -a '(__offload)'
-"""
+"""By command or benchmark, the module and the dataclass of its flags."""
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -86,64 +54,27 @@ def command(arguments: Sequence[str]) -> None:
 
 
 def script(shell: str) -> str:
-    """The script: words for every place in which one may be typed, and file names elsewhere."""
-    values: dict[str, Sequence[str]] = {}
-    flags: dict[str, Sequence[str]] = {}
-    for name, found in _commands().items():
-        if isinstance(found, tuple):
-            flags[name] = [*found, "--help"]
-            continue
-        names = []
-        for key, kind in _fields(found.kind).items():
-            names += [flag(key), *([flag(f"no_{key}")] if kind is bool else [])]
-            choices = [str(one) for one in typing.get_args(kind) if isinstance(one, str)]
-            # Where none are known, files are: the shell's own words. Fish has them without.
-            if choices or (kind is not bool and shell != "fish"):
-                values[f"{name} {flag(key)}"] = choices
-        flags[name] = [*names, "--help"]
-    text, case = (
-        (_FISH, '    case "{}"\n        string split \' \' -- "{}"')
-        if shell == "fish"
-        else (_ZSH * (shell == "zsh") + _BASH, '                "{}") words="{}" ;;')
-    )
-    filled = {
-        "commands": " ".join([*COMMANDS, "--help", "--version"]),
-        "values": [case.format(name, " ".join(words)) for name, words in values.items()],
-        "flags": [case.format(name, " ".join(words)) for name, words in flags.items()],
-        "words": " ".join(_WORDS),
-    }
-    for name, lines in filled.items():
-        text = text.replace(f"@{name}@", lines if isinstance(lines, str) else "\n".join(lines))
-    return text
+    """The script, as tyro writes it."""
+    from offload.cli.options import registry
 
+    def completion(_shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]) -> None:
+        """A script for a shell."""
 
-def _commands() -> dict[str, Flags[Any] | tuple[str, ...]]:
-    """By what is typed, the flags of a command, or the words that may follow it."""
-    found: dict[str, Flags[Any] | tuple[str, ...]] = {}
-    modules = {name: f"offload.cli.{name}" for name in COMMANDS if name not in _WORDS}
-    modules |= {f"bench {name}": f"offload.cli.bench_{name}" for name in BENCHMARKS}
-    modules["train"] = "offload.cli.settings"
-    for name, module in modules.items():
-        found[name] = importlib.import_module(module).FLAGS
-    return found | _WORDS
+    found: dict[str, Any] = {"completion": completion}
+    for name, (module, kind) in _OPTIONS.items():
+        found[name] = getattr(importlib.import_module(f"offload.cli.{module}"), kind)
 
+    def one_of(names: Mapping[str, str], known: Mapping[str, Any]) -> Any:
+        kinds = (
+            Annotated[known[name], tyro.conf.subcommand(name, description=told)]
+            for name, told in names.items()
+        )
+        return Union[tuple(kinds)]  # noqa: UP007
 
-_WORDS = {"bench": tuple(BENCHMARKS), "completion": SHELLS}
-
-
-def _fields(kind: type) -> dict[str, Any]:
-    """Names and types of the flags of a dataclass and of those nested in it."""
-    found: dict[str, Any] = {}
-    for key, annotated in typing.get_type_hints(kind, include_extras=True).items():
-        plain, *marks = typing.get_args(annotated) if _is_annotated(annotated) else (annotated,)
-        if any("Positional" in repr(mark) for mark in marks):
-            continue
-        if key == "placing":
-            found |= _fields(plain)
-        else:
-            found[key] = plain
-    return found
-
-
-def _is_annotated(annotated: Any) -> bool:
-    return hasattr(annotated, "__metadata__")
+    bench = dataclasses.make_dataclass("bench", [("benchmark", one_of(BENCHMARKS, found))])
+    whole, told = one_of(COMMANDS, {**found, "bench": bench}), io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):
+        options = ["--tyro-print-completion", shell]
+        config = (tyro.conf.OmitSubcommandPrefixes,)
+        tyro.cli(whole, prog="offload", args=options, registry=registry(), config=config)
+    return told.getvalue()

@@ -118,25 +118,20 @@ def _map(path: Path) -> Bytes:
 def _join(root: Path, files: list[Path], notices: list[str]) -> Bytes:
     """All text in `files`, ordered by a hash of their names below `root`, as one array."""
     parts: list[bytes] = []
-    total, binary, unreadable, late = 0, 0, 0, 0
+    total, binary, late = 0, 0, 0
     for file in sorted(files, key=lambda file: _shuffled(file.relative_to(root))):
-        try:
-            if not file.is_file():
-                continue
-            if total + file.stat().st_size > FOLDER_BYTES_MAX:
-                late += 1
-                continue
-            content = file.read_bytes()
-        except OSError:
-            unreadable += 1
+        if not file.is_file():
             continue
+        if total + file.stat().st_size > FOLDER_BYTES_MAX:
+            late += 1
+            continue
+        content = file.read_bytes()
         if b"\0" in content[:PROBE_BYTES]:
             binary += 1
             continue
         parts.append(content)
         total += len(content)
-    counts = [(binary, "binary"), (unreadable, "unreadable")]
-    counts += [(late, f"beyond the first {FOLDER_BYTES_MAX >> 30} GiB")]
+    counts = [(binary, "binary"), (late, f"beyond the first {FOLDER_BYTES_MAX >> 30} GiB")]
     skipped = [f"{count} {why}" for count, why in counts if count]
     if skipped:
         notices.append(f"files left out: {', '.join(skipped)}")

@@ -1,31 +1,36 @@
-"""What `offload train` shows people: tables of memory and lanes, and progress while it runs."""
+"""What `offload train` shows people: tables of memory and lanes, and progress."""
 
 from __future__ import annotations
 
-import resource
+import math
 import sys
+import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
+from rich import progress
+from rich.console import Console
 from rich.table import Table
 
-from offload.config import TIERS, Tier, format_bytes
-from offload.ledger import LaneUse
-from offload.rows import Row, TierUse
+from offload.planning.layout import Row, TierUse
+from offload.planning.tiers import TIERS, format_bytes
+from offload.runtime.trace import LaneUse
 
-NARROW_COLUMNS = 72
-"""Below it, lines leave out what is not needed."""
+SMOOTHING = 0.9
+"""Share that the smoothed loss keeps of its old value at each step."""
 
-TABLE_COLUMNS = 80
-"""Below it, tables of figures break names and headings."""
+PLAIN_INTERVAL_S, DRAWN_INTERVAL_S = 10.0, 0.2
+"""Least time between two lines of progress without a terminal, and between two drawings on one:
+drawing takes time from training."""
 
-_LANES = {
-    "compute": "updates and sums on the device",
-    "h2d": "copies to the device",
-    "d2h": "copies from the device",
-    "cpu": "updates and sums in CPU memory",
-    "disk": "reads and writes of the nvme tier",
-}
-"""What the lanes do."""
+RECENT_STEPS = 10
+"""Speed and time left are means over so many steps."""
+
+LANES_CAPTION = """\
+busy: working; exposed: training had to wait for it (evaluation is left out)
+compute: updates on the device; h2d, d2h: copies to and from the device
+cpu: updates in CPU memory; disk: reads and writes of the nvme tier"""
 
 HINT = (
     "everything fits on the device; to see it move, try\n"
@@ -33,17 +38,13 @@ HINT = (
 )
 
 
-def is_narrow(columns: int) -> bool:
-    """Whether a table of figures is to break names and headings, not to lose columns."""
-    return columns < TABLE_COLUMNS
-
-
 def homes(rows: Iterable[Row], uses: Sequence[TierUse], *, device_is_cpu: bool) -> Table:
     """What lives where in bytes, kinds down and tiers across, with the budget of each tier."""
     table = Table(title="What lives where", title_justify="left")
     table.add_column("")
     for tier in TIERS:
-        table.add_column(_title(tier, device_is_cpu), justify="right")
+        title = "device (CPU)" if tier == "device" and device_is_cpu else tier
+        table.add_column(title, justify="right")
     found: dict[str, dict[str, int]] = {}
     for row in rows:
         tiers = found.setdefault(row.kind, dict.fromkeys(TIERS, 0))
@@ -77,22 +78,11 @@ def lanes(uses: Mapping[str, LaneUse]) -> Table:
     return table
 
 
-def lanes_caption(uses: Mapping[str, LaneUse]) -> str:
-    """What the table of lanes says, and what the lanes in it do."""
-    seen = [f"{name}: {_LANES[name]}" for name, use in uses.items() if use.operations]
-    told = ["busy: working; exposed: training had to wait for it (evaluation is left out)"]
-    return "\n".join([*told, *("; ".join(seen[k : k + 2]) for k in range(0, len(seen), 2))])
-
-
 def peak_rss_bytes() -> int:
     """The most memory that this process has had in use so far, whoever took it."""
-    try:
-        with open("/proc/self/status", encoding="utf-8") as file:
-            fields = dict(line.split(":", 1) for line in file if ":" in line)
-        return int(fields["VmHWM"].split()[0]) << 10
-    except (OSError, KeyError):
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return found if sys.platform == "darwin" else found << 10
+    with open("/proc/self/status", encoding="utf-8") as file:
+        fields = dict(line.split(":", 1) for line in file if ":" in line)
+    return int(fields["VmHWM"].split()[0]) << 10
 
 
 def taken(use: TierUse) -> int:
@@ -100,9 +90,61 @@ def taken(use: TierUse) -> int:
     return use.resident_bytes + use.staging_bytes
 
 
-def _title(tier: Tier, device_is_cpu: bool) -> str:
-    return "device (CPU)" if tier == "device" and device_is_cpu else tier
-
-
 def _amount(count: int) -> str:
     return format_bytes(count) if count else "-"
+
+
+class Progress:
+    """Steps, loss, speed and time left while a run goes on: a bar on a terminal, else a plain line
+    now and then. Entered while it runs."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._loss: float | None = None
+        self._spoken = -math.inf
+        self._ends = deque([time.monotonic()], maxlen=RECENT_STEPS + 1)
+        """When the last steps ended, behind the moment when the first of them began."""
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(bar_width=None),
+            progress.TextColumn("{task.fields[told]}"),
+            console=console,
+            auto_refresh=False,
+            disable=not console.is_terminal,
+            expand=True,
+            transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # Else what goes to a file would come here.
+        )
+        self._task = self._bar.add_task("step 0", total=steps, told="")
+
+    def __enter__(self) -> Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._bar.stop()
+
+    def update(self, step: int, loss: float, tokens: int) -> None:
+        """Shows that `step` (from 1), of so many tokens, is done."""
+        before = loss if self._loss is None else self._loss
+        self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
+        self._ends.append(time.monotonic())
+        mean_s = max(self._ends[-1] - self._ends[0], 1e-9) / (len(self._ends) - 1)
+        left = timedelta(seconds=round(mean_s * (self._steps - step)))
+        told = f"smoothed loss {self._loss:.3f}  {tokens / mean_s:,.0f} tokens/s  {left} left"
+        self._show(f"step {step}/{self._steps}", step, self._steps, told)
+
+    def evaluating(self, number: int, count: int) -> None:
+        """Shows that forward `number` (from 1) of `count` on held-out text begins."""
+        self._show(f"evaluating {number}/{count}", number - 1, count, "on held-out text")
+
+    def _show(self, head: str, done: int, of: int, told: str) -> None:
+        now, terminal = time.monotonic(), self._console.is_terminal
+        if done < of and now - self._spoken < (DRAWN_INTERVAL_S if terminal else PLAIN_INTERVAL_S):
+            return
+        self._spoken = -math.inf if done == of else now
+        self._bar.update(self._task, description=head, completed=done, total=of, told=told)
+        self._bar.refresh()
+        if not terminal:
+            self._console.print(f"{head}  {told}", highlight=False, soft_wrap=True)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import os
-import resource
+import platform
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,26 +14,29 @@ from typing import Annotated, Any
 
 import psutil
 import tyro
-from rich.table import Table
 from rich.text import Text
 
 import aio
-from offload.cli import EXIT_FAILED, findings, findings_drives, findings_host
+from aio.system import COPY_ON_WRITE
+from offload.cli import EXIT_FAILED, findings
 from offload.cli.console import Output
 from offload.cli.findings import Finding
-from offload.cli.flags import Flags
-from offload.config import format_bytes
-from offload.machine import (
+from offload.cli.flags import parse_flags
+from offload.planning.machine import (
+    disks_below,
+    host_free_bytes,
     nvme_free_bytes,
-    profile_path,
     ranks_on_host,
     saved_speeds,
     unreadable_speeds,
 )
+from offload.planning.tiers import format_bytes
 
 _ROOT = Path("/")
 _Paths = tyro.conf.arg(
-    metavar="[PATH ...]", help_behavior_hint="", help="Directories for the nvme tier. Default: all."
+    metavar="[PATH ...]",
+    help_behavior_hint="",
+    help="Directories for the nvme tier. Default: this one.",
 )
 
 
@@ -52,13 +53,6 @@ class Doctor:
     """One JSON object on standard output, nothing else there."""
 
 
-FLAGS = Flags(
-    kind=Doctor,
-    command="offload doctor",
-    known=tuple(field.name for field in dataclasses.fields(Doctor) if field.name != "paths"),
-)
-"""The flags of `offload doctor`."""
-
 _STYLES = {"ok": "green", "note": "yellow", "stop": "bold red"}
 
 
@@ -68,7 +62,7 @@ def command(arguments: Sequence[str]) -> int:
     Raises:
         BadInput: the arguments.
     """
-    asked = FLAGS.parse(arguments)
+    asked = parse_flags(Doctor, "offload doctor", arguments)
     console = Output(stderr=asked.json)
     seen: list[Finding] = []
     for finding in _findings(asked.paths):
@@ -88,25 +82,17 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def show(console: Output, finding: Finding) -> None:
-    """One finding: a line, which a terminal folds under its own beginning."""
-    told = Text(f"{finding.subject}: ", style="bold").append(Text(finding.found, style="not bold"))
+    """One finding, in a line."""
+    told = Text(f"{finding.level:<4}", style=_STYLES[finding.level])
+    told.append(Text(f" {finding.subject}: ", style="bold")).append(finding.found)
     if finding.fix:
-        told.append(Text(f". Fix: {finding.fix}", style="not bold italic"))
-    mark = Text(f"{finding.level:<4}", style=_STYLES[finding.level])
-    if not console.is_terminal:
-        console.print(mark, told, highlight=False, soft_wrap=True)
-        return
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(mark, told)
-    console.print(grid, highlight=False)
+        told.append(f". Fix: {finding.fix}", style="italic")
+    console.print(told, highlight=False, soft_wrap=True)
 
 
 def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     """All that is found, as it is found."""
-    yield findings.python(sys.version_info[:3], sys.platform)
-    yield findings.packages(
-        [name for name in findings.PACKAGES if importlib.util.find_spec(name) is None]
-    )
+    yield Finding("Python", "ok", platform.python_version())
     ranks = 1
     try:
         ranks = ranks_on_host()
@@ -114,45 +100,20 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
         yield findings.refused("ranks", error, "unset LOCAL_WORLD_SIZE")
     torch, told = _torch()
     yield told
-    accelerator = _accelerator(torch) if torch else findings.Accelerator(name=None)
     if torch:
-        yield findings.accelerator(accelerator, _ROOT, os.environ, format_bytes)
+        yield _accelerator(torch)
         yield _kernels()
-    yield from findings.file_backends(aio.probe(), os.environ)
-    yield findings_host.memory(_ROOT, ranks)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    unlimited = limit == resource.RLIM_INFINITY
-    yield findings_host.memlock(
-        None if unlimited else limit, _ROOT, registers=accelerator.registers
-    )
-    yield findings_host.aio_requests(_ROOT)
-    yield findings_host.huge_pages(_ROOT)
-    allowed = psutil.Process().cpu_affinity() if sys.platform == "linux" else []
-    allowed = allowed or list(range(os.cpu_count() or 1))
-    yield findings_host.processors(allowed, os.cpu_count() or 1, _quota() if torch else None)
-    yield findings_host.numa(_ROOT, allowed)
-    yield findings_host.governor(_ROOT)
-    yield from findings_host.threads(os.environ, len(allowed), ranks)
-    yield _speeds()
-    usable = []
-    for tried in _tried(paths):
-        told = findings_drives.directory(tried, findings_drives.mounts(_ROOT), _ROOT)
-        usable += [tried.path] if not tried.error else []
-        yield told
-    if torch:
-        yield _trained(torch, usable[:1])
-
-
-def _speeds() -> Finding:
-    try:
-        kept = profile_path()
-    except OSError as error:
-        told = f"{error.strerror}; what `offload bench nvme` measures is not kept"
-        return Finding("speeds", "note", told, "OFFLOAD_MACHINE=FILE, somewhere you can write")
+    yield findings.file_backends(aio.probe(), os.environ)
+    yield findings.memory(host_free_bytes(), psutil.virtual_memory().total, ranks)
+    allowed = len(os.sched_getaffinity(0))
+    yield findings.processors(allowed, os.cpu_count() or 1, _quota() if torch else None)
+    yield findings.threads(os.environ, allowed, ranks)
     wrong = unreadable_speeds()
-    return findings.kept_speeds(
-        kept, findings.may_write(kept), wrong, {} if wrong else saved_speeds()
-    )
+    yield findings.speeds({} if wrong else saved_speeds(), wrong)
+    tried = [_directory(path, asked=bool(paths)) for path in paths or [os.curdir]]
+    yield from (finding for finding, _ in tried)
+    if torch:
+        yield _trained(torch, [path for _, path in tried if path][:1])
 
 
 def _torch() -> tuple[Any, Finding]:
@@ -163,28 +124,21 @@ def _torch() -> tuple[Any, Finding]:
     return torch, findings.torch(str(torch.__version__))
 
 
-def _accelerator(torch: Any) -> findings.Accelerator:
+def _accelerator(torch: Any) -> Finding:
     """What torch says of accelerators; nothing that is wrong with one raises."""
-    from offload import driver
-    from offload.device import compute_device
+    from offload.runtime import device as driver
 
-    built = driver.built_for()
+    built, told, error = driver.built_for(), "", ""
     try:
-        device = compute_device()
+        device = driver.compute_device()
         if not device.is_host:
-            kind = device.torch_device.type
-            return findings.Accelerator(
-                name=getattr(torch, kind).get_device_name(device.torch_device),
-                free_bytes=device.free_bytes() or 0,
-                built_for=built or kind,
-                registers=device.driver is not None and device.driver.registers,
-            )
-        if built:
+            name = getattr(torch, device.torch_device.type).get_device_name(device.torch_device)
+            told = f"{name}, {format_bytes(device.free_bytes() or 0)} free"
+        elif built:
             driver.initialize()
-    except (RuntimeError, AssertionError, AttributeError) as error:
-        told = " ".join(str(error).split())
-        return findings.Accelerator(name=None, built_for=built, error=told)
-    return findings.Accelerator(name=None, built_for=built)
+    except (RuntimeError, AssertionError, AttributeError) as raised:
+        error = " ".join(str(raised).split())
+    return findings.accelerator(told, built, error, _ROOT, os.environ)
 
 
 def _quota() -> float | None:
@@ -204,31 +158,25 @@ def _kernels() -> Finding:
             found = choice.kernel()
         except ValueError as error:
             return findings.refused("update", error, "unset the variable that it names")
-    return findings.kernels(found.name, found.reason, choice.compiler())
+    return findings.kernels(found.name, found.reason)
 
 
-def _tried(paths: Sequence[str]) -> Iterator[findings_drives.Tried]:
-    """Every directory with what came of making a scratch file there."""
-    mounted = findings_drives.mounts(_ROOT)
-    found = [os.curdir] + [
-        at
-        for at in findings_drives.candidates(mounted)
-        if os.path.isdir(at) and os.stat(at).st_dev != os.stat(os.curdir).st_dev
-    ]
-    with contextlib.closing(aio.open_backend("python", depth=1)) as backend:
-        for path in paths or found:
-            shown, asked = os.path.abspath(path), bool(paths)
-            try:
-                free = nvme_free_bytes((path,), asked="it")
-                with aio.create_scratch(path, aio.ALIGN_BYTES, backend) as file:
-                    direct, notice = file.direct, file.notice
-            except OSError as error:
-                why = str(error.strerror or error)
-                yield findings_drives.Tried(path=shown, asked=asked, error=why)
-                continue
-            yield findings_drives.Tried(
-                path=shown, asked=asked, direct=direct, notice=notice, free_bytes=free
-            )
+def _directory(path: str, *, asked: bool) -> tuple[Finding, str]:
+    """What comes of making a scratch file in a directory; and the directory, if it can be used."""
+    shown = os.path.abspath(path)
+    try:
+        free = nvme_free_bytes((path,), asked="it")
+        with (
+            contextlib.closing(aio.open_backend("python", depth=1)) as backend,
+            aio.create_scratch(path, aio.ALIGN_BYTES, backend) as file,
+        ):
+            kind, direct = backend.io.file_system(file.fd), file.direct
+            copies = kind in COPY_ON_WRITE and file.notice is not None
+    except OSError as error:
+        return findings.unusable(shown, str(error.strerror or error), asked), ""
+    disks = sorted(disks_below(path))
+    found = findings.directory(shown, kind, free, disks, direct=direct, copies=copies, asked=asked)
+    return found, shown
 
 
 def _trained(torch: Any, paths: Sequence[str]) -> Finding:
@@ -252,6 +200,7 @@ def _trained(torch: Any, paths: Sequence[str]) -> Finding:
             optimizer.step()
             optimizer.engine.settle()
     except Exception as error:
-        return findings.untrained(error, paths)
+        fix = "take one with offload train and OFFLOAD_TRACEBACK=1, which shows where it ends"
+        return findings.refused("a step", error, fix)
     told = f"taken with its states in {tier}, by a very small model"
     return Finding("a step", "ok", told)

@@ -7,6 +7,7 @@ each module filled by `init`.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,12 @@ from torch.utils.checkpoint import checkpoint
 VOCABULARY = 256
 HEAD_WIDTH = 64
 ROPE_BASE = 10_000.0
+
+TEMPERATURE = 0.8
+"""Below 1 the likely bytes become likelier."""
+
+SAMPLE_SECONDS_MAX = 10.0
+"""A byte takes a whole forward, through every tier: a large model gets no further than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,16 +142,6 @@ class GPT(nn.Module):
         return logits
 
 
-def activation_bytes_least(shape: Shape, value_bytes: int, recompute: bool) -> int:
-    """What a token surely takes between forward and backward, with values of `value_bytes`.
-
-    Logits and their logarithms in float32; of each block its input, and without recompute as many
-    values again of queries, keys, values and each of the three hidden layers.
-    """
-    kept = shape.width if recompute else 4 * shape.width + 3 * shape.hidden
-    return VOCABULARY * 2 * 4 + shape.depth * kept * value_bytes
-
-
 def init(module: nn.Module) -> None:
     """Fills `module`'s own parameters; what it draws depends on torch's seed alone.
 
@@ -178,3 +175,29 @@ def rotate(x: Tensor, rope: Tensor) -> Tensor:
     cosine, sine = rope
     left, right = x.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, left * sine + right * cosine), dim=-1)
+
+
+def generate(model: nn.Module, prompt: bytes, count: int, *, seed: int, window: int) -> bytes:
+    """At most `count` bytes after `prompt`; the model sees the last `window` of all.
+
+    The same for the same weights and seed, but where the time was up.
+    """
+    device = next(model.parameters()).device
+    random = torch.Generator().manual_seed(seed % 2**63)
+    text, until = list(prompt), time.monotonic() + SAMPLE_SECONDS_MAX
+    model.eval()
+    with torch.no_grad():
+        while len(text) < len(prompt) + count and time.monotonic() < until:
+            seen = torch.tensor([text[-window:]], device=device)
+            likely = torch.softmax(model(seen)[0, -1].float().cpu() / TEMPERATURE, dim=-1)
+            text.append(int(torch.multinomial(likely, 1, generator=random)))
+    model.train()
+    return bytes(text[len(prompt) :])
+
+
+def readable(text: bytes) -> str:
+    """Text for a terminal: what is no character, or would move the cursor, is replaced."""
+    decoded = text.decode("utf-8", "replace").replace("\r\n", "\n").expandtabs(4)
+    return "".join(
+        one if one == "\n" or one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in decoded
+    )

@@ -1,61 +1,50 @@
-"""`offload report`: where the time of a run went, as a table, a page and a timeline."""
+"""`offload report`: which runs there are, and where the time of one went."""
 
 from __future__ import annotations
 
-import dataclasses
+import html
+import io
 import json
-import os
-import shutil
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
-from offload import runs
-from offload.breakdown import Breakdown, breakdown, title_of, verdict
-from offload.cli import BadInput, bad_input, report_html, report_list, report_timeline
+from offload import reporting as runs
+from offload.cli import BadInput, bad_input
 from offload.cli.console import Output
-from offload.cli.flags import Flags
-from offload.cli.report_list import about
-from offload.config import format_bytes
-from offload.kept import write_whole
-from offload.runs import Run
+from offload.cli.flags import parse_flags
+from offload.planning.machine import replace_file
+from offload.planning.tiers import format_bytes
+from offload.reporting import LANES, Breakdown, Run, Span, breakdown, title_of, verdict
 
 _BAR_COLUMNS = 24
-
-ROOM_LEAST_BYTES = 1 << 20
-"""With less on the disk a run is not left there."""
-
-NARROW_COLUMNS = 68
-"""On narrower terminals bars and shares are left out."""
+_ORDER = (*LANES[:2], "waiting", *LANES[2:])
+"""Lanes on the page from top to bottom."""
 
 _Run = tyro.conf.arg(
     metavar="[RUN]",
     help_behavior_hint="",
     help="A file that a run has left, or the name of one in --list.",
 )
-_Optional = tyro.conf.arg(metavar="FILE", help_behavior_hint="")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
     """Show where the time of a step went, what bounds it and what would help most; write a page to
-    look at (lanes over time, waits in red) and a timeline for ui.perfetto.dev or chrome://tracing.
+    look at (lanes over time, waits in red).
     Without RUN it is about the last run of offload train that has left one.
     """
 
     run: tyro.conf.Positional[Annotated[tuple[str, ...], _Run]] = ()
-
-    html: Annotated[str | None, _Optional] = None
-    """File for the page. Default: beside the run, ending in .html."""
-
-    timeline: Annotated[str | None, _Optional] = None
-    """File for the timeline. Default: beside the run, ending in .trace.json."""
 
     list: bool = False
     """List the runs that are kept, instead of showing one."""
@@ -70,25 +59,17 @@ class Report:
             raise ValueError(f"RUN {self.run[0]} contradicts --list: leave out one of the two")
 
 
-FLAGS = Flags(
-    kind=Report,
-    command="offload report",
-    known=tuple(field.name for field in dataclasses.fields(Report) if field.name != "run"),
-)
-"""The flags of `offload report`."""
-
-
 def command(arguments: Sequence[str]) -> None:
-    """Shows a run and writes its page and timeline.
+    """Shows a run and writes its page.
 
     Raises:
         BadInput: the arguments, the run cannot be read or holds no whole step, or a file cannot be
             written.
     """
-    asked = FLAGS.parse(arguments)
+    asked = parse_flags(Report, "offload report", arguments)
     if asked.list:
         with bad_input():
-            report_list.show(runs.kept(), as_json=asked.json)
+            _list(runs.kept(), as_json=asked.json)
         return
     path = _path(asked.run)
     with bad_input():
@@ -104,37 +85,22 @@ def command(arguments: Sequence[str]) -> None:
         return
     console = Output()
     show(console, run, found, path)
-    stem = path.with_name(path.name.removesuffix(".json"))
-    page = Path(asked.html or f"{stem}.html")
-    timeline = Path(asked.timeline or f"{stem}.trace.json")
-    if len({os.path.realpath(one) for one in (path, page, timeline)}) < 3:
+    file = path.with_name(f"{path.name.removesuffix('.json')}.html")
+    try:
+        replace_file(file, page(run, found, _text(run, found, path)))
+    except OSError as error:
         raise BadInput(
-            f"run {path}, page {page} and timeline {timeline}: two of them are one file; likely a "
-            "name was given twice; give --html and --timeline others"
-        )
-    _write(page, report_html.page(run, found, path), "--html")
-    _write(timeline, json.dumps(report_timeline.timeline(run)), "--timeline")
-    for what, where in (("page", page), ("timeline, for ui.perfetto.dev", timeline)):
-        console.sentence(f"{what}: {where}")
+            f"{file}: {error.strerror}: it cannot be written; likely the folder is another "
+            "user's, or its drive full; copy the run to a folder of yours"
+        ) from error
+    console.sentence(f"left {file}")
 
 
-def _none_left(folder: Path) -> str:
-    """That no run is there, and why."""
-    there = next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
-    if not os.access(there, os.W_OK | os.X_OK):
-        return (
-            f"{folder} holds no run; likely none could be left, as this user may not write to "
-            f"{there}; try: offload train --trace-file FILE, then offload report FILE"
-        )
-    if shutil.disk_usage(there).free < ROOM_LEAST_BYTES:
-        return (
-            f"{folder} holds no run; likely none could be left, as the disk is full; free some "
-            "space, or try: offload train --trace-file FILE, then offload report FILE"
-        )
-    return (
-        f"{folder} holds no run; likely nothing was trained yet, or with --no-trace; try: offload "
-        "train"
-    )
+def _text(run: Run, found: Breakdown, path: Path) -> str:
+    """What is shown, as plain text."""
+    console = Output(file=io.StringIO(), width=100, record=True, force_terminal=False)
+    show(console, run, found, path)
+    return console.export_text()
 
 
 def _path(asked: Sequence[str]) -> Path:
@@ -147,7 +113,11 @@ def _path(asked: Sequence[str]) -> Path:
         if not asked:
             if kept := runs.kept():
                 return kept[0]
-            raise BadInput(_none_left(runs.folder()))
+            raise BadInput(
+                f"{runs.folder()} holds no run; likely nothing was trained yet, or with "
+                "--no-trace, or none could be written there; try: offload train --trace-file FILE, "
+                "then offload report FILE"
+            )
         path = Path(asked[0])
         if path.name == asked[0] and not path.exists():
             path = runs.folder() / f"{asked[0].removesuffix('.json')}.json"
@@ -159,20 +129,13 @@ def _path(asked: Sequence[str]) -> Path:
     return path
 
 
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise BadInput(
-            f"{path}: {error.strerror}: it cannot be written; likely the folder is another "
-            f"user's, or its drive full; try {option} FILE in a folder of yours"
-        ) from error
-
-
 def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
     """Which run it is, the breakdown of a step, the lanes, and what bounds it."""
-    for word, told in about(run, path):
-        console.sentence(f"{word} {told}" if word in ("on", "left") else told)
+    if run.command:
+        console.sentence(shlex.join(run.command))
+    versions = ", ".join(f"{name} {number}" for name, number in run.versions.items())
+    console.sentence(f"{run.model}\non {run.device}, with {versions}")
+    console.sentence(f"left {run.made.replace('T', ' ')} as {path}")
     last = run.stepped[-1][0]
     steps = "one step" if found.steps == 1 else f"{found.steps} steps"
     console.sentence(f"\na step took {found.step_s:.3f} s (mean of {steps}, to step {last})")
@@ -181,10 +144,9 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
             f"predicted: {run.prediction.step_s:.3f} s, of which {run.prediction.exposed_s:.3f} s "
             f"waiting (it waited {found.waited_s:.3f} s)"
         )
-    narrow = console.width < NARROW_COLUMNS
-    console.print(_parts(run, found, bars=not narrow))
+    console.print(_parts(run, found))
     if any(found.busy.values()):
-        console.print(_lanes(run, found, shares=not narrow))
+        console.print(_lanes(run, found))
     for tier in run.tiers:
         if here := [f"{kind}s {format_bytes(size)}" for kind, at, size in run.homes if at == tier]:
             console.sentence(f"on {tier}: {', '.join(here)}")
@@ -194,25 +156,24 @@ def show(console: Output, run: Run, found: Breakdown, path: Path) -> None:
         console.sentence(line, style="bold")
 
 
-def _parts(run: Run, found: Breakdown, *, bars: bool) -> Table:
+def _parts(run: Run, found: Breakdown) -> Table:
     table = Table(title="A step", title_justify="left")
     table.add_column("", no_wrap=True)
     table.add_column("seconds", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
-    if bars:
-        table.add_column("", width=_BAR_COLUMNS)
+    table.add_column("", width=_BAR_COLUMNS)
     for name, seconds in found.parts.items():
         share = seconds / found.step_s
         style = "red" if name in found.busy and share >= 0.05 else ""
-        bar = [ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)] * bars
-        table.add_row(title_of(name, run), f"{seconds:.3f}", f"{share:.0%}", *bar, style=style)
+        bar = ProgressBar(total=1.0, completed=min(1.0, share), width=_BAR_COLUMNS)
+        table.add_row(title_of(name, run), f"{seconds:.3f}", f"{share:.0%}", bar, style=style)
     return table
 
 
-def _lanes(run: Run, found: Breakdown, *, shares: bool) -> Table:
+def _lanes(run: Run, found: Breakdown) -> Table:
     table = Table(title="Lanes, in a step", title_justify="left")
-    table.add_column("lane")
-    for title in ("busy", *["of step", "predicted"] * shares, "moved", "speed"):
+    table.add_column("lane", no_wrap=True)
+    for title in ("busy", "of step", "predicted", "moved", "speed"):
         table.add_column(title, justify="right", no_wrap=True)
     predicted = run.prediction.busy if run.prediction else {}
     for lane, busy in found.busy.items():
@@ -223,8 +184,92 @@ def _lanes(run: Run, found: Breakdown, *, shares: bool) -> Table:
         table.add_row(
             lane,
             f"{busy:.3f} s",
-            *[f"{busy / found.step_s:.0%}", foretold] * shares,
+            f"{busy / found.step_s:.0%}",
+            foretold,
             format_bytes(round(moved)) if moved else "-",
             f"{moved / busy / 1e9:.2f} GB/s" if moved else "-",
         )
     return table
+
+
+def _list(paths: Sequence[Path], *, as_json: bool) -> None:
+    """The runs, the last one first: as a table, or as lines of JSON."""
+    console = Output()
+    if not paths and not as_json:
+        console.sentence(f"{runs.folder()} holds no run; try: offload train")
+        return
+    table = Table(title=f"Runs in {runs.folder()}", title_justify="left")
+    table.add_column("RUN", no_wrap=True)
+    table.add_column("steps", justify="right")
+    table.add_column("a step", justify="right", no_wrap=True)
+    table.add_column("command", overflow="fold")
+    for path in paths:
+        row = _row(path)
+        if as_json:
+            sys.stdout.write(json.dumps({"run": str(path), **row}) + "\n")
+            continue
+        step_s = row.get("step_s")
+        table.add_row(
+            path.stem,
+            str(row.get("steps", "-")),
+            f"{step_s:.3f} s" if isinstance(step_s, float) else "-",
+            Text(str(row.get("error") or shlex.join(row["command"]))),
+        )
+    if not as_json:
+        console.print(table)
+
+
+def _row(path: Path) -> dict[str, Any]:
+    """What a list says of a run, or why it cannot be read."""
+    try:
+        run = runs.load(path)
+    except (OSError, ValueError) as error:
+        return {"error": str(error)}
+    try:
+        step_s = breakdown(run).step_s
+    except ValueError:  # It was too short.
+        step_s = None
+    return {"made": run.made, "steps": run.steps, "step_s": step_s, "command": list(run.command)}
+
+
+def _rows(spans: Iterable[Span]) -> list[list[Span]]:
+    """Spans of one lane in as few rows as can be, none of which overlap in a row."""
+    found: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.start, -span.stop)):
+        row = next((row for row in found if row[-1].stop <= span.start), None)
+        if row is None:
+            found.append(row := [])
+        row.append(span)
+    return found
+
+
+def _titled(run: Run) -> list[tuple[str, list[Span]]]:
+    """Title and spans of every row, from top to bottom; waits are a lane of their own."""
+    waits = [Span("waiting", f"for {w.lane}", "", w.start, w.stop, 0) for w in run.waits]
+    found: dict[str, list[Span]] = {}
+    for span in (*run.spans, *waits):
+        found.setdefault(span.lane, []).append(span)
+    names = sorted(found, key=_ORDER.index)
+    titled = []
+    for name in names:
+        parts = _rows(found[name])
+        titled += [(name if len(parts) == 1 else f"{name} {k + 1}", p) for k, p in enumerate(parts)]
+    return titled
+
+
+def page(run: Run, found: Breakdown, text: str) -> str:
+    """The page as HTML: `text`, and the lanes over time."""
+    spans = [
+        [
+            title,
+            [[round(s.start, 6), round(s.stop - s.start, 6), s.name, s.unit, s.bytes] for s in row],
+        ]
+        for title, row in _titled(run)
+    ]
+    steps = [[number, round(at, 6)] for number, at, _ in run.stepped]
+    data = {"rows": spans, "steps": steps, "since": found.since, "until": found.until}
+    data |= {"step": found.step_s}
+    # Within a script element what begins with < could end it, or keep it from ending.
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    whole = resources.files("offload.cli").joinpath("report.html").read_text("utf-8")
+    return whole.replace("<!--TEXT-->", html.escape(text)).replace("<!--DATA-->", embedded)

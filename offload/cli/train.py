@@ -7,9 +7,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,26 +19,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import cpu_adam
 import offload
-from offload.cli import (
-    Signals,
-    Stopped,
-    bad_input,
-    data,
-    display,
-    from_deepspeed,
-    gpt,
-    left,
-    live,
-    measuring,
-    memory,
-    sample,
-)
+from offload import recording, reporting
+from offload.cli import Signals, Stopped, bad_input, data, display, gpt
 from offload.cli.console import Output
-from offload.cli.settings import Train, parse
-from offload.config import format_bytes
-from offload.device import compute_device
-from offload.runs import Run
-from offload.totals import Report
+from offload.cli.options import Train, parse, translation
+from offload.planning.tiers import format_bytes
+from offload.reporting import Run
+from offload.runtime.device import compute_device
+from offload.runtime.trace import Report
+
+LR_FLOOR = 0.05
+"""Share of the peak learning rate that is left at the last step."""
+
+_Returned = TypeVar("_Returned")
 
 
 def command(arguments: Sequence[str]) -> None:
@@ -49,50 +43,92 @@ def command(arguments: Sequence[str]) -> None:
     """
     settings, typed = parse(arguments), ["offload", "train", *arguments]
     with bad_input():
-        draw = settings.plot and measuring.drawing(settings.plot, "offload.cli.train_plot")
-        left.check(settings)
-        memory.check(settings)
         corpus = data.load(settings.data, settings.seq_len)
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
-        lines = from_deepspeed.Adopted.of(settings.deepspeed).report(settings)
-        left.note(remarks, ["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
-    left.note(remarks, [*corpus.notices, *_short_of_peak(settings)])
+        found = translation(settings.deepspeed)
+        fields = {name: getattr(settings.placing, name) for name in found.fields}
+        lines = found.report(fields)
+        remarks.notes(["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
+    remarks.notes(corpus.notices)
     with Signals() as signals:
         with bad_input():
-            left.note(remarks, left.warnings_of(cpu_adam.kernel)[1])
-            with left.told_if_slow(remarks, f"making the model, {settings.size}..."):
-                (model, optimizer), told = left.warnings_of(lambda: build(settings))
+            remarks.notes(_warnings_of(cpu_adam.kernel)[1])
+            remarks.sentence(f"making the model, {settings.size}...")
+            (model, optimizer), told = _warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
-            left.note(remarks, [*told, *engine.notices])
+            remarks.notes([*told, *engine.notices])
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
-                with live.Progress(remarks, settings.steps, engine.report) as progress:
+                with display.Progress(remarks, settings.steps) as progress:
                     _train(settings, model, optimizer, corpus, signals, progress, reached)
-                # Before what is no part of training.
-                reached.run = left.run_of(engine, remarks, typed)
-                engine.settle()
-                reached.report = engine.report()
-                _judge(settings, model, corpus, remarks, reached)
+                    # Before what is no part of training.
+                    reached.run = recording.run_of(engine, typed)
+                    engine.settle()
+                    reached.report = engine.report()
+                    _judge(settings, model, corpus, progress, reached)
             except BaseException as error:
-                reached.stopped_by = _ended_by(error)
                 # What goes wrong in telling must not take the place of the error.
-                if isinstance(error, Stopped) and not signals.hurried:
-                    with contextlib.suppress(Exception, Stopped, KeyboardInterrupt):
+                with contextlib.suppress(Exception, Stopped, KeyboardInterrupt):
+                    reached.stopped_by = _ended_by(error)
+                    if isinstance(error, Stopped) and not signals.hurried:
                         engine.settle()  # The last step's updates are part of what is told.
-                if reached.steps or isinstance(error, Stopped):
-                    with contextlib.suppress(Exception):
-                        _conclude(console, settings, reached, reached.report or engine.report())
-                reached.run = reached.run or left.run_of(engine, remarks, typed)
+                    if reached.steps or isinstance(error, Stopped):
+                        reached.report = reached.report or engine.report()
+                        _conclude(console, settings, reached)
+                    reached.run = reached.run or recording.run_of(engine, typed)
                 raise
             else:
-                _conclude(console, settings, reached, reached.report)
+                _conclude(console, settings, reached)
             finally:
-                left.trace(remarks, settings.trace_file, reached.run)
-                if draw and reached.losses:
-                    left.note(remarks, [draw(*_drawn(settings, reached))])
+                _leave(remarks, reached)
+
+
+def _warnings_of(call: Callable[[], _Returned]) -> tuple[_Returned, list[str]]:
+    """What a call returns, and what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        returned = call()
+    return returned, [str(one.message) for one in caught]
+
+
+@contextlib.contextmanager
+def memory_short(where: str) -> Iterator[None]:
+    """Names what to try where torch or numpy are refused memory.
+
+    Raises:
+        MemoryError: they were.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        # Of the CPU torch raises a plain RuntimeError.
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if known or "DefaultCPUAllocator" in str(error):
+            raise MemoryError(
+                f"no memory is left {where}: lower --batch (and raise --micro-batches instead), or "
+                "--seq-len, or give --recompute"
+            ) from error
+        raise
+
+
+def _leave(remarks: Output, reached: Reached) -> None:
+    """A file for `offload report`. A failure is told, no more: the run has its result, or an error
+    of its own."""
+    if reached.run is None or not reached.run.stepped:
+        return
+    try:
+        reporting.keep(reached.run)
+        remarks.notes(["offload report shows where the time went"])
+    except OSError as error:
+        remarks.notes(
+            [
+                f"no trace was left at {error.filename}: {error.strerror}; likely the cache is "
+                "another user's, or its drive full; try XDG_CACHE_HOME=DIRECTORY, or --no-trace"
+            ]
+        )
 
 
 def _train(
@@ -101,7 +137,7 @@ def _train(
     optimizer: Any,
     corpus: data.Corpus,
     signals: Signals,
-    progress: live.Progress,
+    progress: display.Progress,
     reached: Reached,
 ) -> None:
     """All steps, each told and counted when it is over."""
@@ -111,18 +147,19 @@ def _train(
             if settings.json:
                 _emit(record)
             reached.steps = record["step"]
-            reached.losses.append(record["loss"])
+            reached.loss = record["loss"]
 
 
 def _judge(
-    settings: Train, model: nn.Module, corpus: data.Corpus, remarks: Output, reached: Reached
+    settings: Train,
+    model: nn.Module,
+    corpus: data.Corpus,
+    progress: display.Progress,
+    reached: Reached,
 ) -> None:
     """The held-out loss, and a sample."""
-    with (
-        live.Evaluating(remarks) as progress,
-        memory.short("after the last step, on held-out text"),
-    ):
-        loss, count = evaluate(settings, model, corpus, progress.update)
+    with memory_short("after the last step, on held-out text"):
+        loss, count = evaluate(settings, model, corpus, progress.evaluating)
     _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
     reached.held_out_loss, reached.held_out_bytes = loss, count
     reached.sample = _sampled(settings, model, corpus)
@@ -135,17 +172,6 @@ def _ended_by(error: BaseException) -> str:
     return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
 
 
-def _short_of_peak(settings: Train) -> list[str]:
-    """A word where the steps end while the learning rate still rises."""
-    if settings.steps >= settings.warmup:
-        return []
-    peak = settings.lr * settings.steps / settings.warmup
-    return [
-        f"--steps {settings.steps} end before --warmup {settings.warmup}: the learning rate "
-        f"rises to {peak:.3g} only, and never to --lr {settings.lr:g}"
-    ]
-
-
 @dataclass(slots=True)
 class Reached:
     """How far a run has come, as its summary tells."""
@@ -156,8 +182,8 @@ class Reached:
     held_out_bytes: int = 0
     sample: str | None = None
     """Text that the model has written; None for none."""
-    losses: list[float] = field(default_factory=list)
-    """Of each step."""
+    loss: float | None = None
+    """Of the last step."""
     run: Run | None = None
     """What the lanes did in the last steps."""
     report: Report | None = None
@@ -178,24 +204,21 @@ def _introduce(
         console.sentence(display.HINT)
 
 
-def _conclude(console: Output, settings: Train, reached: Reached, report: Any) -> None:
+def _conclude(console: Output, settings: Train, reached: Reached) -> None:
     """What a run has come to, whether to its end or not."""
+    report = reached.report
+    assert report is not None
     if settings.json:
         _emit(_summary(reached, report))
-    if console.is_terminal and len(reached.losses) > 1:
-        console.print("Loss, smoothed", style="italic")
-        losses, width = live.smoothed(reached.losses), min(console.width, 80)
-        ascii_only = console.options.ascii_only
-        console.print(live.loss_curve(losses, width, ascii_only=ascii_only))
     console.print(display.lanes(report.lanes))
-    console.sentence(display.lanes_caption(report.lanes), style="dim")
+    console.sentence(display.LANES_CAPTION, style="dim")
     console.sentence(
         f"peak memory of the process: {format_bytes(display.peak_rss_bytes())}, "
         "activations and Python included"
     )
     loss = reached.held_out_loss
-    if loss is None and reached.losses:
-        console.sentence(f"loss {reached.losses[-1]:.4f} nats per byte in step {reached.steps}")
+    if loss is None and reached.loss is not None:
+        console.sentence(f"loss {reached.loss:.4f} nats per byte in step {reached.steps}")
     elif loss is not None:
         console.sentence(
             f"held-out loss {loss:.4f} nats per byte ({loss / math.log(2):.4f} bits), "
@@ -213,16 +236,10 @@ def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | No
         return None
     window = settings.seq_len
     prompt = bytes(corpus.held_out[:window])
-    with memory.short("for the sample"):
-        return sample.readable(
-            sample.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
+    with memory_short("for the sample"):
+        return gpt.readable(
+            gpt.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
         )
-
-
-def _drawn(settings: Train, reached: Reached) -> tuple[Any, ...]:
-    """What a drawing of the run shows."""
-    title = f"offload train, {settings.size} parameters, {reached.steps} steps"
-    return reached.losses, live.smoothed(reached.losses), reached.held_out_loss, title
 
 
 def build(settings: Train) -> tuple[nn.Module, Any]:
@@ -239,8 +256,7 @@ def build(settings: Train) -> tuple[nn.Module, Any]:
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": scales, "weight_decay": 0.0},
     ]
-    betas = (settings.beta1, settings.beta2)
-    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps)
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), eps=1e-8)
     torch.manual_seed(settings.seed)
     return offload.attach(model, optimizer, settings.placing, initialize=gpt.init)
 
@@ -254,7 +270,7 @@ def rate(settings: Train, step: int) -> float:
     if number <= peak:
         return number / peak
     done = (number - peak) / max(1, settings.steps - peak)
-    return 1 - (1 - settings.lr_floor) * min(1.0, done)
+    return 1 - (1 - LR_FLOOR) * min(1.0, done)
 
 
 def steps(
@@ -273,7 +289,7 @@ def steps(
         record: dict[str, Any] = {"kind": "step", "step": step}
         with signals.hold():  # Until its record is told, too.
             record["lr"] = scheduler.get_last_lr()[0]
-            with memory.short(f"in step {step}"):
+            with memory_short(f"in step {step}"):
                 record["loss"] = train_step(settings, model, optimizer, corpus, step)
             if settings.placing.max_grad_norm is not None:
                 record["grad_norm"] = optimizer.grad_norm()

@@ -1,0 +1,538 @@
+"""Attach an engine to a model and its optimizer, and take it off again."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from aio.system import is_memory
+from offload.config import Config, warn_user
+from offload.model.access import ParameterAccess
+from offload.model.checks import check_arguments, check_model, explain_call
+from offload.model.engine import Engine, attached, engine_of, engines
+from offload.model.hooks import Hooks
+from offload.model.parameter import AttachedParameter, OffloadedParameter
+from offload.model.resident import give_memory
+from offload.model.units import FlatUnit, Group, count_change, make_plain, partition
+from offload.optim.optimizer import Optimizer, give_back
+from offload.optim.states import States
+from offload.optim.supported_optimizers import check_optimizer, rule_of
+from offload.optim.update import Updates
+from offload.planning.layout import Plan
+from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
+from offload.planning.planner import plan, remarks
+from offload.planning.profile import ParameterSpec, Unit, lay_out_unit, profile_of
+from offload.planning.tiers import TIERS
+from offload.program.ops import Op, Value
+from offload.runtime import entry as entries
+from offload.runtime.device import CPU, Device, compute_device
+from offload.runtime.entry import entry
+from offload.runtime.executor import Executor
+from offload.runtime.memory import Memory, zeros_on
+from offload.runtime.shared_budget import Share, SharedBudget
+from offload.runtime.store import Store
+from offload.runtime.torch_internals import no_trap
+from offload.runtime.trace import Trace
+
+EXPOSED_BYTES_LEAST = 256 << 20
+"""Smallest default of Config.exposed_memory."""
+
+
+class _Attached(NamedTuple):
+    """What else is attached to a model, beside its engine."""
+
+    hooks: Hooks
+    optimizer: Optimizer | None
+
+
+_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+
+
+@explain_call
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    config: Config | None = None,
+    *,
+    initialize: Callable[[nn.Module], object] | None = None,
+    budget: SharedBudget | None = None,
+    machine: Machine | None = None,
+    pace: Callable[[Op], float] | None = None,
+) -> tuple[nn.Module, Any]:
+    """Spread a model over the tiers and return it with an optimizer that updates it there.
+
+    Args:
+        model: stays the same object; its parameters keep their identity, names and shapes.
+            Parameters on the meta device get memory here, unit by unit, so that the whole model
+            never lies in memory at once; those are new objects, in the optimizer's groups too.
+        optimizer: `torch.optim.AdamW`, `Adam` or `SGD`, or `cpu_adam.CPUAdam`, `CPULion` or
+            `CPUSGD`, over parameters of the model, with or without states; None serves the model
+            forward-only.
+        config: where things live and how much may be taken; the default finds out.
+        initialize: called with each module that owns parameters on the meta device, once these
+            have memory; default: the module's own `reset_parameters()`.
+        budget: shared with other models; what is left of it limits what `config` asks.
+        machine: what there is, in place of what this host has.
+        pace: least seconds of an op, for tests that imitate slower hardware.
+
+    Returns:
+        The model and the optimizer to step, None where None was given.
+
+    Raises:
+        BudgetError: the model does not fit the budgets, with a table.
+        ValueError, TypeError: the model, optimizer or config cannot be attached, and why.
+        OSError: nvme_path cannot be used.
+        MemoryError: the memory of the plan is not there.
+    """
+    config = Config() if config is None else config
+    check_arguments(model, optimizer, config)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    _refuse_attached(model)
+    dtypes = {str(one.dtype).removeprefix("torch.") for one in model.parameters()}
+    for remark in config.remarks(dtypes):
+        warnings.warn(remark, stacklevel=3)
+    if not all(engine.executor.lanes.closed for engine in engines):
+        gc.collect()  # One that was dropped, but not closed, has its memory until then.
+    device = compute_device()
+    groups = partition(model)
+    check_model(model, optimizer, groups)
+    config = config if budget is None else budget.narrowed(config)
+    specs = [_spec_of(group, config, trains=optimizer is not None) for group in groups]
+    found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
+    placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
+    for remark in remarks(placed, config, found):
+        warn_user(remark)
+    with torch.inference_mode(False):  # What is made in it could not be trained after it.
+        shares = found.nvme_shares
+        attaching = _Attaching(model, optimizer, config, groups, placed, device, shares, budget)
+        return attaching.run(initialize, pace)
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Let modules that are built inside have their parameters on the meta device, without memory.
+
+    Buffers are real, so that models which compute some when they are built (rotary positions) can
+    be attached. `attach` then gives each unit its memory, and `initialize` its values:
+
+        with offload.empty_weights():
+            model = LlamaForCausalLM(config)
+        model, optimizer = offload.attach(model, optimizer, config, initialize=load)
+
+    Each parameter is made for real and then dropped, so the largest one has to fit.
+    """
+
+    def let_go(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.is_meta:
+            return parameter  # One that is tied stays the same object.
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    register: Any = register_module_parameter_registration_hook
+    handle = register(let_go)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
+
+    Returns the model and the optimizer that was given to `attach`. The model must fit the compute
+    device whole, gradients too where there are any, beside what the engine has taken there, which
+    it gives back at the very end: to detach a model that needs the room itself, attach it with less
+    `device_memory`.
+
+    Raises:
+        ValueError: the model is not attached.
+    """
+    engine = engine_of(model)
+    with engine.lock, torch.inference_mode(False):  # Steps of other threads come before or after.
+        engine.settle()
+        engine.snapshots.boundary()
+        streamed = [unit for unit in engine.units if unit.index not in engine.residents]
+        values = [
+            (unit.parameters[index], engine.values_of(unit.index, index))
+            for unit in streamed
+            for index in range(len(unit.parameters))
+        ]
+        gradients = [one for unit in streamed for one in engine.gradients.take_all(unit.index)]
+        return model, _hand_back(model, values, gradients)
+
+
+@entry
+def _hand_back(
+    model: nn.Module,
+    values: Sequence[tuple[nn.Parameter, torch.Tensor]],
+    gradients: Sequence[torch.Tensor | None],
+) -> torch.optim.Optimizer | None:
+    """Take the engine off a model whose values have been read: here nothing large is made."""
+    engine, (hooks, optimizer) = attached.pop(model), _attached.pop(model)
+    original = optimizer.give_up() if optimizer is not None else None
+    hooks.remove()
+    for (parameter, value), gradient in zip(values, gradients, strict=True):
+        make_plain(parameter, value)
+        parameter.grad = None if gradient is None else gradient.to(value.dtype)
+    engine.close()
+    return original
+
+
+def _refuse_attached(model: nn.Module) -> None:
+    """Refuse a model of which any part is attached."""
+    inside = any(module in attached for module in model.modules())
+    if inside or any(isinstance(one, AttachedParameter) for one in model.parameters()):
+        raise ValueError(
+            "the model, or a part of it, is attached already: detach it first "
+            "(offload.detach(model)), or go on with the optimizer that attach returned"
+        )
+
+
+def _spec_of(group: Group, config: Config, *, trains: bool) -> Unit:
+    """The layout of a unit whose parameters are known."""
+    wanted = [
+        ParameterSpec(
+            name,
+            tuple(parameter.shape),
+            str(parameter.dtype).removeprefix("torch."),
+            trains and parameter.requires_grad,
+        )
+        for name, parameter in group.named.items()
+    ]
+    return lay_out_unit(
+        group.name,
+        wanted,
+        gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
+        lasting=group.lasting,
+        backward=group.backward,
+    )
+
+
+def _same_parameters(model: nn.Module) -> Callable[[], None]:
+    """What raises once a model has other parameters than now."""
+    ref, known = weakref.ref(model), list(map(id, model.parameters()))
+
+    def check() -> None:
+        """Look for other parameters than at attach.
+
+        Raises:
+            RuntimeError: there are such.
+        """
+        model = ref()
+        if model is not None and list(map(id, model.parameters())) != known:
+            new = [name for name, one in model.named_parameters() if id(one) not in set(known)]
+            raise RuntimeError(
+                f"the model has other parameters than at attach ({', '.join(new[:3]) or 'fewer'}): "
+                "they would not be offloaded, trained or given back. Change what a model consists "
+                "of (resized embeddings, added adapters, pruned or sharded weights) before attach, "
+                "or offload.detach(model), change it, build the optimizer anew and attach again"
+            )
+
+    return check
+
+
+class _Attaching:
+    """One attach under way: take the memory, move unit by unit, hook the model; or undo it all."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        groups: list[Group],
+        placed: Plan,
+        device: Device,
+        nvme_shares: tuple[float, ...],
+        budget: SharedBudget | None,
+    ):
+        self.model, self.optimizer, self.config = model, optimizer, config
+        self.groups = groups
+        self.plan = placed
+        self.device = device
+        self.shares = nvme_shares or None
+        self.budget = budget
+        self._units: list[FlatUnit] = []
+        self._hooks: Hooks | None = None
+        # As it was, to be that again where the attach fails.
+        self._devices = {x: x.device for x in (*model.parameters(), *model.buffers())}
+        self._gradients = {p: p.grad for p in model.parameters()}
+        self._replaced: dict[nn.Parameter, nn.Parameter] = {}
+        """By the new parameter, the one on the meta device in whose place it is."""
+
+    def run(
+        self,
+        initialize: Callable[[nn.Module], object] | None,
+        pace: Callable[[Op], float] | None,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        """Take the memory and the file, move everything, hook the model."""
+        executor = self._take(pace)
+        try:
+            if self.budget is not None:
+                taken = {tier: self.plan.taken_bytes(tier) for tier in TIERS}
+                executor.share = Share(self.budget, taken)
+            self._fill(executor, initialize or _reset)
+            made = self._start(executor)
+        except BaseException:
+            try:
+                self._undo(executor)
+            finally:
+                executor.close()
+            raise
+        if self.optimizer is not None:
+            self.optimizer.state.clear()  # From here on nothing is undone.
+        for unit in self._units:
+            if unit.index not in self.plan.residents:
+                # Torch refuses a backward of graphs that have saved what rests now.
+                count_change(unit.parameters)
+        return made
+
+    def _take(self, pace: Callable[[Op], float] | None) -> Executor:
+        """Take the memory and the file, and start the lanes."""
+        store = None
+        if self.plan.file.extents:
+            speeds = measured_speeds(self.config.nvme_path)
+            store = Store(self.config.nvme_path, self.plan.file, weights=self.shares, speeds=speeds)
+        try:
+            if store is not None and any(map(is_memory, self.config.nvme_path)):
+                # Other notices are good to know; this one says that what was asked is not had.
+                warn_user(str(store.notice))
+            memory = Memory(self.plan, self.device)
+        except BaseException:
+            if store is not None:
+                store.close()
+            raise
+        trace = None
+        if self.config.trace:
+            entries.record()
+            trace = Trace(entries.calls, self.plan.profile)
+        return Executor(self.plan, memory, store, self.device, pace, trace)
+
+    # -- moving the values -------------------------------------------------------------------------
+
+    def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
+        """Move all weights, and put zeros in the place of states that are not yet there."""
+        fresh = self._materialise()
+        on = self.device.torch_device
+        stand_ins = {
+            name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=on)
+            for name in {p.dtype for unit in self.plan.profile.units for p in unit.parameters}
+        }
+        self._units = [
+            FlatUnit(u, spec, self.groups[u], stand_ins)
+            for u, spec in enumerate(self.plan.profile.units)
+        ]
+        for unit in self._units:
+            values = [parameter.data for parameter in unit.parameters]
+            try:
+                self._move(unit, values, executor, fresh, initialize)
+            except BaseException:
+                for parameter, value in zip(unit.parameters, values):
+                    make_plain(parameter, value)
+                raise
+        self.device.trim()  # Of the units on their way.
+        States(executor).clear()
+
+    def _materialise(self) -> dict[nn.Parameter, nn.Module]:
+        """Give the parameters on meta new objects; these, with a module that owns each."""
+        renewed: dict[nn.Parameter, nn.Parameter] = {}
+        fresh: dict[nn.Parameter, nn.Module] = {}
+        for module in self.model.modules():
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            for name, parameter in list(own):
+                if not parameter.is_meta:
+                    continue
+                if parameter not in renewed:
+                    empty = torch.zeros(1, dtype=parameter.dtype, device=self.device.torch_device)
+                    shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
+                    new = nn.Parameter(shaped, parameter.requires_grad)
+                    renewed[parameter], self._replaced[new] = new, parameter
+                setattr(module, name, renewed[parameter])
+                fresh.setdefault(renewed[parameter], module)
+        for group in self.groups:
+            group.named = {name: renewed.get(p, p) for name, p in group.named.items()}
+        for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
+            param_group["params"] = [renewed.get(p, p) for p in param_group["params"]]
+        return fresh
+
+    def _move(
+        self,
+        unit: FlatUnit,
+        values: Sequence[torch.Tensor],
+        executor: Executor,
+        fresh: Mapping[nn.Parameter, nn.Module],
+        initialize: Callable[[nn.Module], object],
+    ) -> None:
+        """Gather a unit's weights in one buffer, initialised where they had no values; move it.
+
+        That is on the device unless neither are they nor is their home: then nothing crosses it.
+        """
+        new = {p for p in unit.parameters if p in fresh}
+        start = partial(_initialize_fresh, self.model, new, initialize, unit.parameters)
+        if unit.index in self.plan.residents:
+            give_memory(unit, self.device, new, start)
+            return
+        crosses = self.plan.home("weight", unit.index).tier == "device" or new
+        on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
+        buffer = zeros_on(on, unit.spec.weight_bytes)
+        with torch.no_grad():
+            for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
+                parameter.grad = None
+                parameter.data = view
+            start()
+            for parameter, value in zip(unit.parameters, values):
+                if parameter not in fresh:
+                    parameter.data.copy_(value)
+        for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
+            executor.poke(Value("weight", unit.index, piece), buffer[offset : offset + size])
+        unit.unbind()
+
+    # -- hooking the model -------------------------------------------------------------------------
+
+    def _start(self, executor: Executor) -> tuple[nn.Module, Optimizer | None]:
+        """Build the engine, hook the model, take over the optimizer and the gradients."""
+        places = {p: (u.index, i) for u in self._units for i, p in enumerate(u.parameters)}
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(self.device.torch_device)
+        engine = self._build_engine(executor)
+        for parameter, (unit, index) in places.items():
+            if unit not in engine.residents:
+                parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
+        self._hooks = Hooks(engine, self.model)
+        self._hooks.put_on(self.model, self._announcers(), trains=self.optimizer is not None)
+        optimizer = self._take_over(engine, self._hooks, places)
+        for owner, gradient in self._gradients.items():
+            if gradient is not None and owner in places:
+                owner.grad = gradient.to(self.device.torch_device)
+        return self.model, optimizer
+
+    def _build_engine(self, executor: Executor) -> Engine:
+        free = self.device.free_bytes()  # Snapshots of parameters lie on the device.
+        least = max(EXPOSED_BYTES_LEAST, (host_free_bytes() if free is None else free) // 10)
+        exposed = self.config.bytes_of("exposed_memory")
+        return Engine(
+            self._units,
+            executor,
+            nvme_path=self.config.nvme_path,
+            exposed_bytes_max=least if exposed is None else exposed,
+            micro_batches=self.config.micro_batches,
+            make_updates=partial(Updates, executor, self.config.max_grad_norm),
+        )
+
+    def _announcers(self) -> dict[nn.Module, list[int]]:
+        """By module, the units whose use its call announces."""
+        announcers: dict[nn.Module, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            for module in group.modules if index not in self.plan.residents else ():
+                announcers.setdefault(module, []).append(index)
+        return announcers
+
+    def _take_over(
+        self, engine: Engine, hooks: Hooks, places: dict[nn.Parameter, tuple[int, int]]
+    ) -> Optimizer | None:
+        """Take over the user's optimizer with its states; from here on the model is attached."""
+        optimizer = None
+        if self.optimizer is not None:
+            check = _same_parameters(self.model)
+            states = States(engine.executor)
+            optimizer = Optimizer(self.optimizer, engine, states, places, check)
+        attached[self.model], _attached[self.model] = engine, _Attached(hooks, optimizer)
+        if self.optimizer is not None and optimizer is not None:
+            before = self.optimizer.state
+            optimizer.import_states([(p, before[p]) for p in places if p in before])
+        return optimizer
+
+    # -- undoing it --------------------------------------------------------------------------------
+
+    def _undo(self, executor: Executor) -> None:
+        """Leave the model and the optimizer as they were before."""
+        attached.pop(self.model, None)
+        _attached.pop(self.model, None)
+        if self._hooks is not None:
+            self._hooks.remove()
+        for unit in self._units:
+            if type(unit.parameters[0]) is OffloadedParameter:
+                self._restore(unit, executor)
+        for tensor, device in self._devices.items():
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
+        for parameter, gradient in self._gradients.items():
+            parameter.grad = gradient
+        for module in self.model.modules():
+            own = module.named_parameters(recurse=False, remove_duplicate=False)
+            for name, parameter in list(own):
+                if parameter in self._replaced:
+                    setattr(module, name, self._replaced[parameter])
+        if self.optimizer is not None:
+            give_back(self.optimizer)
+            for group in self.optimizer.param_groups:
+                group["params"] = [self._replaced.get(p, p) for p in group["params"]]
+
+    def _restore(self, unit: FlatUnit, executor: Executor) -> None:
+        """Give the parameters of a unit their values back, on the device that they came from."""
+        on = self._devices.get(unit.parameters[0], executor.device.torch_device)
+        pieces = range(len(unit.spec.weight_chunks))
+        values = (executor.peek(Value("weight", unit.index, piece)) for piece in pieces)
+        buffer = torch.cat([value.to(on) for value in values])
+        for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
+            make_plain(parameter, view)
+
+
+# -- parameters that were on the meta device -------------------------------------------------------
+
+
+def _initialize_fresh(
+    model: nn.Module,
+    fresh: Collection[nn.Parameter],
+    initialize: Callable[[nn.Module], object],
+    present: Sequence[nn.Parameter],
+) -> None:
+    """Initialise the modules of a model that own `fresh` parameters; `present` have memory."""
+    for module in model.modules() if fresh else ():
+        if any(p in fresh for p in module.parameters(recurse=False)):
+            _initialize(module, initialize, present)
+
+
+def _initialize(
+    module: nn.Module,
+    initialize: Callable[[nn.Module], object],
+    present: Sequence[nn.Parameter],
+) -> None:
+    """Initialise a module of whose parameters only some are `present`: the others get scratch."""
+    own = module.parameters(recurse=False)
+    others = [p for p in own if not any(p is one for one in present)]
+    with no_trap():
+        before = [(p, p.data, p.__class__) for p in others]
+        for parameter, data, _ in before:
+            parameter.data = torch.zeros(data.shape, dtype=data.dtype, device=data.device)
+            parameter.__class__ = nn.Parameter
+    try:
+        initialize(module)
+    finally:
+        with no_trap():
+            for parameter, data, kind in before:
+                parameter.data = data
+                parameter.__class__ = kind
+
+
+def _reset(module: nn.Module) -> None:
+    """Initialise a module's parameters by its own method.
+
+    Raises:
+        ValueError: it has none.
+    """
+    own: Any = getattr(module, "reset_parameters", None)
+    if own is None:
+        raise ValueError(
+            f"{type(module).__name__} has parameters on the meta device, and no reset_parameters() "
+            "to give them values: pass initialize= to attach"
+        )
+    own()

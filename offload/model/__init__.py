@@ -1,0 +1,1 @@
+"""The model's side: units, hooks, parameters, gradients, and the engine that they call."""

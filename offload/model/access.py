@@ -1,0 +1,208 @@
+"""Touches of an offloaded parameter: it is read, edited, assigned, or asked for its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.model.engine import Engine
+from offload.model.parameter import OffloadedParameter
+from offload.model.passes import refuse_inside
+from offload.model.saved_tensors import LendingGuard, SavedWeight
+from offload.model.scopes import in_backward
+from offload.model.snapshots import Key
+from offload.model.units import FlatUnit
+from offload.planning.profile import Parameter
+from offload.runtime.entry import entry, interruptible, refuse_recording
+from offload.runtime.torch_internals import no_trap
+
+
+class ParameterAccess:
+    """What the trap asks of the engine for one parameter (`parameter.Access`)."""
+
+    def __init__(self, engine: Engine, unit: int, index: int):
+        """Of parameter `index` of `unit`."""
+        self.engine = engine
+        self.unit = unit
+        self.index = index
+
+    def __reduce__(self) -> Any:
+        return (_nothing, ())  # A pickled parameter is attached to nothing.
+
+    @property
+    def _flat(self) -> FlatUnit:
+        return self.engine.units[self.unit]
+
+    @property
+    def _spec(self) -> Parameter:
+        return self._flat.spec.parameters[self.index]
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def lend(
+        self,
+        function: Callable[..., Any],
+        resting: list[OffloadedParameter],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call `function` while all of `resting` show their true values.
+
+        Raises:
+            RuntimeError: it is being recorded, or gave a parameter other storage.
+        """
+        refuse_recording("an offloaded parameter was used")
+        touched: list[ParameterAccess] = [p._offload_access for p in resting]  # type: ignore[misc]
+        engines = {id(one.engine): one.engine for one in touched}
+        with ExitStack() as stack:
+            for _, engine in sorted(engines.items()):
+                stack.enter_context(engine.lock)
+            for one in touched:
+                stack.enter_context(one._lent())
+            if torch.is_grad_enabled():
+                units = [one._flat for one in touched]
+                guard = LendingGuard(_Lent(touched), units, in_backward())
+                stack.callback(guard.close)
+            with interruptible(), no_trap():
+                return function(*args, **kwargs)
+
+    @contextmanager
+    def _lent(self) -> Iterator[None]:
+        """The parameter shows a snapshot, or its weights where it is in use already."""
+        snapshot = self._snapshot()
+        if snapshot is None:
+            yield
+            return
+        flat, parameter = self._flat, self._flat.parameters[self.index]
+        flat.lend(self.index, snapshot)
+        try:
+            yield
+        finally:
+            with no_trap():
+                kept = parameter.data_ptr() == snapshot.data_ptr() and _alike(parameter, snapshot)
+            flat.unlend(self.index)
+            if not kept:
+                raise RuntimeError(
+                    f"{self._spec.name} was given other storage, shape or dtype, but it is "
+                    "offloaded and only its values can change: detach() first"
+                )
+
+    @entry
+    def _snapshot(self) -> torch.Tensor | None:
+        """A snapshot of the parameter; None while it is in use, and shows its weights."""
+        engine = self.engine
+        engine.end_broken_pass()
+        if self._flat.buffer is not None:
+            return None
+        if in_backward():
+            engine.early.require_open(self.unit, "a touch")
+        else:
+            engine.early.require_step("a touch of a parameter")
+        return engine.snapshots.tensor(Key("weight", self.unit, self.index))
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Copy other values in. An alias of the values before keeps what it shows.
+
+        Raises:
+            ValueError: of another shape, dtype or device.
+        """
+        if data is not self._flat.parameters[self.index]:  # As model.to() assigns what it keeps.
+            self._assign(data.detach())
+
+    @entry
+    def _assign(self, data: torch.Tensor) -> None:
+        with self.engine.lock, no_trap(), torch.no_grad():
+            self.engine.end_broken_pass()
+            self.engine.early.require_step("p.data = ...")
+            require_form(self._spec.name, self._flat.parameters[self.index], data)
+            self.engine.snapshots.put(Key("weight", self.unit, self.index), data)
+
+    def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:
+        """Freeze or unfreeze the parameter.
+
+        Raises:
+            RuntimeError: it was frozen at attach and has no place for a gradient.
+        """
+        if wanted and not self._spec.trainable:
+            raise RuntimeError(
+                f"{self._spec.name} was frozen when the model was attached, so no gradient or "
+                "state has a place: detach(), unfreeze, and attach again"
+            )
+        with no_trap():
+            parameter.requires_grad = wanted
+
+    # -- the gradient ------------------------------------------------------------------------------
+
+    @entry
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient kept for the parameter; None inside a backward."""
+        if in_backward():
+            return None
+        with self.engine.lock:
+            self.engine.end_broken_pass()
+            self.engine.early.require_step("p.grad")
+            return self.engine.gradients.show(self.unit, self.index)
+
+    @entry
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Copy another gradient in, or give it up.
+
+        Raises:
+            RuntimeError: inside a backward.
+            TypeError, ValueError: it does not fit.
+        """
+        refuse_inside("p.grad = ...")
+        with self.engine.lock:
+            self.engine.end_broken_pass()
+            self.engine.early.require_step("p.grad = ...")
+            self.engine.gradients.assign(self.unit, self.index, gradient)
+
+
+def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
+    """Refuse a tensor that is not of the form that a parameter had at attach.
+
+    Raises:
+        ValueError: it has another shape, dtype, device, or order of its elements.
+    """
+    place = found.device.type == wanted.device.type
+    if _alike(wanted, found) and place and (found.dim() < 2 or found.is_contiguous()):
+        return
+
+    def form(one: torch.Tensor) -> str:
+        return f"{tuple(one.shape)} of {one.dtype} on {one.device}, strides {one.stride()}"
+
+    raise ValueError(
+        f"{name} was given values of shape {form(found)}, but was attached as {form(wanted)}; "
+        "likely the model was resized, converted or moved after attach: do that before attach, or "
+        "after offload.detach(model), and attach it again"
+    )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+class _Lent:
+    """Finds what autograd saves of parameters that are lent (`saved_tensors.Locator`)."""
+
+    def __init__(self, touched: Sequence[ParameterAccess]):
+        self._touched = touched
+
+    def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """What stands for a tensor that lies in a lent snapshot, else None."""
+        if tensor.layout is not torch.strided or not tensor.numel():
+            return None
+        for one in self._touched:
+            lent = one._flat.parameters[one.index]
+            offset = tensor.data_ptr() - lent.data_ptr()
+            if 0 <= offset < lent.nbytes:
+                return one._flat.saved_weight(one.engine.active, one.index, offset, tensor)
+        return None
+
+
+def _nothing() -> None:
+    """What an access is after pickling."""

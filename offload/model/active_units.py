@@ -1,0 +1,193 @@
+"""The units in use: their parameters are views of a slot, or of memory taken for that time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from offload.model.passes import Entry, Passes
+from offload.model.saved_tensors import SavedWeight
+from offload.model.snapshots import Key, Snapshots
+from offload.model.units import FlatUnit
+from offload.program.ops import Value
+from offload.runtime.entry import entry
+from offload.runtime.executor import Executor
+from offload.runtime.memory import zeros_on
+
+
+class Owner(Protocol):
+    """Whose units they are; the engine."""
+
+    units: Sequence[FlatUnit]
+    lock: threading.RLock
+
+    def check(self) -> None:
+        """Raise unless the engine can be used."""
+
+
+class ActiveUnits:
+    """Brings units into use and puts them at rest, each in its turn of the open pass."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        passes: Passes,
+        snapshots: Snapshots,
+        owner: Owner,
+    ):
+        """No unit is in use; `owner` has all of them."""
+        self._executor = executor
+        self._passes = passes
+        self._snapshots = snapshots
+        self._owner = owner
+        self.lock = owner.lock
+        self._weight_slot = executor.plan.weight_slot
+        self._on_cpu = executor.device.torch_device.type == "cpu"
+        self.units: list[FlatUnit] = []
+        """Those in use."""
+
+    def use(self, unit: FlatUnit) -> None:
+        """Wait for a unit's weights and let its parameters be views of them."""
+        entry = self._passes.take(unit.index)
+        slot = self._weight_slot[unit.index]
+        if slot is not None and any(slot == self._weight_slot[one.index] for one in self.units):
+            self._use_apart(unit, entry)
+            return
+        try:
+            self._executor.lanes.begin(entry.task)
+            if unit.kept is None:
+                unit.kept = unit.views_of(self._executor.memory.weights(unit.index))
+            unit.bind(unit.kept)
+        except BaseException:
+            if entry.task.begun:
+                self._executor.lanes.finish(entry.task)
+            self._passes.give_up(entry)
+            raise
+        unit.task = entry.task
+        self.units.append(unit)
+
+    def _use_apart(self, unit: FlatUnit, entry: Entry) -> None:
+        """Use a unit in memory of its own: a unit that is used with it has its slot."""
+        self._passes.give_up(entry)
+        self._snapshots.reserve(unit.index, unit.spec.weight_bytes, unit.spec.name)
+        try:
+            self._executor.quiesce("weight", unit.index, to_write=False)
+            with torch.inference_mode(False):
+                buffer = zeros_on(self._executor.device, unit.spec.weight_bytes)
+            for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
+                home = self._executor.peek(Value("weight", unit.index, piece))
+                buffer[offset : offset + size].copy_(home)
+            unit.bind(unit.views_of(buffer))
+        except BaseException:
+            self._snapshots.unreserve(unit.index)
+            raise
+        self.units.append(unit)
+
+    def leave(self, used: Sequence[FlatUnit]) -> None:
+        """A module that uses these units has run: put at rest those that nothing else uses.
+
+        Raises:
+            RuntimeError: a parameter was changed in place meanwhile. All of `used` rest then.
+        """
+        changed = [name for unit in used if unit.buffer is not None and (name := unit.changed())]
+        for unit in used:
+            unit.depth = max(0, unit.depth - 1)
+            unit.held = unit.buffer is not None and (unit.held or unit.spec.lasting) and not changed
+            self.release(unit)
+        if changed:
+            refuse_change(changed[0], "forward")
+
+    def release(self, unit: FlatUnit) -> None:
+        """Put a unit at rest when nothing uses it any more."""
+        if unit.buffer is None or unit.depth > 0 or unit.held:
+            return
+        self._snapshots.unreserve(unit.index)
+        unit.unbind()
+        self.units.remove(unit)
+        if unit.task is not None:
+            self._executor.lanes.finish(unit.task)
+            unit.task = None
+
+    def hold(self, unit: FlatUnit, graph_task: int) -> None:
+        """Keep a unit in use for its backward, until the next one's in the same graph task."""
+        if not unit.held:  # Else a backward around this one may have its weights.
+            unit.graph_task = graph_task
+        unit.held = True
+
+    def release_held(self, graph_task: int, *, but: FlatUnit | None = None) -> None:
+        """Put the units at rest that a graph task holds, but one and those that are lasting.
+
+        A unit that was called inside the forward of another stays with it: their backwards
+        interleave.
+
+        Raises:
+            RuntimeError: a parameter of one was changed in place in its backward.
+        """
+        changed = None
+        for unit in list(self.units):
+            stays = but is not None and unit.nested_with(but)
+            if unit.graph_task == graph_task and not (stays or unit.spec.lasting):
+                changed = changed or unit.changed()
+                unit.held, unit.graph_task = False, -1
+                self.release(unit)
+        if changed:
+            refuse_change(changed, "backward")
+
+    def release_lasting(self) -> None:
+        """Put at rest units that are held, but that no module uses which is under way."""
+        for unit in list(self.units):
+            if not unit.depth:
+                unit.held, unit.graph_task = False, -1
+                self.release(unit)
+
+    def release_all(self) -> None:
+        """Put every unit at rest, whatever uses it."""
+        for unit in list(self.units):
+            unit.depth, unit.held, unit.graph_task = 0, False, -1
+            self.release(unit)
+
+    def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """What stands for a tensor that lies in weights in use, else None."""
+        if tensor.layout is not torch.strided:
+            return None
+        address = tensor.data_ptr()
+        for unit in self.units:
+            if unit.address <= address < unit.end:  # Of what is empty the address is zero.
+                own = tensor.is_cpu is self._on_cpu  # Else that is of other memory.
+                return unit.saved_at(self, address, tensor) if own else None
+        return None
+
+    def tensor_of(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight that autograd has saved: in the slot, or in a snapshot.
+
+        Raises:
+            RuntimeError: the parameter was modified after the forward that saved it.
+        """
+        self._owner.check()
+        unit = self._owner.units[saved.unit]
+        unit.require_version(saved)
+        return self._from_snapshot(saved) if unit.buffer is None else unit.view_of(saved)
+
+    @entry
+    def _from_snapshot(self, saved: SavedWeight) -> torch.Tensor:
+        return saved.of(self._snapshots.tensor(Key("weight", saved.unit, saved.parameter)))
+
+    def outliving(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, or a copy where it lies in weights in use, which it would outlive."""
+        plain = type(tensor) is torch.Tensor
+        return tensor.clone() if plain and self.saved_weight(tensor) else tensor
+
+
+def refuse_change(name: str, verb: str) -> None:
+    """Refuse a parameter that was changed in place while it was in use.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        f"{name} was changed in place in the {verb} of its own module, where an offloaded weight "
+        f"is read-only, and the change is lost: change it between two steps, or outside the {verb}"
+    )

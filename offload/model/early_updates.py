@@ -1,0 +1,178 @@
+"""Updates that begin inside the last backward of a step.
+
+[Note: Early updates]
+Only the user knows which backward is the last before a step: `Config(micro_batches=N)` says so of
+the N-th, or `engine.last_micro_batch()` of the next one. In it a unit goes this way:
+
+    OPEN --each gradient came as often as in the backward before--> FINAL
+    FINAL --the unit is at rest, and autograd keeps nothing of it--> BEGUN --step()--> OPEN
+
+A FINAL unit that does not come to rest before the backward ends begins at `step()`. Once an update
+has begun `step()` must follow, with the hyper-parameters that it began with: it cannot be undone.
+Whatever would look at half-updated weights, or bring another gradient, is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cpu_adam.hyper import Hyper
+from offload.config import warn_user
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStep:
+    """What one parameter's update in one step was frozen to."""
+
+    hyper: Hyper
+    number: int
+    """Of the parameter's step, from 1."""
+
+
+Step = Mapping[int, Mapping[int, ParameterStep]]
+"""By unit and parameter, those that take part in a step."""
+
+
+MISMATCHES_TOLD = 2
+"""So many steps in a row with another number of backwards than was declared are told."""
+
+
+class EarlyUpdates:
+    """The backwards since the last step, and the updates begun before the next."""
+
+    def __init__(self, micro_batches: int | None, names: Sequence[str], *, possible: bool):
+        """`micro_batches` backwards make a step, None: unknown.
+
+        Unless `possible` nothing begins early: gradients that are clipped need their norm first.
+        """
+        self.freeze: Callable[[int], Mapping[int, ParameterStep]] = lambda unit: {}
+        """What a step taken now would do to a unit; set by the optimizer."""
+        self.begun: dict[int, Mapping[int, ParameterStep]] = {}
+        """Updates begun before `step()`, by unit."""
+        self.final: set[int] = set()
+        """Units whose gradient is complete, in the last backward of a step."""
+        self.notice: str | None = None
+        """What the user was told of a declared number that is not kept."""
+        self._number = micro_batches
+        self.possible = possible
+        """Whether any update can begin early."""
+        self._names = names
+        self._finished = 0
+        """Backwards since the last step, or since gradients were given up."""
+        self._said = self._is_last = False
+        self._now: list[Counter[int]] = [Counter() for _ in names]
+        """By unit and parameter, how often a gradient came in the backward under way."""
+        self._before: list[Counter[int]] | None = None
+        """The same of the last backward that was finished."""
+        self._mismatches = 0
+
+    @property
+    def begins_early(self) -> bool:
+        """Whether updates begin inside backwards."""
+        return self.possible and self._number is not None
+
+    def last_micro_batch(self) -> None:
+        """The next backward is the last before a step."""
+        self._said = True
+
+    # -- what happens ----------------------------------------------------------------------------
+
+    def backward_began(self) -> None:
+        """An outermost backward begins."""
+        self._is_last = self.possible and (self._said or self._finished + 1 == self._number)
+        self._now = [Counter() for _ in self._names]
+
+    def gradients_came(self, unit: int, parameters: Iterable[int]) -> None:
+        """A backward has produced gradients of a unit.
+
+        Raises:
+            RuntimeError: the unit's update has begun without it.
+        """
+        self.require_open(unit, "another gradient")
+        self._now[unit].update(parameters)
+        if self._is_last and self._before is not None:
+            complete = self._now[unit] == self._before[unit]
+            (self.final.add if complete else self.final.discard)(unit)
+
+    def begin(self, unit: int) -> Mapping[int, ParameterStep]:
+        """Freeze the update of a FINAL unit that rests; nothing where none is due."""
+        self.final.remove(unit)
+        steps = self.freeze(unit)
+        if steps:
+            self.begun[unit] = steps
+        return steps
+
+    def backward_ended(self, *, finished: bool) -> None:
+        """The outermost backward is over; one that raised, or produced none, does not count."""
+        self.final.clear()
+        if finished and any(self._now):
+            self._finished += 1
+            self._before = self._now
+
+    def gave_up(self) -> None:
+        """Gradients were given up: the next backward may be the first of a step."""
+        self._finished, self._said = 0, False
+
+    def stepped(self, step: Step) -> Step:
+        """What of a step has not begun yet; the step is then taken.
+
+        Raises:
+            RuntimeError: the step is not the one that was begun.
+        """
+        begun = self.begun
+        if any(step.get(unit, {}) != steps for unit, steps in begun.items()):
+            raise RuntimeError(
+                "learning rate, decay or another hyper-parameter changed between the last backward "
+                "and step(), but updates had begun with the earlier values. Put them back and call "
+                "step() again; change them after step(), or leave Config.micro_batches out"
+            )
+        self._tell_of_another_number()
+        self.begun, self._finished, self._said = {}, 0, False
+        return {unit: steps for unit, steps in step.items() if unit not in begun}
+
+    def _tell_of_another_number(self) -> None:
+        if self._number is None or self.begun or self._finished in (0, self._number):
+            self._mismatches = 0
+            return
+        self._mismatches += 1
+        if self._mismatches == MISMATCHES_TOLD:
+            self.notice = (
+                f"Config.micro_batches={self._number} backward calls were declared for each step, "
+                f"and the last {MISMATCHES_TOLD} steps had another number ({self._finished}): no "
+                "update begins inside backward; declare the number that your loop has"
+            )
+            warn_user(self.notice)
+
+    # -- what is refused -------------------------------------------------------------------------
+
+    def require_open(self, unit: int, what: str) -> None:
+        """Refuse `what`, which is of a unit and comes inside a backward.
+
+        Raises:
+            RuntimeError: the unit's update has begun.
+        """
+        if unit in self.begun:
+            raise RuntimeError(
+                f"{what} of {self._names[unit]} came in a backward after its update had begun, as "
+                "Config.micro_batches declares that backward the last of the step. step() "
+                "completes the step with the gradients that came before. Declare the number of "
+                "backward calls that your loop has, or leave micro_batches out"
+            )
+
+    def require_step(self, what: str) -> None:
+        """Refuse `what`, which makes no sense between an early update and its step.
+
+        Raises:
+            RuntimeError: `step()` has to come first.
+        """
+        if self.begun:
+            raise RuntimeError(
+                f"{what} came before step(), but updates of {len(self.begun)} of "
+                f"{len(self._names)} units have begun, as Config.micro_batches={self._number} "
+                "or last_micro_batch() said that step() follows; likely the loop, or the trainer, "
+                "accumulates another number of batches, looks at gradients before step() (to clip "
+                "them, which Config.max_grad_norm does inside step()), or its last backward "
+                "raised: call step() first, declare that number, or leave micro_batches out"
+            )

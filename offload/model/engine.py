@@ -1,0 +1,420 @@
+"""The engine: what a model's hooks, touches of its parameters and its optimizer call."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from cpu_adam.choice import available
+from offload.model.active_units import ActiveUnits
+from offload.model.early_updates import EarlyUpdates, Step
+from offload.model.gradients import Gradients, take_gradient
+from offload.model.passes import Passes
+from offload.model.resident import Residents
+from offload.model.scopes import ForwardCall, GraphTasks, in_backward
+from offload.model.snapshots import Key, Snapshots
+from offload.model.units import FlatUnit, count_change
+from offload.program.ops import Verb
+from offload.runtime import entry as entries
+from offload.runtime.entry import EngineError, entry
+from offload.runtime.executor import Executor
+from offload.runtime.trace import Report
+
+
+class Updates(Protocol):
+    """What updates the parameters of a step, see `optim.update`."""
+
+    def issue(self, step: Step, pass_number: int) -> None:
+        """Queue the updates of a step, to be done by the deadlines of a pass."""
+
+    def settle(self) -> None:
+        """Block until every update is done."""
+
+    def grad_norm(self) -> float | None:
+        """The norm of the last step's gradient before clipping; None without clipping."""
+
+
+engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""All engines of the process."""
+
+attached: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+"""The engine of each attached model."""
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine attached to a model.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if model not in attached:
+        raise ValueError("the model is not attached: attach it first; detach it only once")
+    return attached[model]
+
+
+class Engine:
+    """Everything attached to one model. Every access to its values takes `lock`."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        executor: Executor,
+        *,
+        nvme_path: tuple[str, ...],
+        exposed_bytes_max: int,
+        micro_batches: int | None,
+        make_updates: Callable[[Residents], Updates],
+    ):
+        """Run `units`, whose values are at home already, by `executor`.
+
+        `make_updates` is given the resident units, whose weights no lane moves.
+        """
+        self.plan, self.nvme_path = executor.plan, nvme_path
+        self.units, self.lock = units, threading.RLock()
+        self.executor, self._lanes = executor, executor.lanes
+        self.residents = Residents(executor, units, self)
+        self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
+        self.snapshots = Snapshots(executor, self.passes.weights_changed, exposed_bytes_max)
+        self.active = ActiveUnits(executor, self.passes, self.snapshots, self)
+        self.gradients = Gradients(executor, self.passes, self.snapshots)
+        self.updates = make_updates(self.residents)
+        names = [unit.name for unit in self.plan.profile.units]
+        self.early = EarlyUpdates(micro_batches, names, possible=not self.plan.clips)
+        self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
+        self._owner = threading.get_ident()
+        """The thread that began the pass under way, or the last one."""
+        self.steps = 0
+        found = *executor.memory.notices, None if executor.store is None else executor.store.notice
+        self._notices = tuple(filter(None, found))
+        self._pid, self._since = os.getpid(), time.perf_counter()
+        self._interruptions = len(entries.interruptions())
+        engines.add(self)
+        self._close = weakref.finalize(self, _close, executor, self._pid)
+        available()  # The extensions are loaded now: what is registered later goes first at exit,
+        atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: object) -> Engine:
+        raise TypeError(
+            "an attached model cannot be copied with its engine: copy it before attach, or build "
+            "a new model and load_state_dict() into it"
+        )
+
+    def __reduce__(self) -> Any:
+        raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, in sentences."""
+        return (*self._notices, *filter(None, [self.early.notice]))
+
+    # -- whether it can be used --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless the engine can be used here and now.
+
+        Raises:
+            EngineError: it was closed, a lane has failed, or an interrupt has cut through it.
+            RuntimeError: it is of another process, asleep, or a CUDA graph is being captured.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "a forked process touched an offloaded model, whose memory stays with the parent: "
+                "move the work there, or start workers with multiprocessing 'spawn'"
+            )
+        if self._lanes.closed:
+            raise EngineError(
+                "the offload engine of this model was closed: after offload.detach() go on with "
+                "the optimizer that it returned; after close() attach the model anew"
+            )
+        if len(entries.interruptions()) != self._interruptions:
+            raise EngineError(
+                f"{entries.interruptions()[-1]} interrupted the offload engine in the middle of "
+                "something that may be half done: go on from the last checkpoint"
+            )
+        self.executor.check()
+
+    @property
+    def owned(self) -> bool:
+        """Whether this thread drives the pass under way, or autograd does for it."""
+        return threading.get_ident() == self._owner or in_backward()
+
+    def refuse_intruder(self) -> None:
+        """Refuse this thread while another one is inside a forward or backward.
+
+        On an accelerator a backward calls hooks on threads of autograd's own.
+
+        Raises:
+            RuntimeError: another one is.
+        """
+        if threading.get_ident() == self._owner:
+            return
+        if in_backward() and not self.executor.device.is_host:
+            return
+        if self.forward.running or self.graph_tasks.running:
+            raise RuntimeError(
+                f"thread {threading.current_thread().name!r} asked for weights, gradients or "
+                "states of an offloaded model while another thread was inside its forward or "
+                "backward: one thread at a time drives a model. Take what is needed between two "
+                "steps (p.detach().clone(), model.state_dict())"
+            )
+
+    # -- passes ----------------------------------------------------------------------------------
+
+    def open_forward(self) -> None:
+        """The model's forward begins."""
+        self.refuse_intruder()
+        self.end_pass(finished=False)
+        self.early.require_step("the next forward")
+        self.snapshots.boundary()
+        self._open(Verb.FORWARD)
+
+    def _open(self, verb: Verb) -> None:
+        self._owner = threading.get_ident()
+        self.passes.open(verb)
+
+    def enter_backward(self) -> int:
+        """Open the backward pass at its first sign, and be called when it ends; its graph task."""
+        task = self.graph_tasks.current()
+        if task in self.graph_tasks:
+            return task
+        self.check()
+        self.refuse_intruder()
+        if self.passes.verb is not Verb.BACKWARD or not self.graph_tasks.running:
+            self.end_pass(finished=self.passes.verb is not Verb.BACKWARD)
+            self.early.require_step("another backward")
+            self.snapshots.boundary()
+            self.early.backward_began()
+            self._open(Verb.BACKWARD)
+        self.graph_tasks.began(task, entry(partial(self._graph_ended, task)))
+        return task
+
+    def _graph_ended(self, task: int) -> None:
+        """A backward has ended; the outermost one ends the pass."""
+        with self.lock:
+            self.graph_tasks.ended(task)
+            self.active.release_held(task)
+            if self.graph_tasks.running:
+                self._begin_final()
+                return
+            for unit, one in enumerate(self.gradients.units):
+                if one.deferred:  # Without the last of the unit's, with which they are counted.
+                    self.early.gradients_came(unit, list(one.deferred))
+            self.end_pass(finished=True)
+            for unit in self.early.final:
+                self.snapshots.boundary(unit)  # Snapshots that the backward itself has made.
+            self._begin_final()
+            self.early.backward_ended(finished=True)
+
+    def collect(self, unit: int, index: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient; when it completes the unit's, its update begins soon."""
+        if self.graph_tasks.current() not in self.graph_tasks:
+            self.enter_backward()
+        self.early.gradients_came(unit, (*self.gradients.units[unit].deferred, index))
+        self.gradients.collect(unit, index, gradient)
+
+    def _begin_final(self) -> None:
+        """Begin the updates of FINAL units that are at rest, see [Note: Early updates]."""
+        for index in sorted(self.early.final):
+            unit = self.units[index]
+            if unit.buffer is not None or unit.saved or self.gradients.shows(index):
+                continue
+            self.gradients.send(index)
+            if not self.early.begun:
+                self.updates.settle()
+            if steps := self.early.begin(index):
+                with self._lanes.once():
+                    self._begin_updates({index: steps})
+
+    def end_pass(self, *, finished: bool) -> None:
+        """Put every unit at rest, send all gradients home, take back what was queued."""
+        verb = self.passes.verb
+        aborted = verb is Verb.BACKWARD and not finished
+        self.active.release_all()
+        self.forward.end()
+        self.graph_tasks.clear()
+        if aborted:
+            self.early.backward_ended(finished=False)
+            for unit in (one for one in self.units if one.index not in self.residents):
+                for parameter in unit.parameters:
+                    take_gradient(parameter)  # One whose hook Ctrl-C has skipped.
+        self.gradients.send_all()
+        self.passes.close(finished=finished)  # An update that has begun may wait for what it drops.
+
+    def end_broken_pass(self) -> None:
+        """End a pass that an exception or Ctrl-C has broken off; nothing inside one that runs.
+
+        Raises:
+            EngineError, RuntimeError: see `check` and `refuse_intruder`.
+        """
+        self.check()
+        self.refuse_intruder()
+        if in_backward():
+            return
+        if self.passes.verb is Verb.BACKWARD or self.forward.broken_off:
+            self.end_pass(finished=False)
+
+    def begin_call(self) -> bool:
+        """A hooked module is called outside a backward; whether that is the outermost call."""
+        self.refuse_intruder()
+        if self.forward.running:
+            return False
+        self.end_broken_pass()
+        self.forward.begin()
+        self._owner = threading.get_ident()
+        return True
+
+    def enter(self, unit: FlatUnit) -> None:
+        """A module that uses a unit is about to run; inside a backward it is a recompute."""
+        if in_backward():
+            task = self.enter_backward()  # A recompute may be the first that is seen of it.
+            self.active.release_held(task, but=unit)  # Their backward is over.
+            self.early.require_open(unit.index, "a recompute")
+        elif self.active.units:
+            unit.around.update(one.index for one in self.active.units if one.depth)
+        self._use(unit)
+        unit.depth += 1
+
+    def hold(self, unit: FlatUnit) -> None:
+        """The backward of a unit is next: let go of the units held before it."""
+        task = self.enter_backward()
+        self.active.release_held(task, but=unit)
+        if self.early.final:
+            self._begin_final()  # Before blocking: the lanes may take it up meanwhile.
+        if unit.index not in self.early.begun:  # Else nothing that comes needs its weights.
+            self.active.hold(unit, task)
+            self._use(unit)
+
+    def _use(self, unit: FlatUnit) -> None:
+        """Bring a unit into use, in a pass that is opened where there is none."""
+        if unit.buffer is not None:
+            if unit.task is not None:
+                self._lanes.join(unit.task)
+            return
+        if self.passes.verb is None:
+            self.early.require_step("the next forward")
+            self.snapshots.boundary()
+            self._open(Verb.FORWARD)
+        if unit.index in self.snapshots:
+            self.snapshots.boundary(unit.index)
+        self.active.use(unit)
+
+    # -- weights outside their use -----------------------------------------------------------------
+
+    def stream_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, values) of every offloaded parameter, one at a time, each in memory of its own."""
+        self._require_step()
+        for unit in self.units:
+            for index, one in enumerate(unit.spec.parameters):
+                yield one.name, self.values_of(unit.index, index)
+
+    @entry
+    def values_of(self, unit: int, index: int) -> torch.Tensor:
+        """The true values of a parameter, in memory of their own, whatever exposed_memory is."""
+        with self.lock:
+            self.end_broken_pass()
+            if unit in self.residents:
+                return self.residents.value(unit, index)
+            if (used := self.units[unit]).buffer is not None:
+                return used.views[index].clone()
+            self.snapshots.boundary(unit)
+            return self.snapshots.read(Key("weight", unit, index))
+
+    @entry
+    def boundary(self) -> None:
+        """Take over the edits of all snapshots, between two passes."""
+        with self.lock:
+            self.end_broken_pass()
+            if not in_backward() and not self.forward.running:
+                self.snapshots.boundary()
+
+    def gradients_of(self, unit: int) -> Gradients | Residents:
+        """What has the gradients of a unit."""
+        return self.residents if unit in self.residents else self.gradients
+
+    # -- the optimizer ---------------------------------------------------------------------------
+
+    def last_micro_batch(self) -> None:
+        """Say that the next backward is the last before `optimizer.step()`.
+
+        Updates then begin inside it. Where every step has the same number of backwards,
+        `Config(micro_batches=N)` says so once.
+        """
+        self.early.last_micro_batch()
+
+    def step(self, step: Step) -> None:
+        """Take one optimizer step over the parameters in `step`; returns before it is done."""
+        self.end_pass(finished=False)
+        self.residents.check(step)
+        self.snapshots.boundary()
+        viewed = self.gradients.let_go()
+        if not (begun := self.early.begun):
+            self.updates.settle()
+        due = self.early.stepped(step)
+        with self._lanes.once() if begun else nullcontext():
+            self._begin_updates(due)
+        with self._lanes.once():
+            self.steps += 1
+            self._lanes.ledger.stepped(self.steps, self.passes.misses)
+            for unit in viewed:  # A view could change what the update is still to read.
+                self.executor.quiesce("gradient", unit)
+
+    def _begin_updates(self, step: Step) -> None:
+        """Queue updates, and let nobody use what they change as if it stayed."""
+        for unit in step:
+            self.passes.invalidate(unit)
+            count_change([self.units[unit].parameters[index] for index in step[unit]])
+            self.units[unit].note_versions()
+        self.executor.step = self.steps + 1
+        self.updates.issue(step, self.passes.number + 1)
+
+    @entry
+    def settle(self) -> None:
+        """Block until every update is done; an EngineError tells what went wrong."""
+        with self.lock:
+            self._require_step()
+            self.updates.settle()
+
+    @entry
+    def _require_step(self) -> None:
+        with self.lock:
+            self.end_broken_pass()
+            self.early.require_step("a look at the whole state")
+
+    # -- reports and the end ---------------------------------------------------------------------
+
+    def report(self) -> Report:
+        """What was done and waited for since attach."""
+        use = {lane.value: use for lane, use in self.executor.lanes.ledger.use.items()}
+        wall = time.perf_counter() - self._since
+        exposed = sum(one.exposed_s for one in use.values())
+        return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
+
+    def close(self) -> None:
+        """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
+        self._close()
+        if os.getpid() == self._pid:  # Else a child has nothing of it.
+            self.gradients.forget_places()
+            for unit in self.units:
+                unit.close()
+
+
+def _close(executor: Executor, pid: int) -> None:
+    """Close an executor, in the process that made it only."""
+    if os.getpid() == pid:
+        executor.close()

@@ -1,0 +1,378 @@
+"""Gradients: taken over as backward makes them, kept in their tier, shown as `p.grad`.
+
+[Note: Order of summation]
+Every time autograd has accumulated into `p.grad` the engine takes the result out. The first is
+copied, each later one is added by one rounding, in the order in which they come, on every tier. A
+gradient on its way waits in the unit's device slot until all of the unit's parameters have theirs.
+A parameter that comes twice, or another unit that needs the slot, sends it on earlier.
+
+[Note: Deferred gradients]
+Small gradients stay where autograd has made them until the last of their unit comes: one place is
+taken for all of them, and sent on once. The hook that defers one does nothing else, and is no
+`entry`: cut off by a signal it has deferred the gradient or not.
+
+[Note: p.grad]
+A gradient at home in a memory tier is shown in place: `p.grad` is that home, and a later backward
+adds to it. One on nvme is shown as a snapshot. What is assigned is copied in. At `step()`,
+`zero_grad()` and `p.grad = None` the engine lets go: a tensor that somebody holds gets memory of
+its own first, so it keeps what it showed; a view of it does not, and shows later gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam import accumulate
+from offload.model.parameter import ActiveParameter
+from offload.model.passes import Passes
+from offload.model.snapshots import Alias, Key, Snapshots, share
+from offload.model.units import refuse_sparse
+from offload.planning.profile import Parameter
+from offload.program.ops import Use, Value, Verb
+from offload.program.schedule import Task
+from offload.runtime.executor import Executor
+from offload.runtime.memory import typed
+from offload.runtime.torch_internals import no_trap
+
+DEFERRED_BYTES_MAX = 128 << 10
+"""Gradients of a unit that are deferred, if together they are no larger."""
+
+DEFERRED_BYTES_OF_ALL_MAX = 8 << 20
+"""Of so many units: where a unit's last does not come, others stay deferred, in no budget."""
+
+
+@dataclass(slots=True)
+class UnitGradient:
+    """The gradient of one unit, as far as it has come."""
+
+    trainable: frozenset[int]
+    deferred_max: int
+    """How many of its gradients may be deferred: all but the last; 0 where they are too large."""
+    deferred: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By parameter, what has come and is still where autograd has made it."""
+    kept: set[int] = field(default_factory=set)
+    """Parameters that have a gradient."""
+    arrived: set[int] = field(default_factory=set)
+    """Parameters whose gradient is in the place where it is collected, not yet sent on."""
+    task: Task | None = None
+    """The collecting, while it goes on."""
+    views: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By parameter, the place where its gradient is collected."""
+
+
+class Gradients:
+    """The gradients of an engine's streamed parameters."""
+
+    def __init__(self, executor: Executor, passes: Passes, snapshots: Snapshots):
+        """None is there; `passes` says where each op stands."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._passes = passes
+        self._snapshots = snapshots
+        self._collecting: set[int] = set()
+        """Units whose gradient is being collected."""
+        self._shown: dict[tuple[int, int], Alias] = {}
+        """By unit and parameter, what shows a gradient in place."""
+        self.units: list[UnitGradient] = []
+        here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
+        left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
+        for index, unit in enumerate(self._plan.profile.units):
+            trainable = frozenset(i for i, p in enumerate(unit.parameters) if p.trainable)
+            size = self._plan.bytes_of("gradient", index)
+            deferred = len(trainable) - 1 if size <= min(left, DEFERRED_BYTES_MAX) else 0
+            left -= size if deferred else 0
+            self.units.append(UnitGradient(trainable, deferred))
+
+    # -- in backward -----------------------------------------------------------------------------
+
+    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Take over a gradient that autograd has just produced.
+
+        Raises:
+            ValueError: it is sparse.
+        """
+        if gradient.layout is not torch.strided:
+            refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
+        one = self.units[unit]
+        if parameter in one.deferred:
+            self._put(one, unit)
+        if parameter in one.arrived and self._plan.gradient_slot[unit] is not None:
+            self.send(unit)
+        one.deferred[parameter] = gradient
+        self._put(one, unit)
+        if len(one.arrived) == len(one.trainable):
+            self.send(unit)
+
+    def _put(self, one: UnitGradient, unit: int) -> None:
+        """Put what is deferred to what has arrived."""
+        if one.task is None:
+            self._acquire(unit)
+        else:
+            self._executor.lanes.join(one.task)
+        at_home = self._plan.gradient_slot[unit] is None
+        while one.deferred:
+            parameter, gradient = one.deferred.popitem()
+            view = one.views.get(parameter)
+            if view is None:
+                view = one.views[parameter] = self._view(
+                    self._passes.known.collecting_place(unit), unit, parameter
+                )
+            if at_home and parameter in one.kept:
+                accumulate(view, gradient)
+            else:
+                view.copy_(gradient)
+            if at_home:
+                one.kept.add(parameter)
+            one.arrived.add(parameter)
+
+    def send(self, unit: int) -> None:
+        """Send what has arrived on to the unit's home; nothing to do when nothing has."""
+        one = self.units[unit]
+        if one.deferred:
+            self._put(one, unit)
+        if one.task is None:
+            return
+        self._executor.lanes.finish(one.task)
+        one.task = None
+        self._collecting.discard(unit)
+        arrived, one.arrived = one.arrived, set()
+        if self._plan.gradient_slot[unit] is None:
+            return
+        for known in self._passes.known.offload_gradient(
+            unit, self._passes.position + 1, first=not one.kept
+        ):
+            run = None
+            if known.op.verb is Verb.ADD:
+                reads = known.op.reads
+                run = self._adder(unit, reads[0], reads[1], arrived, set(one.kept))
+            self._executor.issue_known(known, self._passes.number, run)
+        one.kept |= arrived
+
+    def send_all(self) -> bool:
+        """Send on everything that has come anywhere; whether anything had."""
+        came = [at for at, one in enumerate(self.units) if one.deferred or one.task is not None]
+        for unit in came:
+            self.send(unit)
+        return bool(came)
+
+    def forget_places(self) -> None:
+        """The memory of the tiers is given back: keep no views of it."""
+        for one in self.units:
+            one.views.clear()
+
+    def _acquire(self, unit: int) -> None:
+        """Wait until the collecting place of a unit is free, and begin to collect."""
+        slot = self._plan.gradient_slot[unit]
+        for other in sorted(self._collecting) if self._collecting and slot is not None else ():
+            if self._plan.gradient_slot[other] == slot:
+                self.send(other)
+        known = self._passes.known.collect(unit, self._passes.position)
+        task = self._executor.lanes.issue(known, self._passes.number, None)
+        try:
+            self._executor.lanes.begin(task)
+        except BaseException:
+            if task.begun:
+                self._executor.lanes.finish(task)
+            self._executor.lanes.cancel([task])
+            raise
+        self.units[unit].task = task
+        self._collecting.add(unit)
+
+    def _adder(
+        self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
+    ) -> Callable[[], None]:
+        """The op that adds the staged gradients to those kept; what is new is copied."""
+
+        def run() -> None:
+            for parameter in sorted(arrived):
+                into = self._view(deposit, unit, parameter)
+                gradient = self._view(stage, unit, parameter)
+                if parameter in kept:
+                    accumulate(into, gradient)
+                else:
+                    into.copy_(gradient)
+
+        return run
+
+    # -- what `p.grad` does ----------------------------------------------------------------------
+
+    def has(self, unit: int, parameter: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return parameter in self.units[unit].kept
+
+    def shows(self, unit: int) -> bool:
+        """Whether somebody may edit gradients of a unit before the next boundary."""
+        return unit in self._snapshots or any(key[0] == unit for key in self._shown)
+
+    def show(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """The gradient in the parameter's shape, None where there is none; edits count.
+
+        Raises:
+            MemoryError: the gradient is on nvme, and a snapshot has no room.
+        """
+        if not self.has(unit, parameter):
+            return None
+        if self._on_nvme(unit):
+            return self._snapshots.tensor(Key("gradient", unit, parameter))
+        self._executor.quiesce("gradient", unit)
+        shown = self._shown.get((unit, parameter))
+        found = None if shown is None else shown.tensor()
+        if found is None:
+            found, self._shown[unit, parameter] = share(self._at_home(unit, parameter))
+        return found
+
+    @torch.no_grad()
+    def assign(self, unit: int, parameter: int, gradient: torch.Tensor | None) -> None:
+        """Copy a gradient in, in place of the one that there is, if any.
+
+        Raises:
+            TypeError: it is no tensor.
+            ValueError: it does not fit the parameter, or that was frozen at attach.
+        """
+        if gradient is None:
+            self.give_up(unit, parameter)
+            return
+        kept = self._plan.profile.units[unit].gradient_dtype(parameter)
+        require_fitting(self._parameter(unit, parameter), gradient, kept)
+        shown = self._shown.get((unit, parameter))
+        if shown is not None and shown.tensor() is gradient:
+            return  # As `p.grad *= 2` ends.
+        if self._on_nvme(unit):
+            self._snapshots.put(Key("gradient", unit, parameter), gradient)
+        else:
+            self._let_go(unit, parameter)
+            self._executor.quiesce("gradient", unit)
+            self._executor.copy_now(self._at_home(unit, parameter), gradient)
+        self.units[unit].kept.add(parameter)
+
+    def give_up(self, unit: int, parameter: int) -> None:
+        """Let a parameter have no gradient."""
+        self._snapshots.drop(Key("gradient", unit, parameter))
+        self._let_go(unit, parameter)
+        self.units[unit].kept.discard(parameter)
+
+    @torch.no_grad()
+    def zero(self, unit: int, parameters: Collection[int]) -> None:
+        """Make gradients zeros, as `zero_grad(set_to_none=False)` does."""
+        kept = self.units[unit].kept
+        if self._on_nvme(unit) and kept <= set(parameters):
+            for parameter in kept:
+                self._snapshots.drop(Key("gradient", unit, parameter))
+            self._executor.quiesce("gradient", unit)
+            self._executor.clear(Value("gradient", unit))
+            return
+        for parameter in parameters:
+            if (gradient := self.show(unit, parameter)) is not None:
+                gradient.zero_()
+
+    def take_all(self, unit: int) -> list[torch.Tensor | None]:
+        """The gradients of a unit, by parameter, in memory of their own; None where none is."""
+        every = range(len(self._plan.profile.units[unit].parameters))
+        return [
+            self._snapshots.read(Key("gradient", unit, one)) if self.has(unit, one) else None
+            for one in every
+        ]
+
+    def let_go(self) -> set[int]:
+        """An update will read the homes, or their memory is given back: show none any more.
+
+        Returns the units of whose gradients somebody still has a view, which cannot move.
+        """
+        if self._shown and not self._executor.device.is_host:
+            self._executor.lanes.drain()  # The user's stream may still edit them.
+        return {unit for unit, parameter in list(self._shown) if self._let_go(unit, parameter)}
+
+    @torch.no_grad()
+    def _let_go(self, unit: int, parameter: int) -> bool:
+        shown = self._shown.pop((unit, parameter), None)
+        if shown is None:
+            return False
+        if (held := shown.tensor()) is not None:
+            self._executor.quiesce("gradient", unit, to_write=False)
+            held.data = held.clone()
+        return shown.held
+
+    # -- places ----------------------------------------------------------------------------------
+
+    def _parameter(self, unit: int, parameter: int) -> Parameter:
+        return self._plan.profile.units[unit].parameters[parameter]
+
+    def _on_nvme(self, unit: int) -> bool:
+        return self._plan.home("gradient", unit).tier == "nvme"
+
+    def _at_home(self, unit: int, parameter: int) -> torch.Tensor:
+        return self._view(
+            Use(self._plan.home("gradient", unit), Value("gradient", unit)), unit, parameter
+        )
+
+    def _view(self, use: Use, unit: int, parameter: int) -> torch.Tensor:
+        """A gradient in the shape of its parameter, in a place of a memory tier."""
+        spec = self._plan.profile.units[unit]
+        dtype, shape = spec.gradient_dtype(parameter), spec.parameters[parameter].shape
+        flat = self._executor.memory.at(use)
+        return typed(flat, dtype, spec.gradient_offset(parameter), shape)
+
+
+def defer(one: UnitGradient, parameter: int, holder: nn.Parameter) -> bool:
+    """Defer a gradient that is not the last of its unit, see [Note: Deferred gradients].
+
+    A parameter's second gradient is not deferred: the first has to be sent on, or added to, before.
+    """
+    if len(one.deferred) + len(one.arrived) >= one.deferred_max:
+        return False
+    if parameter in one.deferred or parameter in one.arrived:
+        return False
+    gradient = _GRAD.__get__(holder)
+    if gradient is None or gradient.layout is not torch.strided:
+        return False
+    _GRAD.__set__(holder, None)
+    one.deferred[parameter] = gradient
+    return True
+
+
+def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Take the gradient that autograd has put on a parameter, leaving None."""
+    gradient: torch.Tensor | None
+    if type(parameter) is ActiveParameter:  # It has no trap.
+        gradient = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
+        return gradient
+    with no_trap():
+        gradient = _GRAD.__get__(parameter)
+        _GRAD.__set__(parameter, None)
+    return gradient
+
+
+def require_fitting(one: Parameter, gradient: object, kept: str) -> None:
+    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is of another shape or dtype, or sparse, or the parameter was frozen at
+            attach.
+    """
+    what = f"to {one.name}.grad was assigned"
+    if not isinstance(gradient, torch.Tensor):
+        raise TypeError(f"{what} a {type(gradient).__name__}: a tensor is needed, or None")
+    if gradient.layout is not torch.strided:
+        refuse_sparse(f"{what} a gradient that")
+    if tuple(gradient.shape) != one.shape:
+        raise ValueError(f"{what} a tensor of shape {tuple(gradient.shape)}, not {one.shape}")
+    if str(gradient.dtype).removeprefix("torch.") not in (one.dtype, kept):
+        raise ValueError(
+            f"{what} a tensor of {gradient.dtype}, but its gradients are of {one.dtype}, and torch "
+            f"converts none either: assign it .to(torch.{one.dtype})"
+        )
+    if not one.trainable:
+        raise ValueError(
+            f"{what} a gradient, but it was frozen at attach, and has no place for one"
+        )
+
+
+_GRAD: Any = torch.Tensor.grad
+"""Torch's own, whatever a class makes of it."""

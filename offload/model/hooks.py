@@ -1,0 +1,342 @@
+"""The hooks on a model: they tell the engine which unit is about to be used, and has been."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from offload.model.engine import Engine
+from offload.model.gradients import UnitGradient, defer, take_gradient
+from offload.model.marks import Marks
+from offload.model.outputs import replaced, tensors_in
+from offload.model.parameter import ActiveParameter, AttachedParameter
+from offload.model.saved_tensors import SavingGuard
+from offload.model.scopes import GraphTasks, in_backward
+from offload.model.snapshots import Key
+from offload.model.units import FlatUnit
+from offload.planning.machine import host_free_bytes
+from offload.planning.tiers import format_bytes
+from offload.runtime.entry import Hook, entry, refuse_recording
+from offload.runtime.torch_internals import data_parallel, graph_task, no_trap, uncompiled
+
+
+class _Running(NamedTuple):
+    """A module whose forward runs."""
+
+    module: nn.Module
+    guard: SavingGuard
+    given: tuple[Any, ...]
+    """The arguments, to know an output that the module only forwards (T5's position bias): it was
+    made by another module, and its gradient comes in the middle of that module's backward, whose
+    weights must stay then."""
+
+
+class Hooks:
+    """All hooks of one engine on one model."""
+
+    def __init__(self, engine: Engine, model: nn.Module):
+        """Of `engine`, for `model`; `put_on` puts them there."""
+        self._engine = engine
+        self._running: list[_Running] = []
+        """The outermost first."""
+        self._in_forward = False
+        """Whether the model as a whole runs."""
+        self._handles: list[Any] = []
+        self._announce = [
+            partial(entry(self._before_backward), unit) if unit.spec.backward else None
+            for unit in engine.units
+        ]
+        """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
+        self._copies = _StateDictCopies(engine)
+        lanes = engine.executor.lanes
+        self._marks = Marks(lanes.note) if lanes.ledger.trace and engine.plan.residents else None
+
+    def put_on(
+        self, model: nn.Module, announcers: Mapping[nn.Module, Sequence[int]], *, trains: bool
+    ) -> None:
+        """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
+        engine, keep = self._engine, self._handles.append
+        keep(model.register_forward_pre_hook(Hook(entry(self._enter_root)), prepend=True))
+        before, after = entry(self._before_forward), entry(self._after_forward)
+        for module, used in announcers.items():
+            units = tuple(engine.units[unit] for unit in used)
+            keep(module.register_forward_pre_hook(Hook(before, units), with_kwargs=True))
+            keep(module.register_forward_hook(Hook(after, units), always_call=True))
+        keep(model.register_forward_hook(Hook(entry(self._leave_root)), always_call=True))
+        pending = engine.residents.pending
+        for index, unit in pending.units.items():
+            for module in filter(None, (ref() for ref in unit.modules)):
+                keep(module.register_forward_pre_hook(Hook(pending.called(index))))
+        self._put_on_state_dict(model)
+        for unit in engine.units:
+            if unit.index not in engine.residents or not trains:
+                self._put_on_gradients(unit, trains=trains)
+
+    def _put_on_state_dict(self, model: nn.Module) -> None:
+        engine, keep = self._engine, self._handles.append
+        places = {
+            parameter: (unit.index, index)
+            for unit in engine.units
+            if unit.index not in engine.residents
+            for index, parameter in enumerate(unit.parameters)
+        }
+        copies = entry(self._copies.replace)
+        for module in model.modules():
+            if own := {n: places[p] for n, p in _own(module) if p in places}:
+                register: Any = module.register_state_dict_post_hook
+                keep(register(Hook(copies, own)))
+            if own or module is model:
+                before: Any = module.register_load_state_dict_pre_hook
+                saving: Any = module.register_state_dict_pre_hook
+                keep(saving(Hook(_before_state_dict, engine)))
+                keep(before(_refuse_assign))
+
+    def _put_on_gradients(self, unit: FlatUnit, *, trains: bool) -> None:
+        # Torch hides what such a hook holds from the garbage collector.
+        engine = weakref.ref(self._engine)
+        one = self._engine.gradients.units[unit.index]
+        for index, parameter in enumerate(unit.parameters):
+            if not (unit.spec.parameters[index].trainable or parameter.requires_grad):
+                continue
+            collect = Hook(entry(_collect), engine, trains, unit.index, index)
+            if trains and one.deferred_max:
+                tasks = self._engine.graph_tasks
+                collect = Hook(uncompiled(_defer), collect, tasks, one, index)
+            register: Any = parameter.register_post_accumulate_grad_hook
+            with no_trap():
+                self._handles.append(register(collect))
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._drop_guards()
+
+    # -- the model as a whole --------------------------------------------------------------------
+
+    def _enter_root(self, module: nn.Module, args: Any) -> None:
+        refuse_recording("an offloaded module was called")
+        _refuse_data_parallel()
+        with self._engine.lock:
+            self._engine.check()
+            if not in_backward():
+                self._engine.open_forward()
+                self._engine.forward.begin()
+                self._drop_guards()
+                self._in_forward = True
+                if self._marks is not None:
+                    self._marks.forward_begins()
+
+    def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
+        with self._engine.lock:
+            # Torch calls this for a thread that was refused, too.
+            if self._in_forward and self._engine.owned and not in_backward():
+                self._in_forward = False
+                self._engine.end_pass(finished=output is not None)
+                if self._marks is not None and output is not None:
+                    self._marks.forward_ends(output)
+
+    def _drop_guards(self) -> None:
+        """A forward that Ctrl-C ended, also one inside a backward, has skipped its own hook."""
+        left, self._running = self._running, []
+        SavingGuard.drop_left([one.guard for one in left])
+
+    # -- one module -------------------------------------------------------------------------------
+
+    def _before_forward(
+        self, used: tuple[FlatUnit, ...], module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        refuse_recording("an offloaded module was called")
+        engine, inside = self._engine, in_backward()
+        with engine.lock:
+            engine.check()
+            if not inside and engine.begin_call():
+                self._in_forward = False
+                self._drop_guards()
+            for unit in used:
+                engine.enter(unit)
+            guard = SavingGuard(engine.active, used, inside)
+            self._running.append(_Running(module, guard, (*args, *kwargs.values())))
+
+    def _after_forward(
+        self, used: tuple[FlatUnit, ...], module: nn.Module, args: Any, output: Any
+    ) -> Any:
+        engine = self._engine
+        with engine.lock:
+            mine = engine.owned and self._running and self._running[-1].module is module
+            if not mine:
+                return None  # The thread was refused, or another hook raised before.
+            run = self._running.pop()
+            run.guard.close()
+            single = type(output) is torch.Tensor
+            output = (
+                engine.active.outliving(output)
+                if single
+                else replaced(output, engine.active.outliving)
+            )
+            if torch.is_grad_enabled():
+                for tensor in (output,) if single else tensors_in(output):
+                    node = tensor.grad_fn
+                    if node is not None and not any(tensor is one for one in run.given):
+                        self._announce_backward(node, used)
+            last = not self._running and not self._in_forward
+            if last and not in_backward():  # Nothing else tells of the end of such a call.
+                engine.forward.end()
+            engine.active.leave(used)
+            if last and not in_backward():
+                engine.active.release_lasting()
+            return output
+
+    def _announce_backward(self, node: Node, used: tuple[FlatUnit, ...]) -> None:
+        """Let the node that made an output tell that the backward of these units is next."""
+        for unit in used:
+            if (announcement := self._announce[unit.index]) is not None:
+                node.register_prehook(announcement)
+
+    def _before_backward(self, unit: FlatUnit, gradients: object) -> None:
+        if torch.is_grad_enabled():
+            _refuse_create_graph()
+        with self._engine.lock:
+            self._engine.hold(unit)
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return module.named_parameters(recurse=False, remove_duplicate=False)
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+def _defer(
+    collect: Hook, tasks: GraphTasks, one: UnitGradient, index: int, parameter: nn.Parameter
+) -> None:
+    """See [Note: Deferred gradients] of `gradients`; `tasks` are those that the engine knows of."""
+    plain = type(parameter) is ActiveParameter and not torch.is_grad_enabled()
+    if not (plain and graph_task() in tasks and defer(one, index, parameter)):
+        collect(parameter)
+
+
+def _collect(
+    ref: Callable[[], Engine | None],
+    trains: bool,
+    unit: int,
+    index: int,
+    parameter: nn.Parameter,
+) -> None:
+    engine = ref()
+    gradient = None if engine is None else take_gradient(parameter)
+    if engine is None or gradient is None:
+        return
+    if not trains:
+        raise RuntimeError(
+            "backward() on a model attached without an optimizer: its gradients have no home; "
+            "attach it with its optimizer, or run it under torch.no_grad()"
+        )
+    if torch.is_grad_enabled():
+        _refuse_create_graph()
+    with engine.lock:
+        engine.collect(unit, index, gradient)
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def _refuse_create_graph() -> None:
+    """Torch runs a backward with gradients enabled when, and only when, it builds a graph of it.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "create_graph=True needs all weights until the second backward, and offloaded ones move: "
+        "compute higher derivatives on a model that is not attached"
+    )
+
+
+def _refuse_assign(
+    module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *_: object
+) -> None:
+    """Before a module loads: assigned parameters would be others than those attached.
+
+    Raises:
+        ValueError: it was asked to assign.
+    """
+    if metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            "load_state_dict(assign=True) would put other parameters in the place of the offloaded "
+            "ones: load with assign=False, which copies the values"
+        )
+
+
+def _refuse_data_parallel() -> None:
+    """Refuse to run inside DistributedDataParallel, to which gradients here never come.
+
+    Raises:
+        RuntimeError: it is called by one.
+    """
+    if data_parallel() is not None:
+        raise RuntimeError(
+            "an attached model was called by DistributedDataParallel, which sums gradients over "
+            "ranks before the engine sees them: every rank would train alone. Call the model "
+            "itself, and between backward() and step() average p.grad over the ranks with "
+            "torch.distributed.all_reduce"
+        )
+
+
+# -- state_dict ----------------------------------------------------------------------------------
+
+
+def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: object) -> None:
+    """Take over edits, and refuse copies for which there is no memory.
+
+    Raises:
+        MemoryError: less is free than the copies take.
+    """
+    if prefix:  # Of a submodule, inside a call of the user's.
+        return
+    engine.boundary()
+    needed = sum(one.nbytes for one in module.parameters() if isinstance(one, AttachedParameter))
+    if needed > (free := host_free_bytes()):
+        raise MemoryError(
+            f"state_dict() copies {format_bytes(needed, up=True)} of offloaded weights to CPU "
+            f"memory, and {format_bytes(free)} is free there: go through "
+            "optimizer.engine.stream_weights(), which takes one parameter at a time, or attach "
+            "with less cpu_memory"
+        )
+
+
+class _StateDictCopies:
+    """Lets `state_dict()` hold copies in CPU memory, which count against no budget."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self._destination: Callable[[], object] = lambda: None
+        self._copies: dict[tuple[int, int], Callable[[], torch.Tensor | None]] = {}
+        """Of the call under way: tied parameters share one copy."""
+
+    def replace(
+        self,
+        own: Mapping[str, tuple[int, int]],
+        module: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        metadata: object,
+    ) -> None:
+        """A module has written its parameters, `own` those that are streamed, into a dictionary."""
+        if self._destination() is not state_dict:
+            self._destination, self._copies = weakref.ref(state_dict), {}
+        for name, place in own.items():
+            written = state_dict.get(prefix + name)
+            if type(written) is torch.Tensor:  # Else it was asked to keep the parameters.
+                found = self._copies.get(place, lambda: None)()
+                if found is None:
+                    found = self._engine.snapshots.take(Key("weight", *place))
+                    self._copies[place] = weakref.ref(found)
+                state_dict[prefix + name] = found

@@ -1,0 +1,286 @@
+"""Parameters of an attached model: with a trap at rest, plain views of a slot in use.
+
+[Note: The trap]
+A parameter at rest is of class `OffloadedParameter` over a one-element storage full of NaN. Every
+torch function that is given one comes to `__torch_function__`. Questions that the stand-in answers
+truly (shape, dtype, identity) go through. `.grad` and assignments go to the engine. Any other
+function is called while the parameter's data is a snapshot of its true values. The class is swapped
+in place, so the object, its hooks and its graph stay.
+
+In use a parameter is an `ActiveParameter`, and nothing stands between it and torch but `.grad`,
+which the engine keeps elsewhere.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from offload.runtime.torch_internals import break_graphs_at, fits_in_place, no_trap, uncompiled
+
+Found = TypeVar("Found")
+_T: Any = torch.Tensor
+
+
+class Access(Protocol):
+    """What a parameter asks of its engine; its own unit and index are inside."""
+
+    def lend(
+        self,
+        function: Callable[..., Any],
+        resting: list[OffloadedParameter],
+        args: Any,
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call `function` while all of `resting` show their true values."""
+
+    def gradient(self) -> torch.Tensor | None:
+        """The gradient kept for the parameter."""
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Replace the gradient kept for the parameter."""
+
+    def set_data(self, data: torch.Tensor) -> None:
+        """Replace the parameter's values."""
+
+    def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:
+        """Freeze or unfreeze the parameter."""
+
+
+class AttachedParameter(nn.Parameter):
+    """A parameter of an attached model, at rest or in use. Copies and pickles of it are plain."""
+
+    _offload_access: Access
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) in memo:
+            return memo[id(self)]  # type: ignore[no-any-return]
+        memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copied
+
+    def __copy__(self) -> nn.Parameter:
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return (nn.Parameter, (self.data, self.requires_grad))
+
+    def set_(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        """Refused. Torch does not send this one to the trap.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "an offloaded parameter cannot be given other storage: copy_() values into it, or "
+            "detach() first"
+        )
+
+
+class ActiveParameter(AttachedParameter):
+    """A parameter in use: a view of its unit's slot."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient kept for the parameter; None inside a backward."""
+        if torch.compiler.is_compiling():  # Dynamo reads every attribute, and uses none.
+            return None
+        return self._offload_access.gradient()
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        self._offload_access.set_gradient(gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self._offload_access.set_gradient(None)
+
+
+class OffloadedParameter(AttachedParameter):
+    """A parameter at rest, see [Note: The trap]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what is true of the stand-in, too; else ask the engine or lend true values."""
+        kwargs = kwargs or {}
+        if func in TRUE_AT_REST:
+            with no_trap():
+                return func(*args, **kwargs)
+        return cls._answer(func, args, kwargs)
+
+    @classmethod
+    @uncompiled
+    def _answer(cls, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in _BACKWARDS:
+            return _differentiate(func, args, kwargs)
+        handler = _HANDLERS.get(func)
+        if handler is not None and isinstance(args[0], OffloadedParameter):
+            return handler(*args, **kwargs)
+        resting = list(dict.fromkeys(find((args, kwargs), OffloadedParameter)))
+        return resting[0]._offload_access.lend(func, resting, args, kwargs)
+
+
+def find(tree: Any, kind: type[Found]) -> Iterable[Found]:
+    """All objects of a class in nested tuples, lists, sets and dictionaries."""
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (list, tuple, set, frozenset)):
+        for item in tree:
+            yield from find(item, kind)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from find(item, kind)
+
+
+# -- torch.compile -------------------------------------------------------------------------------
+
+
+def _breaks_the_graph(name: str) -> property:
+    """An attribute at which torch.compile breaks its graph: it would trace the stand-in's own."""
+    own = getattr(torch.Tensor, name)
+    return property(
+        uncompiled(lambda parameter: own.__get__(parameter)),
+        uncompiled(lambda parameter, value: own.__set__(parameter, value)),
+        uncompiled(lambda parameter: own.__delete__(parameter)),
+    )
+
+
+for _name in ("grad", "data", "T", "mT", "H", "mH", "real", "imag"):
+    setattr(OffloadedParameter, _name, _breaks_the_graph(_name))
+break_graphs_at(OffloadedParameter)
+
+# -- backwards for some parameters -----------------------------------------------------------------
+
+_BACKWARDS = {one: signature(one) for one in (torch.autograd.grad, torch.autograd.backward)}
+
+
+def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a backward for parameters at rest, given as edges of the graph, which have no class.
+
+    The trap stays on for all that the backward calls: recomputes, and the user's hooks.
+    """
+    given = _BACKWARDS[function].bind(*args, **kwargs).arguments
+    outputs, inputs = next(iter(given)), given["inputs"]
+    resting = list(find((given[outputs], inputs), OffloadedParameter))
+    with no_trap():
+        if not all(one.requires_grad for one in resting):
+            return function(**given)  # Which refuses it.
+        edge = {id(one): get_gradient_edge(one) for one in resting}
+    for name in (outputs, "inputs"):
+        if given[name] is not None:
+            given[name] = tuple(edge.get(id(one), one) for one in given[name])
+    zeros = given.pop("materialize_grads", False)
+    found = function(**given)
+    if not zeros or all(one is not None for one in found):
+        return found
+    alike = (torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs)
+    return tuple(zero if one is None else one for one, zero in zip(found, alike))
+
+
+# -- what the engine answers -----------------------------------------------------------------------
+
+
+def _refuse_hook(parameter: OffloadedParameter, hook: object) -> None:
+    raise RuntimeError(
+        "register_post_accumulate_grad_hook of an offloaded parameter: its gradient is accumulated "
+        "where it lives, and p.grad shows none inside a backward. p.register_hook() changes each "
+        "gradient as it comes; after backward p.grad may be changed"
+    )
+
+
+def _compatible(parameter: OffloadedParameter, other: torch.Tensor) -> bool:
+    """Whether a conversion can be set as `.data`; else torch would register another parameter.
+
+    Raises:
+        RuntimeError: it cannot.
+    """
+    with no_trap():
+        if fits_in_place(parameter, other):
+            return True
+        found = f"{other.dtype} on {other.device}"
+        kept = f"{parameter.dtype} on {parameter.device}"
+    raise RuntimeError(
+        f"the model was asked for parameters of {found}, but it is offloaded with {kept}: leave "
+        "out that .to(), or detach() before it"
+    )
+
+
+def _requires_grad_(parameter: OffloadedParameter, requires_grad: bool = True) -> Any:
+    parameter._offload_access.set_requires_grad(parameter, requires_grad)
+    return parameter
+
+
+def _as_contiguous(question: Any) -> Any:
+    """The answer to `question` for a contiguous tensor of the parameter's shape."""
+
+    def answer(parameter: OffloadedParameter, *args: Any, **kwargs: Any) -> Any:
+        alike = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return question(alike, *args, **kwargs)
+
+    return answer
+
+
+def _converted(convert: Any) -> Any:
+    """A conversion that changes nothing returns the parameter, as torch has it."""
+
+    def answer(parameter: OffloadedParameter, *args: Any, **kwargs: Any) -> Any:
+        probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        if kwargs.get("memory_format") is None and convert(probe, *args, **kwargs) is probe:
+            return parameter
+        return parameter._offload_access.lend(convert, [parameter], (parameter, *args), kwargs)
+
+    return answer
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    _T.grad.__get__: lambda parameter, *_: parameter._offload_access.gradient(),
+    _T.grad.__set__: lambda parameter, value: parameter._offload_access.set_gradient(value),
+    _T.grad.__delete__: lambda parameter: parameter._offload_access.set_gradient(None),
+    _T.data.__set__: lambda parameter, value: parameter._offload_access.set_data(value),
+    _T.requires_grad.__set__: _requires_grad_,
+    _T.requires_grad_: _requires_grad_,
+    _T.register_post_accumulate_grad_hook: _refuse_hook,
+    fits_in_place: _compatible,
+    **{one: _as_contiguous(one) for one in (_T.stride, _T.is_contiguous, _T.storage_offset)},
+    **{
+        one: _converted(one)
+        for one in (_T.to, _T.cpu, _T.cuda, _T.float, _T.bfloat16, _T.contiguous)
+    },
+}
+"""Functions that the engine answers itself, by what they are given as first argument."""
+
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_GETTERS = _words("""
+    shape ndim dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu is_xpu is_meta
+    is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xla is_vulkan is_maia is_ipu
+    output_nr retains_grad name names itemsize nbytes
+""")
+
+_METHODS = _words("""
+    size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
+    is_inference is_same_size register_hook retain_grad get_device __hash__ __len__ has_names
+""")
+
+_FUNCTIONS = _words("""
+    is_floating_point is_complex is_tensor numel is_same_size is_inference get_device is_storage
+""")
+
+TRUE_AT_REST = frozenset(
+    [
+        *(getattr(_T, name).__get__ for name in _GETTERS if hasattr(_T, name)),
+        *(getattr(_T, name) for name in _METHODS if hasattr(_T, name)),
+        *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
+    ]
+)
+"""Functions whose answer at rest is the true one. Names that this torch lacks are left out."""

@@ -1,0 +1,290 @@
+"""Passes: one forward or one backward over the units, fetched ahead in the compiled order.
+
+[Note: Misses]
+A pass queues the fetches of all units at once, in the expected order; slots bound how far ahead
+they run. When the user's modules are used in another order, fetches that have not begun are
+cancelled, and the pass goes on from where the unit used now stands in the order (or with that unit
+alone). The result stays right, and the miss is counted. The order seen is that expected of the next
+pass of the same kind. A backward after a forward in a new order is expected in its reverse.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+from offload.model.scopes import in_backward
+from offload.planning.layout import Place
+from offload.planning.profile import profile_of
+from offload.program.compile import compute, fetch, offload_gradient, weight_in_use
+from offload.program.ops import Op, Use, Value, Verb
+from offload.program.schedule import Task
+from offload.runtime.books import Known
+from offload.runtime.executor import Executor
+
+KNOWN_PER_UNIT_MAX = 16
+"""Prepared ops kept per unit: with orders that depend on the data there would be no end."""
+
+Made = TypeVar("Made")
+
+
+class KnownOps:
+    """The ops of passes, prepared when first needed and issued again in every later pass."""
+
+    def __init__(self, executor: Executor):
+        """None is prepared yet."""
+        self._executor = executor
+        self._plan = executor.plan
+        self._turns: dict[Hashable, tuple[list[Known], Known]] = {}
+        self._collects: dict[Hashable, Known] = {}
+        self._carries: dict[Any, list[Known]] = {}
+
+    def turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
+        """The fetch of a unit's weights at a position in a pass, and the compute that uses them."""
+        return self._turns.get((verb, unit, position)) or self._keep(
+            self._turns, (verb, unit, position), lambda: self._turn(verb, unit, position)
+        )
+
+    def collect(self, unit: int, position: int) -> Known:
+        """The compute that makes the gradient of a unit."""
+        return self._collects.get((unit, position)) or self._keep(
+            self._collects, (unit, position), lambda: self._collect(unit, position)
+        )
+
+    def offload_gradient(self, unit: int, deadline: int, *, first: bool) -> list[Known]:
+        """What takes a gradient home: the `first`, which is copied, or another, which is added."""
+        return self._carries.get((unit, deadline, first)) or self._keep(
+            self._carries,
+            (unit, deadline, first),
+            lambda: self._all(offload_gradient(self._plan, unit, deadline, first=first)),
+        )
+
+    def collecting_place(self, unit: int) -> Use:
+        """Where the gradient of a unit is collected."""
+        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
+        return Use(place, Value("gradient", unit))
+
+    def _turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
+        weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
+        op = replace(compute(self._plan, unit, verb, position), reads=(weights,), writes=())
+        return self._all(fetch(self._plan, unit, position)), self._executor.known(op)
+
+    def _collect(self, unit: int, position: int) -> Known:
+        op = compute(self._plan, unit, Verb.BACKWARD, position)
+        return self._executor.known(replace(op, reads=(), writes=(self.collecting_place(unit),)))
+
+    def _all(self, ops: list[Op]) -> list[Known]:
+        return [self._executor.known(op) for op in ops]
+
+    def _keep(self, kept: dict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
+        if len(kept) >= KNOWN_PER_UNIT_MAX * len(self._plan.profile.units):
+            kept.clear()
+        made = kept[key] = make()
+        return made
+
+
+TOGETHER = 16
+"""Units whose fetches are queued before a lane is woken. Waking a lane costs more than queueing,
+but the first fetches are needed at once."""
+
+
+class Entry(NamedTuple):
+    """A unit queued in a pass: the fetch of its weights, and the compute that uses them."""
+
+    unit: int
+    position: int
+    fetches: list[Task]
+    task: Task
+
+
+_Turn = tuple[Place | None, list[Known], Known]
+"""A unit in a pass: its slot, the fetch of its weights, and the compute that uses them."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    verb: Verb
+    order: tuple[int, ...]
+    queue: deque[Entry] = field(default_factory=deque)
+    used: list[int] = field(default_factory=list)
+
+
+def refuse_inside(what: str) -> None:
+    """Refuse `what`, which needs all gradients, while some are on their way home.
+
+    Raises:
+        RuntimeError: autograd is running on this thread.
+    """
+    if in_backward():
+        raise RuntimeError(
+            f"{what} was called in a hook, inside a backward, but gradients of an offloaded model "
+            "are on their way then: call it after backward(); p.register_hook() changes a gradient "
+            "as it comes"
+        )
+
+
+class Passes:
+    """The pass that is open, what the weight slots hold, and the orders seen."""
+
+    def __init__(self, executor: Executor, forward: Sequence[int], backward: Sequence[int]):
+        """Start with the orders of a profile, but for units whose use nobody announces."""
+        self._executor = executor
+        self._plan = executor.plan
+        orders = {Verb.FORWARD: forward, Verb.BACKWARD: backward}
+        self.orders = {
+            verb: tuple(unit for unit in order if unit not in self._plan.residents)
+            for verb, order in orders.items()
+        }
+        self._seen = self.orders[Verb.FORWARD], self.orders[Verb.BACKWARD]
+        """Forward and backward orders of the last finished pair; the declared ones before there
+        was any."""
+        self.number = 0
+        """Passes opened so far; the pass under way, or the last one."""
+        self.misses = 0
+        self._held: dict[Place, int] = {}
+        """Unit that each slot will hold when all that is queued has run."""
+        self._open: _Pass | None = None
+        self.position = 0
+        """Position in the order of the open pass after the last unit used."""
+        self.verb: Verb | None = None
+        """Direction of the open pass."""
+        self.known = KnownOps(executor)
+        self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
+        """Of each direction, the turns in the order of its last pass."""
+
+    def open(self, verb: Verb) -> None:
+        """Begin a pass: queue the fetches of all its units."""
+        assert self._open is None
+        self.number += 1
+        self.position = 0
+        self._open, self.verb = _Pass(verb, self.orders[verb]), verb
+        self._queue(self._open, 0)
+
+    def close(self, *, finished: bool) -> None:
+        """End the pass; the order of a `finished` one is that of the next."""
+        ended, self._open, self.verb, self.position = self._open, None, None, 0
+        if ended is None:
+            return
+        self._drop(ended)
+        if finished and ended.used:
+            self.orders[ended.verb] = used = tuple(ended.used)
+            if ended.verb is Verb.BACKWARD:
+                self._seen = (self.orders[Verb.FORWARD], used)
+            else:
+                ahead, behind = self._seen
+                if ahead != used:
+                    behind = profile_of(self._plan.profile.units, used).backward
+                self.orders[Verb.BACKWARD] = behind
+
+    def take(self, unit: int) -> Entry:
+        """The turn of `unit`, used now by the user's modules."""
+        opened = self._open
+        assert opened is not None
+        opened.used.append(unit)
+        next_in_order = opened.queue and opened.queue[0].unit == unit
+        if not next_in_order and self._at_hand(opened, unit):
+            return self._entry(opened, unit, self.position)
+        if not next_in_order:
+            self._resume(opened, unit)
+        entry = opened.queue.popleft()
+        self.position = entry.position + 1
+        return entry
+
+    def _at_hand(self, opened: _Pass, unit: int) -> bool:
+        """Whether the weights are where they are used, and nothing queued takes their place."""
+        slot = self._plan.weight_slot[unit]
+        coming = {self._plan.weight_slot[entry.unit] for entry in opened.queue}
+        if slot is None:
+            return coming <= {None}
+        return slot not in coming and self._held.get(slot) == unit
+
+    def pause(self) -> None:
+        """Take back all that is queued and has not begun; the next use goes on from there."""
+        if self._open is not None:
+            self._drop(self._open)
+
+    def give_up(self, entry: Entry) -> None:
+        """A turn that was taken does not begin; what is queued behind it is taken back too."""
+        self.misses += 1
+        self.pause()
+        self._executor.lanes.cancel([*entry.fetches, entry.task])
+        self.invalidate(entry.unit)
+
+    def forget(self) -> None:
+        """The memory of the tiers is given back, and what the slots hold with it."""
+        assert self._open is None
+        self._held.clear()
+        self._turns.clear()
+        self.known = KnownOps(self._executor)
+
+    def invalidate(self, unit: int) -> None:
+        """What a slot holds of `unit`, or will hold, is no longer its weights."""
+        slot = self._plan.weight_slot[unit]
+        if slot is not None and self._held.get(slot) == unit:
+            del self._held[slot]
+
+    def weights_changed(self, unit: int) -> None:
+        """The home of a unit's weights changes: what is fetched or to be fetched of them is old."""
+        self.pause()
+        self.invalidate(unit)
+
+    def _resume(self, opened: _Pass, unit: int) -> None:
+        """Go on from the next turn of `unit` in the order; without one, with it alone first."""
+        self.misses += 1
+        self._drop(opened)
+        ahead = [*range(self.position, len(opened.order)), *range(self.position)]
+        found = next((at for at in ahead if opened.order[at] == unit), None)
+        if found is not None:
+            self._queue(opened, found)
+        else:
+            opened.queue.append(self._entry(opened, unit, self.position - 1))
+            self._queue(opened, self.position)
+
+    def _queue(self, opened: _Pass, start: int) -> None:
+        turns = self._turns_of(opened)
+        for first in range(start, len(turns), TOGETHER):
+            some = turns[first : first + TOGETHER]
+            opened.queue += self._entries(opened.order[first : first + TOGETHER], some, first)
+
+    def _turns_of(self, opened: _Pass) -> list[_Turn]:
+        order, turns = self._turns.get(opened.verb, ((), []))
+        if order != opened.order:
+            turns = [self._turn(opened.verb, unit, at) for at, unit in enumerate(opened.order)]
+            self._turns[opened.verb] = opened.order, turns
+        return turns
+
+    def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
+        return self._plan.weight_slot[unit], *self.known.turn(verb, unit, position)
+
+    def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
+        return self._entries([unit], [self._turn(opened.verb, unit, position)], position)[0]
+
+    def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
+        """Queue the fetches of units, unless their slots will hold them, and their computes."""
+        ops: list[Known] = []
+        ends, held = [], self._held.copy()
+        for unit, (slot, moves, computes) in zip(units, turns):
+            if slot is not None and held.get(slot) != unit:
+                ops += moves
+                held[slot] = unit
+            ops.append(computes)
+            ends.append(len(ops))
+        with self._executor.lanes.together():
+            tasks = self._executor.issue_all(ops, self.number)
+        self._held = held  # Last: what could not be queued will be in no slot.
+        begins = [0, *ends]
+        return [
+            Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])
+            for at, (unit, end) in enumerate(zip(units, ends))
+        ]
+
+    def _drop(self, opened: _Pass) -> None:
+        """Take back what was queued and has not begun."""
+        tasks = [task for entry in opened.queue for task in (*entry.fetches, entry.task)]
+        self._executor.lanes.cancel(tasks)
+        for entry in opened.queue:
+            if any(task.cancelled for task in entry.fetches):
+                self.invalidate(entry.unit)
+        opened.queue.clear()

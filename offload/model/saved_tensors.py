@@ -1,0 +1,214 @@
+"""Saved-tensor hooks around the use of weights that move.
+
+[Note: Saved weights]
+Autograd saves views of weights (`weight.t()`) that lie in a slot, and the slot is refilled before
+backward. So around each unit's forward a pair of saved-tensor hooks packs every tensor that lies in
+a unit's weights as a `SavedWeight` (unit, offset, shape, strides). It is turned back into a view
+when the unit is in use again, or into one of a snapshot when it is not: a stale read is impossible.
+A saved weight also notes the parameter's version, which torch does not check for packed tensors.
+
+Any other tensor goes to the hooks that were active before (of a checkpoint, of `save_on_cpu`), or
+is kept as torch keeps it: apart from its graph, as a node that saves its own output would keep
+itself alive, and with its version. All that is packed holds on to the unit's `Saver` until autograd
+lets go of it, which tells that the backward of the unit is over.
+
+[Note: Hooks left behind]
+Ctrl-C in a module skips its forward hook, so its pair stays on torch's stack. Every `with` of
+saved-tensor hooks that the exception unwinds pops the topmost pair, ours in place of its own.
+Either way there is one pair too many for each forward that was cut off, right above those that
+were there before the first of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import checkpoint
+
+from offload.model.parameter import ActiveParameter
+from offload.runtime.entry import entry
+from offload.runtime.torch_internals import in_dispatch_mode, no_trap, saving_hooks, version
+
+
+class Saver:
+    """Lives as long as autograd keeps a weight of a unit, or an input of its recompute."""
+
+    __slots__ = ("__weakref__",)
+
+
+class SavedWeight(NamedTuple):
+    """A saved tensor that lies in a unit's weights."""
+
+    resolver: Resolver
+    """What gives the tensor back."""
+    unit: int
+    parameter: int
+    offset: int
+    """Bytes from the start of the parameter."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    conjugated: bool
+    """Whether it is a lazy conjugate of what lies there."""
+    version: int
+    """The parameter's version when it was saved."""
+    saver: Saver
+    """The unit's, to keep alive."""
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """What it stands for, where `base` has the parameter's values."""
+        if base.dtype is not self.dtype:
+            flat = base.reshape(-1).view(torch.uint8)
+            flat = flat[: flat.numel() // self.dtype.itemsize * self.dtype.itemsize]
+            base = flat.view(self.dtype)
+        start = base.storage_offset() + self.offset // self.dtype.itemsize
+        found = torch.as_strided(base, self.shape, self.stride, start)
+        return found.conj() if self.conjugated else found
+
+
+class SavedTensor(NamedTuple):
+    """A saved tensor that is no weight."""
+
+    alias: torch.Tensor
+    """In the same memory, with the same version counter, but of no graph."""
+    version: int
+
+    @staticmethod
+    def pack(tensor: torch.Tensor) -> SavedTensor:
+        """To keep `tensor`; a leaf is of no graph, and stays itself."""
+        alias = tensor if tensor.is_leaf else _detach(tensor)
+        return SavedTensor(alias, version(tensor))
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            RuntimeError: it was changed in place since, in torch's words.
+        """
+        if (now := version(self.alias)) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{self.alias.type()} {list(self.alias.shape)}] is at version "
+                f"{now}; expected version {self.version} instead. Hint: enable "
+                "anomaly detection to find the operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
+            )
+        return self.alias
+
+
+class Locator(Protocol):
+    """Knows the tensors that lie in weights."""
+
+    def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
+        """What stands for a tensor that lies in a unit's weights, else None."""
+
+
+class Resolver(Protocol):
+    """Turns saved weights back into tensors."""
+
+    lock: threading.RLock
+    """Held by whoever calls it inside a backward."""
+
+    def tensor_of(self, saved: SavedWeight) -> torch.Tensor:
+        """The tensor that a saved weight stands for."""
+
+
+class Savers(Protocol):
+    """A unit, as far as what is saved of it goes."""
+
+    def saver(self) -> Saver:
+        """What everything saved holds on to."""
+
+
+class SavingGuard:
+    """The pair of saved-tensor hooks around a unit's forward, see [Note: Saved weights]."""
+
+    __slots__ = ("_in_backward", "_locator", "_outer", "_pair", "_units")
+
+    def __init__(self, locator: Locator, units: Sequence[Savers], in_backward: bool):
+        """Guard what is saved from here to `close`, while `units` are used."""
+        self._locator = locator
+        self._units = units
+        self._in_backward = in_backward
+        self._outer: Any = saving_hooks()
+        self._pair = saved_tensors_hooks(self._pack, self._unpack)
+        self._pair.__enter__()
+
+    def close(self) -> None:
+        """Stop guarding."""
+        self._pair.__exit__()
+        del self._pair  # It would keep this object alive.
+
+    @staticmethod
+    def drop_left(guards: Sequence[SavingGuard]) -> None:
+        """Stop guards whose forwards Ctrl-C has cut off, see [Note: Hooks left behind].
+
+        Inside a backward torch works on a stack of that backward, which goes with it.
+        """
+        for guard in guards:
+            if not guard._in_backward:
+                guard._pair.__exit__()
+            del guard._pair  # As above.
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if type(tensor) in _PLAIN and not in_dispatch_mode():
+            packed = self._packed(tensor)
+        else:
+            packed = _pack_apart(self, tensor)
+        if packed is not None:
+            return packed
+        # The hooks around these may recompute it, and use the weights for that.
+        return (self._outer[0](tensor), *(unit.saver() for unit in self._units))
+
+    def _packed(self, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
+        """What stands for `tensor`; None where the hooks around these are to keep it."""
+        tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
+        saved = self._locator.saved_weight(tensor)
+        if saved is None and self._outer is None:
+            return SavedTensor.pack(tensor)
+        return saved
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if type(packed) is SavedWeight:
+            with packed.resolver.lock:
+                return packed.resolver.tensor_of(packed)
+        if type(packed) is SavedTensor:
+            return packed.unpack()
+        return self._outer[1](packed[0])  # type: ignore[no-any-return]
+
+
+@entry
+def _pack_apart(guard: SavingGuard, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
+    with no_trap():
+        return guard._packed(tensor)
+
+
+class LendingGuard(SavingGuard):
+    """The same around a function to which weights at rest are lent.
+
+    A checkpoint that is not reentrant counts what its function saves, and its recompute is to save
+    as much. A weight that is lent in one of them may be in use in the other, with no guard around
+    the function itself. So the checkpoint is told of the weights too, and keeps nothing of them.
+    """
+
+    __slots__ = ()
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if type(packed) is SavedWeight and self._outer is not None:
+            pack, unpack = self._outer
+            if unpack.__module__ == checkpoint.__name__:
+                pack(tensor)
+        return packed
+
+
+_detach = torch.Tensor.detach
+"""Torch's own, whatever a class makes of it."""
+
+_PLAIN = (torch.Tensor, nn.Parameter, ActiveParameter)
+"""Classes of which torch sends nothing to a trap."""

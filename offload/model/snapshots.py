@@ -1,0 +1,245 @@
+"""Copies of values that the user touches outside their use.
+
+[Note: Snapshots]
+A touch of a value that lives elsewhere gives a copy of it, made after any update that is due. What
+the touch returns (`p.data`, `p[0]`, a NumPy array) aliases that copy, and a second touch shows its
+edits. At the next boundary (a forward, a backward, `step()`, `zero_grad()`, `sleep()`,
+`state_dict()`) every copy is compared with the home, bit for bit, and an edit is written back. Then
+the engine forgets the copy: an alias that is still held keeps what it showed, and is no longer the
+model's.
+
+The memory is the engine's. The user gets aliases of it through DLPack, each a storage of its own,
+and torch tells through a weak reference when a storage is gone. So copies that are held count
+against `exposed_memory`, and one that nobody holds any more makes room for the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from offload.planning.profile import Kind, Parameter
+from offload.planning.tiers import format_bytes
+from offload.program.ops import Lane, Value
+from offload.runtime.executor import ChunkCache, Executor
+
+
+class Key(NamedTuple):
+    """A value of one parameter."""
+
+    kind: Kind
+    unit: int
+    parameter: int
+
+
+class Alias(NamedTuple):
+    """Watches a tensor over memory of the engine's."""
+
+    storage: Any
+    tensor: Callable[[], torch.Tensor | None]
+    """The tensor itself, None once nobody holds that."""
+
+    @property
+    def held(self) -> bool:
+        """Whether anybody holds the tensor, a view of it, or an array over its memory."""
+        return not self.storage.expired()
+
+
+def share(memory: torch.Tensor) -> tuple[torch.Tensor, Alias]:
+    """A tensor over `memory` by a storage of its own, and what watches it."""
+    with torch.inference_mode(False):
+        made = from_dlpack(memory)
+    watch: Any = StorageWeakRef
+    return made, Alias(watch(made.untyped_storage()), weakref.ref(made))
+
+
+@dataclass(slots=True)
+class _Snapshot:
+    memory: torch.Tensor
+    aliases: list[Alias] = field(default_factory=list)
+
+    @property
+    def held(self) -> bool:
+        self.aliases = [alias for alias in self.aliases if alias.held]
+        return bool(self.aliases)
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that was given last where it is held, else another alias."""
+        found = self.aliases[-1].tensor() if self.held else None
+        if found is None:
+            found, alias = share(self.memory)
+            self.aliases.append(alias)
+        return found
+
+
+class Snapshots:
+    """The snapshots of an engine, at most `limit_bytes` at once."""
+
+    def __init__(self, executor: Executor, forget_slot: Callable[[int], None], limit_bytes: int):
+        """None is there yet; `forget_slot` is told of a unit whose weights are others."""
+        self._executor = executor
+        self._forget_slot = forget_slot
+        self._units = executor.plan.profile.units
+        self._chunks = ChunkCache(executor)
+        self._limit_bytes = limit_bytes
+        self._open: dict[Key, _Snapshot] = {}
+        """Edits of these count at the next boundary."""
+        self._left: list[_Snapshot] = []
+        """Of before a boundary, and still held."""
+        self._reserved: dict[int, int] = {}
+        """Bytes by unit that is used in memory of its own, see `active_units`."""
+
+    def __contains__(self, unit: object) -> bool:
+        return bool(self._open) and any(key.unit == unit for key in self._open)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all that is held or counts."""
+        self._left = [one for one in self._left if one.held]
+        copies = sum(one.memory.nbytes for one in (*self._open.values(), *self._left))
+        return copies + sum(self._reserved.values())
+
+    def tensor(self, key: Key) -> torch.Tensor:
+        """A snapshot of a value, with the edits made since the last boundary.
+
+        Raises:
+            MemoryError: the snapshots that are still held leave no room for it.
+        """
+        if key not in self._open:
+            one, size = self._parameter(key), self._bytes_of(key)
+            what = "touching" if key.kind == "weight" else "showing the gradient of"
+            self._make_room(size, f"{what} {one.name}")
+            self._open[key] = _Snapshot(self.read(key))
+        return self._open[key].tensor()
+
+    def put(self, key: Key, value: torch.Tensor) -> None:
+        """Let a value be another one from the next boundary on; a touch shows it at once.
+
+        Raises:
+            MemoryError: the snapshots that are still held leave no room for it.
+        """
+        self.drop(key)
+        self._make_room(self._bytes_of(key), f"assigning to {self._parameter(key).name}")
+        memory = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
+        self._executor.copy_now(memory, value)
+        self._open[key] = _Snapshot(memory)
+
+    def read(self, key: Key) -> torch.Tensor:
+        """A value as it is at home, after any update that is due; in memory of its own, on the
+        compute device, that counts against nothing."""
+        self._executor.quiesce(key.kind, key.unit, to_write=False)
+        with torch.inference_mode(False):
+            out = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
+        flat = out.view(-1).view(torch.uint8)
+        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
+            home = self._chunks.read(Value(key.kind, key.unit, chunk))
+            self._executor.copy_now(flat[there : there + size], home[here : here + size])
+        self._executor.lanes.drain()  # Before other streams look at it, or a lane writes home.
+        return out
+
+    def take(self, key: Key) -> torch.Tensor:
+        """A value with its edits, in CPU memory of its own that counts against nothing."""
+        if key in self._open:
+            self._write_back([key])
+            return self._open.pop(key).memory.cpu()
+        return self.read(key).cpu()
+
+    def drop(self, key: Key) -> None:
+        """The value is another: edits of its snapshot no longer count."""
+        if (one := self._open.pop(key, None)) is not None and one.held:
+            self._left.append(one)
+
+    def boundary(self, unit: int | None = None) -> None:
+        """Write edits back and forget the snapshots, of all units or of one."""
+        keys = [key for key in self._open if unit is None or key.unit == unit]
+        if keys:
+            self._write_back(keys)
+            for key in keys:
+                self.drop(key)
+        if unit is None:
+            self._chunks.forget()
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def reserve(self, unit: int, size: int, name: str) -> None:
+        """Take `size` bytes for a unit whose slot is in use, until `unreserve`.
+
+        Raises:
+            MemoryError: the snapshots that are still held leave no room for it.
+        """
+        self._make_room(size, f"using {name} beside a unit that has its slot")
+        self._reserved[unit] = size
+
+    def unreserve(self, unit: int) -> None:
+        """Give back what was taken for a unit, if anything was."""
+        self._reserved.pop(unit, None)
+
+    def _make_room(self, size: int, what: str) -> None:
+        if self.bytes + size <= self._limit_bytes:
+            return
+        idle = [key for key, one in self._open.items() if not one.held]
+        self._write_back(idle)
+        for key in idle:
+            del self._open[key]
+        if self.bytes + size > self._limit_bytes:
+            raise MemoryError(
+                f"{what} takes a copy of {format_bytes(size)}, but copies of "
+                f"{format_bytes(self.bytes)} are still held and exposed_memory is "
+                f"{format_bytes(self._limit_bytes)}. Let go of earlier ones, go through "
+                "optimizer.engine.stream_weights(), which needs one parameter at a time, keep "
+                "gradients in memory with Config(gradients='cpu'), clip them with "
+                "Config(max_grad_norm=...), or raise Config.exposed_memory"
+            )
+
+    # -- edits -----------------------------------------------------------------------------------
+
+    def _write_back(self, keys: Iterable[Key]) -> None:
+        edited: dict[Value, list[tuple[int, torch.Tensor]]] = {}
+        for key in sorted(keys):
+            parts = list(self._parts(key))
+            with self._executor.lanes.waited(Lane.COMPUTE):
+                same = all(self._is_at_home(value, at, part) for value, at, part in parts)
+            for value, at, part in () if same else parts:
+                edited.setdefault(value, []).append((at, part))
+        if not edited:
+            return
+        with self._executor.lanes.once():  # A home that is half written ends the engine.
+            for kind, unit in {(value.kind, value.unit) for value in edited}:
+                if kind == "weight":
+                    self._forget_slot(unit)
+                self._executor.quiesce(kind, unit)
+            for value, changes in edited.items():
+                home = self._chunks.read(value)
+                for at, part in changes:
+                    self._executor.copy_now(home[at : at + part.numel()], part)
+                self._chunks.write(value, home)
+
+    def _parts(self, key: Key) -> Iterable[tuple[Value, int, torch.Tensor]]:
+        """The chunks of a value: each with an offset in it, and the snapshot's bytes there."""
+        flat = self._open[key].memory.view(-1).view(torch.uint8)
+        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
+            yield Value(key.kind, key.unit, chunk), here, flat[there : there + size]
+
+    def _is_at_home(self, value: Value, at: int, part: torch.Tensor) -> bool:
+        home = self._chunks.read(value)[at : at + part.numel()]
+        return torch.equal(part, home.to(part.device))
+
+    # -- one value -------------------------------------------------------------------------------
+
+    def _parameter(self, key: Key) -> Parameter:
+        return self._units[key.unit].parameters[key.parameter]
+
+    def _dtype_of(self, key: Key) -> torch.dtype:
+        one, unit = self._parameter(key), self._units[key.unit]
+        name = one.dtype if key.kind == "weight" else unit.gradient_dtype(key.parameter)
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    def _bytes_of(self, key: Key) -> int:
+        return self._parameter(key).elements * self._dtype_of(key).itemsize

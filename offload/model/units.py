@@ -1,0 +1,349 @@
+"""Units: the parameters that move together, the modules that use them, and their flat weights.
+
+[Note: Units in use]
+A unit's weights are one flat buffer. In use, each parameter's `data` is a view of that buffer in
+the unit's slot; at rest it is a stand-in full of NaN, and the trap of `parameter` answers for it. A
+parameter in use is read-only: what changes one in place is found by torch's version counters when
+the use ends, and raises.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from offload.model.parameter import ActiveParameter, OffloadedParameter
+from offload.model.saved_tensors import Resolver, SavedWeight, Saver
+from offload.planning.profile import Unit
+from offload.program.schedule import Task
+from offload.runtime.memory import typed
+from offload.runtime.torch_internals import no_trap, version
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
+"""Modules whose children are units of their own."""
+
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that are not called: parameters right in them belong to the module around."""
+
+
+VIEWS_KEPT_MAX = 32
+"""Views of a unit's saved weights that are kept for the next backward."""
+
+
+@dataclass(slots=True)
+class Group:
+    """The parameters of a unit before they are laid out, and who announces their use."""
+
+    name: str
+    modules: list[nn.Module]
+    """Modules whose call announces the use."""
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
+    lasting: bool = False
+    backward: bool = True
+
+
+def partition(model: nn.Module) -> list[Group]:
+    """Cut a model into units, in the order of its parameters.
+
+    A child of a `ModuleList` or `Sequential` is a unit with all that is in it; any other module
+    that directly owns parameters is one by itself, and so is a module without containers below.
+    A child that has a list of alike blocks inside (a layer with experts, a stage of layers) is cut
+    further, so that each of these is a unit: which of them is used may depend on the data.
+    A parameter shared between units is a unit of its own.
+    """
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for unit_name, unit_module, prefix, owner in _walk(model):
+        for name, parameter in owner.named_parameters(
+            prefix=prefix, recurse=False, remove_duplicate=False
+        ):
+            names.setdefault(parameter, name)
+            entry = (unit_name, unit_module)
+            if entry not in owners.setdefault(parameter, []):
+                owners[parameter].append(entry)
+    groups: dict[str, Group] = {}
+    for parameter, users in owners.items():
+        if parameter.numel() == 0:
+            continue
+        shared = len(users) > 1
+        key = f"{names[parameter]} (shared)" if shared else users[0][0]
+        if key not in groups:
+            modules = list(dict.fromkeys(module for _, module in users))
+            groups[key] = Group(key, modules, lasting=shared)
+        groups[key].named[names[parameter]] = parameter
+    announcers = {module for group in groups.values() for module in group.modules}
+    for group in groups.values():
+        group.lasting = group.lasting or any(
+            other in announcers
+            for module in group.modules
+            for other in module.modules()
+            if other is not module
+        )
+        group.backward = not all(type(module) is nn.Embedding for module in group.modules)
+    return list(groups.values())
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(unit's name, announcing module, prefix, owner of parameters) for every module."""
+
+    def visit(
+        module: nn.Module, name: str, called: tuple[str, nn.Module]
+    ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+        me = called if isinstance(module, _NEVER_CALLED) else (name or "root", module)
+        if not any(isinstance(inner, _CONTAINERS) for inner in module.modules()):
+            for inner_name, inner in module.named_modules(prefix=name, remove_duplicate=False):
+                yield (*me, inner_name, inner)
+            return
+        yield (*me, name, module)
+        for child_name, child in module.named_children():
+            full = f"{name}.{child_name}" if name else child_name
+            block = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
+            if block and not any(_lists_blocks(inner) for inner in child.modules()):
+                for inner_name, inner in child.named_modules(prefix=full, remove_duplicate=False):
+                    yield (full, child, inner_name, inner)
+            else:
+                yield from visit(child, full, me)
+
+    if any(isinstance(inner, _CONTAINERS) for inner in model.modules()):
+        yield from visit(model, "", ("root", model))
+        return
+    yield ("root", model, "", model)
+    for name, child in model.named_children():
+        for inner_name, inner in child.named_modules(prefix=name, remove_duplicate=False):
+            yield (name, child, inner_name, inner)
+
+
+def _lists_blocks(module: nn.Module) -> bool:
+    """Whether a module is a list of at least two of one class that have modules inside."""
+    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        return False
+    kinds = [type(child) for child in module.children() if any(child.children())]
+    return len(kinds) > len(set(kinds))
+
+
+_TENSOR: Any = torch.Tensor
+_set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
+"""Torch's own, whatever a class makes of it."""
+
+_LOOK = slice(2, SavedWeight._fields.index("version"))
+"""Of a saved weight, what tells it from others of its unit."""
+
+
+def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    """Let an offloaded parameter be one of torch's own again, with `data`."""
+    with no_trap():
+        _set_data(parameter, data)  # First: another thread may look at the class.
+        parameter.__class__ = nn.Parameter
+    vars(parameter).pop("_offload_access", None)
+
+
+def count_change(parameters: Sequence[nn.Parameter]) -> None:
+    """Count a change of each: torch then refuses the backward of graphs that have saved them."""
+    with no_trap():
+        torch.autograd.graph.increment_version(parameters)
+
+
+def refuse_sparse(what: str) -> None:
+    """Refuse gradients that are not dense.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        f"{what} is sparse, and only dense ones can be offloaded: build the embedding with "
+        "sparse=False"
+    )
+
+
+def zero_all(gradients: Iterable[torch.Tensor | None]) -> None:
+    """Make gradients zeros, as torch.optim does."""
+    for gradient in gradients:
+        if gradient is not None:
+            if gradient.grad_fn is not None:
+                gradient.detach_()
+            else:
+                gradient.requires_grad_(False)
+            gradient.zero_()
+
+
+class Weights(NamedTuple):
+    """The weights of a unit in memory where they can be used."""
+
+    buffer: torch.Tensor
+    """All of them, flat."""
+    views: list[torch.Tensor]
+    """By parameter."""
+    address: int
+
+
+class FlatUnit:
+    """A unit and the parameters that stand for it in the model."""
+
+    def __init__(
+        self,
+        index: int,
+        spec: Unit,
+        group: Group,
+        stand_ins: dict[str, torch.Tensor],
+    ):
+        """Know the parameters; `unbind` puts them at rest.
+
+        Args:
+            index: of the unit in the profile.
+            spec: its layout.
+            group: its parameters and modules.
+            stand_ins: a one-element tensor full of NaN per dtype, on the compute device.
+        """
+        self.index = index
+        self.spec = spec
+        self.parameters = [group.named[p.name] for p in spec.parameters]
+        self.modules = [weakref.ref(module) for module in group.modules]
+        """Modules whose call announces its use. Weak: a parameter keeps no module alive."""
+        self.depth = 0
+        """Calls of announcing modules under way."""
+        self.held = False
+        """In use beyond those calls: for its backward, or lasting to the end of the pass."""
+        self.graph_task = -1
+        """The graph task of autograd that holds it, if any."""
+        self.around: set[int] = set()
+        """Units in whose forward this one was called."""
+        self.task: Task | None = None
+        """The compute task that stands for this use."""
+        self.buffer: torch.Tensor | None = None
+        """The flat weights in use, None at rest."""
+        self.address = self.end = 0
+        """Of the weights in use."""
+        self.views: list[torch.Tensor] = []
+        """By parameter, the weights in use."""
+        self.stand_ins = [
+            stand_ins[p.dtype].expand(p.shape) if p.shape else stand_ins[p.dtype][0]
+            for p in spec.parameters
+        ]
+        """What the parameters hold at rest: of the true shapes, full of NaN."""
+        self.kept: Weights | None = None
+        """The weights in the slot that the unit always uses, once it was used."""
+        self._saved_views: dict[object, torch.Tensor] = {}
+        """Views of `kept` that saved weights stood for."""
+        self._offsets = [spec.weight_offset(i) for i in range(len(self.parameters))]
+        self._counters: list[torch.Tensor] = []
+        """Aliases that share the version counters of the parameters, and have no trap."""
+        self._versions: list[int] = []
+        self._saver: Callable[[], Saver | None] = lambda: None
+
+    # -- in use and at rest ----------------------------------------------------------------------
+
+    def views_of(self, buffer: torch.Tensor) -> Weights:
+        """The parameters' values in `buffer`, the unit's flat weights."""
+        views = [
+            typed(buffer, p.dtype, offset, p.shape)
+            for p, offset in zip(self.spec.parameters, self._offsets)
+        ]
+        return Weights(buffer, views, buffer.data_ptr())
+
+    def bind(self, weights: Weights) -> None:
+        """Let the parameters be views of these weights."""
+        self.buffer, self.views, self.address = weights
+        for parameter, view in zip(self.parameters, self.views):
+            parameter.__class__ = ActiveParameter  # Torch sends nothing of it to a trap.
+            _set_data(parameter, view)
+        self._versions = list(map(version, self._counters))
+        self.end = self.address + self.spec.weight_bytes
+
+    def unbind(self) -> None:
+        """Let the parameters be at rest."""
+        for parameter, stand_in in zip(self.parameters, self.stand_ins):
+            if type(parameter) is not ActiveParameter:
+                parameter.__class__ = ActiveParameter  # As above.
+            _set_data(parameter, stand_in)
+            parameter.__class__ = OffloadedParameter
+        self.buffer, self.views = None, []
+        if not self._counters:
+            with no_trap(), torch.inference_mode(False):
+                self._counters = [torch.Tensor.detach(one) for one in self.parameters]
+
+    def changed(self) -> str | None:
+        """Name of a parameter that was changed in place in this use; None where none was."""
+        now = list(map(version, self._counters))
+        if now == self._versions:
+            return None
+        return next(p.name for p, a, b in zip(self.spec.parameters, now, self._versions) if a != b)
+
+    def note_versions(self) -> None:
+        """Take the parameters as they are now for unchanged."""
+        self._versions = list(map(version, self._counters))
+
+    def lend(self, parameter: int, tensor: torch.Tensor) -> None:
+        """Let one parameter at rest show `tensor`, keeping its class, until `unlend`."""
+        with no_trap():
+            self.parameters[parameter].data = tensor
+
+    def unlend(self, parameter: int) -> None:
+        """Take back what `lend` gave."""
+        self.lend(parameter, self.stand_ins[parameter])
+
+    def nested_with(self, other: FlatUnit) -> bool:
+        """Whether one was called inside the forward of the other, or they are the same."""
+        return self is other or self.index in other.around or other.index in self.around
+
+    def close(self) -> None:
+        """Let go of all views of the slot."""
+        self.kept = None
+        self._saved_views.clear()
+
+    # -- what autograd saves of the weights ------------------------------------------------------
+
+    @property
+    def saved(self) -> bool:
+        """Whether autograd keeps anything whose backward may need the weights."""
+        return self._saver() is not None
+
+    def saver(self) -> Saver:
+        """What every such thing holds on to."""
+        saver = self._saver()
+        if saver is None:
+            saver = Saver()
+            self._saver = weakref.ref(saver)
+        return saver
+
+    def saved_weight(
+        self, resolver: Resolver, parameter: int, offset: int, saved: torch.Tensor
+    ) -> SavedWeight:
+        """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
+        looks = saved.dtype, saved.shape, saved.stride(), saved.is_conj()
+        now, saver = version(self._counters[parameter]), self._saver() or self.saver()
+        return SavedWeight(resolver, self.index, parameter, offset, *looks, now, saver)
+
+    def saved_at(self, resolver: Resolver, address: int, saved: torch.Tensor) -> SavedWeight:
+        """What stands for a tensor that begins at an address among the weights in use."""
+        offset = address - self.address
+        parameter = bisect_right(self._offsets, offset) - 1
+        return self.saved_weight(resolver, parameter, offset - self._offsets[parameter], saved)
+
+    def require_version(self, saved: SavedWeight) -> None:
+        """Refuse a weight that is not what was saved.
+
+        Raises:
+            RuntimeError: the parameter was modified after the forward that saved it.
+        """
+        if version(self._counters[saved.parameter]) != saved.version:
+            raise RuntimeError(
+                f"{self.spec.parameters[saved.parameter].name} was modified between a forward and "
+                "its backward (by optimizer.step() or an in-place operation): the gradient would "
+                "be wrong. Run backward first, or forward again"
+            )
+
+    def view_of(self, saved: SavedWeight) -> torch.Tensor:
+        """What a saved weight stands for, in the weights in use."""
+        in_slot = self.kept is not None and self.buffer is self.kept.buffer
+        found = self._saved_views.get(saved[_LOOK]) if in_slot else None
+        if found is None:
+            found = saved.of(self.views[saved.parameter])
+            if in_slot and len(self._saved_views) < VIEWS_KEPT_MAX:
+                self._saved_views[saved[_LOOK]] = found
+        return found

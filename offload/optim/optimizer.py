@@ -1,0 +1,376 @@
+"""The torch.optim face of the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam.hyper import Hyper, SGDHyper
+from cpu_adam.optimizer_base import CPUOptimizer
+from cpu_adam.parameter_state import check_kind
+from offload.model.early_updates import ParameterStep
+from offload.model.engine import Engine
+from offload.model.passes import refuse_inside
+from offload.optim.states import States, check_state
+from offload.optim.supported_optimizers import check_group, hyper_of, rule_of
+from offload.runtime.entry import entry
+
+_hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+"""By optimizer that was given to `attach`, the handle of the engine's hook before its step."""
+
+
+class _SteppedElsewhere(RuntimeError):
+    """Why an optimizer that was given to `attach` takes no step of its own."""
+
+
+def _refuse_step(*_: object, **__: object) -> None:
+    raise _SteppedElsewhere(
+        "this optimizer was handed to offload.attach: step the optimizer that attach returned"
+    )
+
+
+def _tell_schedulers(original: torch.optim.Optimizer) -> None:
+    """Let schedulers built before attach see a step: they note it as its `step` is called."""
+    with contextlib.suppress(_SteppedElsewhere):
+        original.step()
+
+
+def _hook(original: torch.optim.Optimizer, before_step: Callable[..., None]) -> None:
+    """Call `before_step` before each step of an optimizer, and no earlier hook of the engine's."""
+    give_back(original)
+    _hooks[original] = original.register_step_pre_hook(before_step)
+
+
+def give_back(original: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was taken over step by itself again."""
+    if (handle := _hooks.pop(original, None)) is not None:
+        handle.remove()
+
+
+def _let_go(original: torch.optim.Optimizer, *_: object) -> None:
+    """Convert states that were handed back as torch's own optimizer steps with them.
+
+    It keeps no masters, and moments of the parameter's dtype. Until the first step nothing is lost,
+    and the optimizer may be attached again.
+    """
+    for parameter, state in original.state.items():
+        state.pop("residue", None)
+        for name, value in state.items():
+            if name != "step":
+                state[name] = value.to(parameter.dtype)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The optimizer that `attach` returns: the user's own parameter groups, updated by the engine.
+
+    `state_dict()` is in torch's format, with fp32 moments. Parameters in bfloat16 have one more
+    key, `residue` (int16): the bits of the fp32 master that the weight lacks. `state` gives copies:
+    to change a state, assign it.
+    """
+
+    def __init__(
+        self,
+        original: torch.optim.Optimizer,
+        engine: Engine,
+        states: States,
+        places: Mapping[nn.Parameter, tuple[int, int]],
+        check_model: Callable[[], None],
+    ):
+        """Take over `original`.
+
+        Args:
+            original: the user's.
+            engine: what updates the parameters.
+            states: of all of them.
+            places: by parameter, its unit and index.
+            check_model: raises where the model has other parameters than at attach.
+        """
+        self.engine = engine
+        self._states = states
+        self._places = dict(places)
+        self._original = original
+        self._check_model = check_model
+        self._early: tuple[int, dict[int, list[tuple[int, Hyper]]]] = (-1, {})
+        """The number of a backward, and `_by_unit` when its first update began."""
+        super().__init__(original.param_groups, original.defaults)
+        self.param_groups = original.param_groups
+        engine.early.freeze = self._freeze_early
+        self._hyper_of = hyper_of(original)
+        _hook(original, _refuse_step)
+
+    @property
+    def state(self) -> Any:
+        """The optimizer states by parameter, read when asked: copies. To change one, assign it."""
+        return StateView(self)
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Replace all states. (Torch sets none when it builds the object.)"""
+        if hasattr(self, "_hyper_of"):
+            self.replace_states([(p, value.get(p, {})) for p in self.parameters()])
+
+    def __deepcopy__(self, memo: object) -> Any:
+        raise TypeError(
+            "an offloaded optimizer cannot be copied: use its state_dict(); in a module that is "
+            "copied (by Lightning's weight averaging) hold a function that returns it, as "
+            "examples/lightning_trainer.py does"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters of all groups, but those without elements, which have no home."""
+        return (parameter for parameter in self._all() if parameter in self._places)
+
+    def _all(self) -> Iterator[nn.Parameter]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
+
+    def in_places(self) -> list[nn.Parameter]:
+        """`parameters()`, in the order in which their states lie."""
+        return sorted(self.parameters(), key=lambda one: self._states.order(self._places[one]))
+
+    def steps_of(self, parameter: nn.Parameter) -> int:
+        """Steps that a parameter has taken."""
+        return self._states.steps.get(self._places[parameter], 0)
+
+    @entry
+    def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """`step` and the slots of a parameter's state; empty before its first step."""
+        steps = self.steps_of(parameter)
+        if not steps:
+            return {}
+        with self.engine.lock:
+            self.engine.settle()
+            return {
+                "step": torch.tensor(float(steps)),
+                **self._states.read(*self._places[parameter]),
+            }
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters that the model had when it was attached.
+
+        Raises:
+            ValueError: a parameter that is not part of the attached model, or an option that is not
+                offered.
+        """
+        if hasattr(self, "_hyper_of"):
+            check_group(len(self.param_groups), {**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter not in self._places and parameter.numel():
+                self.param_groups.pop()
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} was added to the optimizer but "
+                    "was not in the model when it was attached: attach the whole model again"
+                )
+
+    @entry
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the groups' parameters, or make them zeros.
+
+        Raises:
+            RuntimeError: inside a backward.
+        """
+        refuse_inside("zero_grad()")
+        with self.engine.lock:
+            self._zero_grad(set_to_none)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        self.engine.end_broken_pass()
+        self.engine.early.require_step("zero_grad()")
+        self.engine.early.gave_up()
+        self.engine.snapshots.boundary()
+        mine: dict[int, list[int]] = {}
+        for parameter in self._all():
+            if parameter in self._places:
+                unit, index = self._places[parameter]
+                mine.setdefault(unit, []).append(index)
+            elif set_to_none:  # An empty one: zeros it has none.
+                parameter.grad = None
+        for unit, indices in mine.items():
+            gradients = self.engine.gradients_of(unit)
+            if not set_to_none:
+                gradients.zero(unit, indices)
+                continue
+            for index in indices:
+                gradients.give_up(unit, index)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Freeze one step and return; the update runs after it, see `updates`.
+
+        Raises:
+            EngineError: a lane failed before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_step()
+        return loss
+
+    @entry
+    def _take_step(self) -> None:
+        refuse_inside("step()")
+        with self.engine.lock:
+            self.engine.end_broken_pass()
+            self._check_model()
+            frozen = self._freeze()
+            self.engine.step(frozen)
+            for unit, steps in frozen.items():
+                for index, step in steps.items():
+                    self._states.stepped((unit, index), step.hyper)
+            if self.engine.steps == 1:
+                _tell_schedulers(self._original)
+
+    def _freeze(self) -> dict[int, dict[int, ParameterStep]]:
+        """What a step taken now does to every parameter with a gradient."""
+        frozen = {unit: self._steps_of(unit, mine) for unit, mine in self._by_unit().items()}
+        return {unit: steps for unit, steps in frozen.items() if steps}
+
+    def _by_unit(self) -> dict[int, list[tuple[int, Hyper]]]:
+        """The parameters of each unit, and what the group of each is frozen to now."""
+        found: dict[int, list[tuple[int, Hyper]]] = {}
+        for number, group in enumerate(self.param_groups):
+            check_group(number, group)
+            hyper = self._hyper_of(group)
+            for parameter in group["params"]:
+                if parameter in self._places:  # Else it is empty: it lives nowhere, unchanged.
+                    unit, index = self._places[parameter]
+                    found.setdefault(unit, []).append((index, hyper))
+        return found
+
+    def _steps_of(self, unit: int, mine: Iterable[tuple[int, Hyper]]) -> dict[int, ParameterStep]:
+        """What a step does to those of a unit's parameters that have a gradient."""
+        steps, gradients = {}, self.engine.gradients_of(unit)
+        for index, hyper in mine:
+            if gradients.has(unit, index):
+                number = self._states.steps.get((unit, index), 0) + 1
+                if isinstance(hyper, SGDHyper):  # It counts the steps of its buffer.
+                    number = 2 if (unit, index) in self._states.buffers else 1
+                steps[index] = ParameterStep(hyper, number)
+        return steps
+
+    def _freeze_early(self, unit: int) -> Mapping[int, ParameterStep]:
+        """What the step will do to a unit, asked inside backward; the first asks for all of them.
+
+        Raises:
+            RuntimeError: the step will be refused, and nothing has been updated yet.
+        """
+        residents, number = self.engine.residents, self.engine.passes.number
+        if self._early[0] != number:
+            for parameter in self.parameters():
+                if self._places[parameter][0] in residents:
+                    residents.require_place(*self._places[parameter])
+            self._early = number, self._by_unit()
+        return self._steps_of(unit, self._early[1].get(unit, ()))
+
+    def give_up(self) -> torch.optim.Optimizer:
+        """Hand all states to the optimizer that was attached, which steps by itself again.
+
+        An optimizer of torch cannot step with all of it, see `_let_go`; `CPUAdam` can.
+        """
+        for parameter in list(self.state):
+            self._original.state[parameter] = {
+                name: value if name == "step" else value.to(parameter.device)
+                for name, value in self.state_of(parameter).items()
+            }
+        if isinstance(self._original, CPUOptimizer):
+            give_back(self._original)
+        else:
+            _hook(self._original, _let_go)
+        return self._original
+
+    @entry
+    def grad_norm(self) -> float | None:
+        """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
+        return self.engine.updates.grad_norm()
+
+    @entry
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load states and groups in torch's format, from this optimizer or from torch's own.
+
+        Raises:
+            ValueError: the groups or shapes are of another model; nothing is changed.
+        """
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
+            raise ValueError(
+                f"the state has parameter groups of {[len(g['params']) for g in saved]} parameters,"
+                f" this optimizer of {[len(g['params']) for g in groups]}: it is of another model"
+            )
+        options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
+        for number, (group, changes) in enumerate(zip(groups, options)):
+            check_kind(group, changes)
+            check_group(number, {**group, **changes})
+            self._hyper_of({**group, **changes})  # Refuses what is no number.
+        found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
+        for group, old in zip(groups, saved):
+            for parameter, key in zip(group["params"], old["params"]):
+                found.append((parameter, state_dict["state"].get(key, {})))
+        self.replace_states(found)
+        for group, changes in zip(groups, options):
+            group.update(changes)
+        # A kind may insist on options of its own, as AdamW does on its decay.
+        self._original.__setstate__({"param_groups": groups})
+
+    @entry
+    def replace_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Take over other states, empty ones of parameters that begin anew.
+
+        Raises:
+            ValueError: one is of another model or optimizer; nothing is changed.
+        """
+        self.engine.settle()
+        for parameter, state in found:
+            check_state(rule_of(self._original), parameter, state)
+        begun = self._states.steps
+        self.import_states(
+            [
+                (parameter, state)
+                for parameter, state in found  # Others have none, or zeros.
+                if parameter.numel() and (state or self._places.get(parameter) in begun)
+            ]
+        )
+
+    def import_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
+        """Take over the states of parameters, and make those fresh that are empty."""
+        given = []
+        for parameter, state in found:
+            slots = {k: v for k, v in state.items() if k != "step" and v is not None}
+            # torch's SGD counts no steps; what a buffer holds came of one at least.
+            steps = int(state.get("step", 1 if slots else 0))
+            given.append((self._places[parameter], slots, steps))
+        self._states.write(given)
+
+
+class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
+    """What torch code reads as `optimizer.state`: copies, read from the records when asked."""
+
+    def __init__(self, optimizer: Optimizer):
+        """Of the parameters of `optimizer`."""
+        self._optimizer = optimizer
+
+    def __getitem__(self, parameter: nn.Parameter) -> Mapping[str, Any]:
+        return self._optimizer.state_of(parameter)
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        """In the order in which states lie, so that reading all of them reads every chunk once."""
+        return iter([p for p in self._optimizer.in_places() if self._optimizer.steps_of(p)])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter is one for one in self)
+
+    def __setitem__(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+        self._optimizer.replace_states([(parameter, state)])
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        self._optimizer.replace_states([(parameter, {})])

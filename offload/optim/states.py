@@ -1,0 +1,192 @@
+"""Optimizer states by parameter: read from records and written to them, wherever they live."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from cpu_adam.checks import check_residue
+from cpu_adam.formats import StateFormat, format_for
+from cpu_adam.hyper import Hyper, SGDHyper
+from cpu_adam.parameter_state import OPTIONAL, check_rule
+from cpu_adam.plain import from_plain, plain_dtypes, to_plain
+from cpu_adam.reference import cut, views
+from offload.program.ops import Value
+from offload.runtime.device import CPU
+from offload.runtime.executor import ChunkCache, Executor
+from offload.runtime.memory import host_tensor
+
+Owner = tuple[int, int]
+"""A unit and the index of a parameter in it."""
+
+Given = tuple[Owner, Mapping[str, torch.Tensor], int]
+"""A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
+
+
+class States:
+    """The moments (and residues) of an engine's parameters, and their step numbers.
+
+    Callers have waited for all updates (`Engine.settle`).
+    """
+
+    def __init__(self, executor: Executor):
+        """Every parameter at step 0, all states zero."""
+        self._executor = executor
+        self._chunks = ChunkCache(executor)
+        self._plan = executor.plan
+        self.steps: dict[Owner, int] = {}
+        """Steps taken, by unit and parameter."""
+        self.buffers: set[Owner] = set()
+        """Parameters whose momentum buffer (SGD) holds anything: after a step with momentum."""
+        self._idle: dict[Owner, dict[str, torch.Tensor]] = {}
+        """States given for parameters that were frozen at attach. No tier has a place for them:
+        they are kept for the next attach."""
+
+    def format(self, unit: int, parameter: int) -> StateFormat:
+        """The state format of a parameter."""
+        return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
+
+    def stepped(self, owner: Owner, hyper: Hyper) -> None:
+        """A parameter has taken a step."""
+        self.steps[owner] = self.steps.get(owner, 0) + 1
+        if isinstance(hyper, SGDHyper) and hyper.momentum:
+            self.buffers.add(owner)
+
+    def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, int, slice]]:
+        """(chunk, first element in the chunk, elements in the parameter)."""
+        for index, chunk in enumerate(self._plan.profile.units[unit].chunks):
+            for span in chunk.slices:
+                if span.parameter == parameter:
+                    there = span.parameter_start
+                    yield index, span.chunk_start, slice(there, there + span.elements)
+
+    def order(self, owner: Owner) -> tuple[int, int, int]:
+        """To sort by: parameters in the order in which their states lie."""
+        for chunk, here, _ in self._spans(*owner):
+            return owner[0], chunk, here
+        return *owner, 0
+
+    def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
+        """A parameter's state as torch has it, in the parameter's shape and memory of its own.
+
+        It is on the device where its home is, else in CPU memory: all states together need not
+        fit the device.
+        """
+        if (unit, parameter) in self._idle:
+            return {name: value.clone() for name, value in self._idle[unit, parameter].items()}
+        spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
+        one = spec.parameters[parameter]
+        there_too = self._plan.home("state", unit).tier == "device"
+        device = self._executor.device if there_too else CPU
+        out = {
+            name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
+        }
+        for chunk, here, there in self._spans(unit, parameter):
+            record = self._chunks.read(Value("state", unit, chunk))
+            slots = views(record, fmt, spec.chunks[chunk].elements)
+            count = there.stop - there.start
+            for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
+                out[name][there].copy_(part)
+        self._executor.lanes.drain()  # Before an update may write where it reads.
+        if (unit, parameter) not in self.buffers:
+            out.pop("momentum_buffer", None)
+        return {name: tensor.view(one.shape) for name, tensor in out.items()}
+
+    def write(self, given: Sequence[Given]) -> None:
+        """Replace states of parameters; what is lacking in one becomes zero. Once per chunk.
+
+        Raises:
+            ValueError: a slot of another shape than its parameter; nothing is written.
+        """
+        self._chunks.forget()
+        parts: dict[Value, list[tuple[Given, int, slice]]] = {}
+        for (unit, parameter), state, _ in given:
+            self._check(unit, parameter, state)
+        for one in given:
+            owner, state, steps = one
+            unit, parameter = owner
+            if not self._plan.profile.units[unit].parameters[parameter].trainable:
+                self._idle[owner] = {
+                    name: value.detach().to("cpu", copy=True) for name, value in state.items()
+                }
+                self._written(owner, state, steps)
+            for chunk, here, there in self._spans(unit, parameter):
+                parts.setdefault(Value("state", unit, chunk), []).append((one, here, there))
+        due = Counter(one[0] for each in parts.values() for one, _, _ in each)
+        for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
+            self._write_chunk(value, parts[value])
+            for (owner, state, steps), _, _ in parts[value]:
+                due[owner] -= 1
+                if not due[owner]:
+                    self._written(owner, state, steps)
+
+    def _check(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
+        one = self._plan.profile.units[unit].parameters[parameter]
+        for name in plain_dtypes(self.format(unit, parameter)):
+            if name in state and tuple(state[name].shape) != one.shape:
+                raise ValueError(
+                    f"state {name} of {one.name} has shape {tuple(state[name].shape)}, "
+                    f"the parameter {one.shape}: the state is of another model"
+                )
+
+    def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, int, slice]]) -> None:
+        """Put parts of states in their places of a chunk, which is read where some of it stays."""
+        chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
+        anew = {span.parameter for span in chunk.slices} == {one[0][1] for one, _, _ in parts}
+        if anew and self._plan.home("state", value.unit).tier == "nvme":
+            record = host_tensor(self._executor.memory.extent(value)[1])
+        else:
+            record = self._chunks.read(value)
+        for ((unit, parameter), state, _), here, there in parts:
+            fmt = self.format(unit, parameter)
+            slots = cut(views(record, fmt, chunk.elements), fmt, here, there.stop - there.start)
+            from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
+        self._chunks.write(value, record)
+
+    def _written(self, owner: Owner, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        self.steps[owner] = steps
+        self.buffers.discard(owner)
+        if "momentum_buffer" in state:
+            self.buffers.add(owner)
+
+    def clear(self) -> None:
+        """Write zeros where a state has never been written: on nvme."""
+        for unit, spec in enumerate(self._plan.profile.units):
+            if self._plan.placements[unit].state != "nvme":
+                continue
+            for chunk in range(len(spec.chunks)):
+                self._executor.clear(Value("state", unit, chunk))
+
+
+def check_state(rule: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a parameter under the update's `rule`.
+
+    Raises:
+        ValueError: it is of another model or optimizer, or not whole.
+    """
+    given = [name for name, value in state.items() if value is not None]
+    check_rule(rule, state)
+    needed = [slot.name for slot in format_for("float32", rule=rule).slots]
+    needed = [name for name in needed if name not in OPTIONAL] + ["step"] * (rule == "adam")
+    missing = [name for name in needed if name not in given]
+    if given and missing:
+        raise ValueError(
+            f"asked to load the state of a parameter, with {', '.join(needed)}; found "
+            f"{', '.join(given)}, without {', '.join(missing)}; likely cause: a state put "
+            f"together by hand, or of another optimizer; try: all of it, step as "
+            f"torch.tensor(float(steps)), or no state, which begins anew; nothing was loaded"
+        )
+    for name, value in state.items():
+        if name == "step" or value is None:
+            continue
+        if tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
+            )
+        if name == "residue" and not value.is_floating_point():
+            check_residue(value)

@@ -1,0 +1,262 @@
+"""The updates of a step, which run after `step()` has returned.
+
+`step()` freezes what they need: by parameter the hyper-parameters and the number of the step, see
+`ParameterStep`. A scheduler, or the user, may change the groups while the updates still run.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from cpu_adam import Part, sum_of_squares, update_parts, views
+from offload.model.early_updates import ParameterStep, Step
+from offload.model.pending import PendingUnit
+from offload.model.resident import Residents, in_order
+from offload.planning.layout import Plan
+from offload.program.compile import norm, square, update_order
+from offload.program.compile import update as update_ops
+from offload.program.ops import Lane, Op, Use, Verb
+from offload.program.schedule import Fence, Task
+from offload.runtime.executor import BytesOf, Executor
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk, and the position in the next forward at which it is needed."""
+
+    ordinal: int
+    unit: int
+    chunk: int
+    deadline: int
+
+
+@dataclass(slots=True)
+class _Due:
+    """The chunks of a step by what updates them, in the order in which they are needed."""
+
+    at_once: list[_Chunk] = field(default_factory=list)
+    """Of residents with states on the device: the user's stream updates them."""
+    pending: list[_Chunk] = field(default_factory=list)
+    """Of residents with states elsewhere: lanes update them."""
+    streamed: list[_Chunk] = field(default_factory=list)
+    """Of streamed units."""
+
+
+@dataclass(slots=True)
+class _Clip:
+    """The norm of one step's gradient, while it is computed."""
+
+    max_norm: float
+    partials: dict[int, float] = field(default_factory=dict)
+    norm: float = 0.0
+    factor: float = 1.0
+
+    def combine(self) -> None:
+        """The norm from the sums of squares in their order, and the factor that clips it."""
+        total = in_order(self.partials[ordinal] for ordinal in sorted(self.partials))
+        self.norm = math.sqrt(total) if total == total else math.nan
+        ratio = self.max_norm / (self.norm + CLIP_EPS)
+        self.factor = ratio if not ratio >= 1.0 else 1.0
+
+
+class Updates:
+    """Issues the ops of each step."""
+
+    def __init__(self, executor: Executor, max_grad_norm: float | None, residents: Residents):
+        """Clip to `max_grad_norm` where given; the weights of `residents` are in torch's memory."""
+        self._executor = executor
+        self._residents = residents
+        self._plan = executor.plan
+        self._max_grad_norm = max_grad_norm
+        self._chunks: dict[int, list[_Chunk]] = {}
+        for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
+            self._chunks.setdefault(unit, []).append(_Chunk(ordinal, unit, chunk, deadline))
+        self._lane_shares = _lane_shares(self._plan)
+        self._pending: list[Task] = []
+        self._queued: Fence | None = None
+        """Updates that the user's stream may still have to do."""
+        self._clip: _Clip | None = None
+        self._normed: Task | None = None
+
+    def settle(self) -> None:
+        """Block until every update issued is done."""
+        self._executor.lanes.wait(self._pending)
+        self._pending = []
+        if self._queued is not None:
+            with self._executor.lanes.waited(Lane.COMPUTE):
+                self._queued.synchronize()
+            self._queued = None
+        self._residents.pending.wait()
+
+    def grad_norm(self) -> float | None:
+        """The norm of the gradient of the last step, before clipping; None without clipping."""
+        if self._clip is None or self._normed is None:
+            return None
+        self._executor.lanes.wait([self._normed])
+        return self._clip.norm
+
+    def issue(self, step: Step, pass_number: int) -> None:
+        """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
+
+        An error before the first op is queued leaves the step to be taken again. A later one ends
+        the engine.
+        """
+        due, pending = self._due(step), self._residents.pending
+        if self._lane_shares and (due.at_once or due.pending):
+            self.settle()  # The user's stream is about to use the workspace.
+        clip = None if self._max_grad_norm is None else _Clip(self._max_grad_norm)
+        if clip is not None:
+            clip.partials |= self._squares_at_once([*due.at_once, *due.pending], step)
+        prepared = pending.prepare(list(dict.fromkeys(one.unit for one in due.pending)), step)
+        try:
+            if clip is not None:
+                self._find_norm(due.streamed, step, clip, pass_number)
+            self._update_at_once(due.at_once, step, clip)
+            in_lanes = sorted([*due.pending, *due.streamed])  # As the next forward needs them.
+            self._update_in_lanes(in_lanes, step, clip, pass_number, prepared)
+        except BaseException as error:
+            self._executor.lanes.fail(error)  # Half of the weights would be of another step.
+            raise
+
+    def _due(self, step: Step) -> _Due:
+        """The chunks that take part, split by who updates their units."""
+        due, in_lanes = _Due(), self._residents.pending.units
+        for unit in sorted(step.keys() & self._chunks.keys(), key=self._rank):
+            kind = due.streamed
+            if unit in self._residents:
+                kind = due.pending if unit in in_lanes else due.at_once
+            for one in self._chunks[unit]:
+                spans = self._plan.profile.units[unit].chunks[one.chunk].slices
+                if any(span.parameter in step[unit] for span in spans):
+                    kind.append(one)
+        return due
+
+    def _rank(self, unit: int) -> int:
+        return self._chunks[unit][0].ordinal
+
+    def _find_norm(
+        self, streamed: Sequence[_Chunk], step: Step, clip: _Clip, pass_number: int
+    ) -> None:
+        """Queue the norm, and what of it lanes sum."""
+        partials = []
+        for ordinal, unit, chunk, _ in streamed:
+            ops = square(self._plan, unit, chunk, ordinal)
+            run = self._squarer(ops[-1], ordinal, step[unit], clip)
+            self._executor.issue_chunk(ops, pass_number, run)
+            partials.append(ops[-1].writes[0])
+        self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        self._clip = clip
+
+    def _squares_at_once(self, here: Sequence[_Chunk], step: Step) -> dict[int, float]:
+        """The sums of the squares of residents, by ordinal."""
+        if not here:
+            return {}
+        since, found = time.perf_counter(), {}
+        ops = [square(self._plan, unit, chunk, at)[-1] for at, unit, chunk, _ in here]
+        for op, (ordinal, *_), total in zip(ops, here, self._residents.squares(ops, step)):
+            found[ordinal], since = total, self._executor.lanes.count(op, since)
+        return found
+
+    def _update_at_once(self, here: Sequence[_Chunk], step: Step, clip: _Clip | None) -> None:
+        if here and clip is not None and self._normed is not None:
+            self._executor.lanes.wait([self._normed])
+        for _, unit, chunk, deadline in here:
+            op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
+            self._residents.update(op, step, 1.0 if clip is None else clip.factor)
+            self._executor.lanes.count(op, since)
+        device = self._executor.device
+        if here and self._lane_shares:
+            self._executor.lanes.drain()  # Before a lane uses the workspace.
+        elif here:
+            self._queued = device.fence(device.stream())
+
+    def _update_in_lanes(
+        self,
+        due: Sequence[_Chunk],
+        step: Step,
+        clip: _Clip | None,
+        pass_number: int,
+        prepared: Mapping[int, PendingUnit],
+    ) -> None:
+        for _, unit, chunk, deadline in due:
+            ops = update_ops(self._plan, unit, chunk, deadline)
+            op = next(op for op in ops if op.verb is Verb.UPDATE)
+            run, one = self._updater(op, step[unit], clip), prepared.get(unit)
+            carrying = None if one is None else one.carrier
+            tasks = self._executor.issue_chunk(ops, pass_number, run, carrying)
+            self._pending += tasks
+            if one is not None:
+                one.queued(tasks)
+        self._residents.pending.start(prepared)
+
+    def _squarer(
+        self, op: Op, ordinal: int, steps: Mapping[int, ParameterStep], clip: _Clip
+    ) -> Callable[[BytesOf], None]:
+        plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
+
+        def run(bytes_of: BytesOf) -> None:
+            gradient = _typed(plan, op.reads[0], bytes_of)
+            spans = plan.profile.units[op.value.unit].chunks[op.value.chunk].slices
+            total = 0.0
+            for span in spans:
+                if span.parameter in steps:
+                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                    workspace = executor.memory.workspace(op)
+                    total += sum_of_squares(part, workspace, executor.device.drain)
+            clip.partials[ordinal] = total
+
+        return run
+
+    def _updater(
+        self, op: Op, steps: Mapping[int, ParameterStep], clip: _Clip | None
+    ) -> Callable[[BytesOf], None]:
+        _, unit, chunk = op.value
+        spec = self._plan.profile.units[unit]
+        piece = spec.chunks[chunk]
+        fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
+        spans = [span for span in piece.slices if span.parameter in steps]
+        parts = []
+        for number, span in enumerate(spans):
+            ends = span.parameter_start + span.elements == spec.parameters[span.parameter].elements
+            part = Part(span.chunk_start, span.elements, span.parameter_start, number, is_last=ends)
+            parts.append(part)
+        frozen = [(steps[span.parameter].hyper, steps[span.parameter].number) for span in spans]
+        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
+        plan, executor = self._plan, self._executor
+
+        def run(bytes_of: BytesOf) -> None:
+            weight = _typed(plan, uses["weight"], bytes_of)
+            gradient = _typed(plan, uses["gradient"], bytes_of)
+            record = views(bytes_of(uses["state"]), fmt, piece.elements)
+            update_parts(
+                *(weight, gradient, record, parts, frozen),
+                gradient_scale=1.0 if clip is None else clip.factor,
+                format=fmt,
+                workspace=executor.memory.workspace(op),
+            )
+
+        return run
+
+
+def _typed(plan: Plan, use: Use, bytes_of: BytesOf) -> torch.Tensor:
+    """A chunk of weights or gradients as a flat tensor of its dtype."""
+    kind, unit, chunk = use.value
+    spec = plan.profile.units[unit]
+    segment = spec.segments[spec.chunks[chunk].segment]
+    name = segment.dtype if kind == "weight" else segment.gradient_dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return bytes_of(use).view(dtype)
+
+
+def _lane_shares(plan: Plan) -> bool:
+    """Whether a lane, too, works in the workspace, on units that are no residents."""
+    others = (p for unit, p in enumerate(plan.placements) if unit not in plan.residents)
+    return any(p.state == "device" or (plan.clips and p.gradient == "device") for p in others)

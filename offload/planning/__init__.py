@@ -1,0 +1,1 @@
+"""What a model needs, what the hardware gives, and where each value goes. Pure: no torch."""

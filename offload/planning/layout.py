@@ -1,0 +1,511 @@
+"""The plan: where every value of a model lies, down to the byte. Pure.
+
+A `Plan` holds the placements and what follows from them: the offset of each home and slot in the
+arena of its tier, the slots of each unit, and the layout of the store's file. `lay_out` makes one.
+
+[Note: Allocator rounding]
+Torch allocates the weights and gradients of resident units, so the plan must bound what its caching
+allocator takes for them. On CUDA, ROCm and XPU it rounds sizes up to 512 bytes (`round_size` in
+c10/cuda/CUDACachingAllocator.cpp, `kMinBlockSize` in c10/core/AllocatorConfig.h). It splits a
+larger free block if at least 512 bytes remain, for sizes up to 1 MiB; for larger sizes only if more
+than 1 MiB remains (`should_split`, `kSmallSize`). What is not split off is taken, too. This bounds
+`torch.accelerator.memory_allocated`, unless PYTORCH_ALLOC_CONF sets `max_split_size_mb` or
+`roundup_power2_divisions`. The rest of a segment (2, 20 or more MiB, as the driver gives them)
+serves other tensors, so it is not counted here. The arena is a single block.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from cpu_adam.formats import squares_bytes
+from offload.planning.profile import (
+    BLOCK_BYTES,
+    ITEM_BYTES,
+    KINDS,
+    Chunk,
+    Kind,
+    Profile,
+    StateChoice,
+    Unit,
+    round_up,
+)
+from offload.planning.tiers import TIERS, Tier, format_bytes
+
+WEIGHT_SLOTS_MAX = 3
+"""Weight slots of one size class: one in use, one being filled, one being released."""
+
+STAGES = 2
+"""Slots of each staging ring (slots of a tier that passing values share) for values of units."""
+
+CHUNK_STAGES = 4
+"""Slots of each staging ring for chunks: so many are between their first read and last write."""
+
+ALLOCATOR_ROUND_BYTES = 512
+ALLOCATOR_SPLIT_BYTES = 1 << 20
+"""Up to this size nothing beside the rounded size is taken."""
+
+SUM_BYTES = 8
+"""A sum of squares is a float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The home tier of each value of one unit."""
+
+    weight: Tier
+    gradient: Tier
+    state: Tier
+
+    def of(self, kind: Kind) -> Tier:
+        """The tier of `kind`."""
+        tier: Tier = getattr(self, kind)
+        return tier
+
+
+class Place(NamedTuple):
+    """Where a value can lie: its home in a tier (`use` is `home`), or a slot."""
+
+    tier: Tier
+    use: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A range of a memory tier; offset and size in bytes."""
+
+    tier: Tier
+    offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where a value lies in the file: its chunks in order. Bytes, multiples of 4 KiB."""
+
+    kind: Kind
+    unit: str
+    offset: int
+    chunk_offsets: tuple[int, ...]
+    """Relative to `offset`."""
+    chunk_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the value."""
+        return sum(self.chunk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLayout:
+    """Every extent of one file, in file order, and the size of the file."""
+
+    extents: tuple[Extent, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, values: Sequence[tuple[Kind, str, Sequence[int]]]) -> FileLayout:
+        """Lay out values (kind, unit, bytes of each chunk) one after the other."""
+        extents, at = [], 0
+        for kind, unit, sizes in values:
+            assert all(size > 0 and size % BLOCK_BYTES == 0 for size in sizes), (kind, unit, sizes)
+            offsets = tuple(itertools.accumulate(sizes, initial=0))
+            extents.append(Extent(kind, unit, at, offsets[:-1], tuple(sizes)))
+            at += offsets[-1]
+        return cls(tuple(extents), at)
+
+    def index(self) -> dict[tuple[str, str], Extent]:
+        """The extents by kind and unit."""
+        return {(extent.kind, extent.unit): extent for extent in self.extents}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the plan table: the bytes of a kind in a tier."""
+
+    kind: Kind
+    tier: Tier
+    units: int
+    bytes: int
+
+    def __str__(self) -> str:
+        units = "1 unit" if self.units == 1 else f"{self.units} units"
+        return f"{self.kind:8} on {self.tier:6} {format_bytes(self.bytes):>10} of {units}"
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """What a plan takes of one tier, against the budget."""
+
+    tier: Tier
+    resident_bytes: int
+    staging_bytes: int
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        taken = format_bytes(self.resident_bytes + self.staging_bytes)
+        return f"{self.tier:8} {taken:>10} of {format_bytes(self.budget_bytes)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where everything lives, down to the byte. Made by `planner.plan`."""
+
+    profile: Profile
+    placements: tuple[Placement, ...]
+    homes: Mapping[tuple[Kind, int], Buffer]
+    """Homes in memory tiers, by kind and unit."""
+    slots: Mapping[Place, Buffer]
+    weight_slot: tuple[Place | None, ...]
+    """Per unit, the device slot of its weights; None where their home is the device."""
+    gradient_slot: tuple[Place | None, ...]
+    """Per unit, the device slot in which backward accumulates its gradients; None likewise."""
+    file: FileLayout
+    budgets: Mapping[Tier, int]
+    clips: bool
+    states: StateChoice
+    residents: frozenset[int] = frozenset()
+    """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
+    _record_offsets: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Cache of `record_offset`, by unit."""
+
+    def home(self, kind: Kind, unit: int) -> Place:
+        """The home of a value as a place."""
+        return Place(self.placements[unit].of(kind), "home")
+
+    def record_bytes(self, unit: int, chunk: int) -> int:
+        """Size of the record of a chunk, padded to blocks."""
+        one = self.profile.units[unit]
+        return record_bytes(one, one.chunks[chunk], self.states)
+
+    def record_offset(self, unit: int, chunk: int) -> int:
+        """Offset of a chunk's record in the home of the unit's state."""
+        if unit not in self._record_offsets:
+            sizes = (
+                self.record_bytes(unit, one) for one in range(len(self.profile.units[unit].chunks))
+            )
+            self._record_offsets[unit] = (0, *itertools.accumulate(sizes))
+        return self._record_offsets[unit][chunk]
+
+    def bytes_of(self, kind: Kind, unit: int) -> int:
+        """Size of a value."""
+        return value_bytes(self.profile.units[unit], kind, self.states)
+
+    def reordered(self, profile: Profile) -> Plan:
+        """The same plan for a profile of the same units in another order of use."""
+        return replace(self, profile=profile)
+
+    def rows(self) -> tuple[Row, ...]:
+        """The plan table: a row per kind and tier that holds any of it."""
+        rows = []
+        for kind, tier in itertools.product(KINDS, TIERS):
+            placed = enumerate(self.placements)
+            units = [u for u, p in placed if p.of(kind) == tier and self.bytes_of(kind, u)]
+            if units:
+                total = sum(self.bytes_of(kind, u) for u in units)
+                rows.append(Row(kind, tier, len(units), total))
+        return tuple(rows)
+
+    def taken_bytes(self, tier: Tier) -> int:
+        """Bytes of a tier that the plan takes: arena and torch's own tensors, or the file."""
+        if tier == "nvme":
+            return self.file.bytes if self.file.extents else 0
+        return self._end(tier, self.homes.values())
+
+    def arena_bytes(self, tier: Tier) -> int:
+        """The size of the arena of a memory tier."""
+        return self._end(tier, (home for key, home in self.homes.items() if self.in_arena(*key)))
+
+    def _end(self, tier: Tier, homes: Iterable[Buffer]) -> int:
+        buffers = itertools.chain(homes, self.slots.values())
+        return max((b.offset + b.bytes for b in buffers if b.tier == tier), default=0)
+
+    def in_arena(self, kind: Kind, unit: int) -> bool:
+        """Whether a value at home in memory lies in the arena; otherwise torch allocates it."""
+        return kind == "state" or unit not in self.residents
+
+    def tiers(self) -> tuple[TierUse, ...]:
+        """What is taken of each tier, against its budget."""
+        homes = {tier: sum(row.bytes for row in self.rows() if row.tier == tier) for tier in TIERS}
+        return tuple(
+            TierUse(t, homes[t], self.taken_bytes(t) - homes[t], self.budgets[t]) for t in TIERS
+        )
+
+
+def site(placement: Placement) -> Tier:
+    """Where a unit is updated: where its states live, or on the cpu for states on nvme."""
+    return "device" if placement.state == "device" else "cpu"
+
+
+@functools.cache
+def route(start: Tier, stop: Tier) -> tuple[Tier, ...]:
+    """The tiers from `start` to `stop`, both included: nvme and device connect only via cpu."""
+    line: tuple[Tier, ...] = ("nvme", "cpu", "device")
+    a, b = line.index(start), line.index(stop)
+    return line[a : b + 1] if a <= b else line[b : a + 1][::-1]
+
+
+def lay_out(
+    profile: Profile,
+    placements: Sequence[Placement],
+    *,
+    budgets: Mapping[Tier, int],
+    clips: bool,
+    states: StateChoice,
+    weight_slots: int = WEIGHT_SLOTS_MAX,
+    reserve: Iterable[Kind] = (),
+    early: bool = False,
+) -> Plan:
+    """The plan for given placements: every home and slot at its offset, whatever the budget.
+
+    Chunks of the kinds in `reserve` get a staging ring on the cpu even if none passes through, see
+    [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward.
+    """
+    sizes = Sizes(profile, states)
+    memory = lay_out_memory(profile, placements, sizes, clips, weight_slots, reserve, early)
+    return Plan(
+        profile=profile,
+        placements=tuple(placements),
+        homes=memory.homes,
+        slots=memory.slots,
+        weight_slot=memory.weight_slot,
+        gradient_slot=memory.gradient_slot,
+        file=file_layout(profile, placements, states),
+        budgets=dict(budgets),
+        clips=clips,
+        states=states,
+        residents=memory.residents,
+    )
+
+
+def lay_out_memory(
+    profile: Profile,
+    placements: Sequence[Placement],
+    sizes: Sizes,
+    clips: bool,
+    weight_slots: int,
+    reserve: Iterable[Kind],
+    early: bool,
+) -> _Memory:
+    """Homes and slots of the memory tiers; arguments as for `lay_out`."""
+    units, memory = profile.units, _Memory()
+    pairs = enumerate(zip(units, placements))
+    residents = [u for u, (one, p) in pairs if is_resident(one, p, early=early)]
+    memory.residents = frozenset(residents)
+
+    def place_home(kind: Kind, u: int, size: int) -> None:
+        tier = placements[u].of(kind)
+        if size and tier != "nvme":
+            memory.homes[kind, u] = memory.take(tier, size)
+
+    for kind, u in itertools.product(KINDS, range(len(units))):
+        if kind == "state" or u not in memory.residents:
+            place_home(kind, u, sizes.value[kind][u])
+    slots = list[tuple[Place | None, ...]]()
+    for kind, most in zip(KINDS, (weight_slots, STAGES)):
+        away = [placement.of(kind) != "device" for placement in placements]
+        slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
+    memory.weight_slot, memory.gradient_slot = slots
+    rings = _Rings(placements, sizes, tuple(reserve))
+    memory.ring("device", "sums", sum(sizes.norm_sums[u] for u in residents if clips), 1)
+    updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
+    squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
+    memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
+    memory.ring("cpu", "weight", rings.unit_bytes("weight", ("nvme",)), STAGES)
+    memory.ring("cpu", "gradient", rings.unit_bytes("gradient", ("cpu", "nvme")), STAGES)
+    memory.ring("cpu", "deposit", rings.unit_bytes("gradient", ("nvme",)), STAGES)
+    for kind, tier in itertools.product(KINDS, TIERS[:2]):
+        memory.ring(tier, f"{kind}_chunk", rings.chunk_bytes(kind, tier, clips), CHUNK_STAGES)
+    for kind, u in itertools.product(KINDS, residents):  # Counted behind the end of the arena.
+        if kind != "state":
+            place_home(kind, u, max(sizes.allocated[kind][u], sizes.value[kind][u]))
+    return memory
+
+
+def is_resident(unit: Unit, placement: Placement, *, early: bool) -> bool:
+    """Whether torch may own a unit's weights and gradients: see [Note: Residents] of `resident`.
+
+    Autograd would accumulate in the weights' dtype, so gradients must have the same. If updates
+    begin `early` off the device, the engine must see each gradient arrive.
+    """
+    if not unit.trainable:
+        return placement.weight == "device"
+    trained = [one for one in unit.segments if one.trainable]
+    alike = all(one.gradient_dtype == one.dtype for one in trained)
+    taken = early and placement.state != "device"
+    return alike and placement.weight == placement.gradient == "device" and not taken
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Lays buffers one after the other in each memory tier."""
+
+    used: dict[Tier, int] = field(default_factory=lambda: {"device": 0, "cpu": 0})
+    homes: dict[tuple[Kind, int], Buffer] = field(default_factory=dict)
+    slots: dict[Place, Buffer] = field(default_factory=dict)
+    weight_slot: tuple[Place | None, ...] = ()
+    gradient_slot: tuple[Place | None, ...] = ()
+    residents: frozenset[int] = frozenset()
+
+    def take(self, tier: Tier, size: int) -> Buffer:
+        """The next `size` bytes of `tier`, rounded up to blocks."""
+        buffer = Buffer(tier, self.used[tier], round_up(size, BLOCK_BYTES))
+        self.used[tier] += buffer.bytes
+        return buffer
+
+    def ring(self, tier: Tier, use: str, size: int, depth: int) -> None:
+        """`depth` slots of `size` bytes, none for size 0."""
+        for index in range(depth if size else 0):
+            self.slots[Place(tier, use, index)] = self.take(tier, size)
+
+    def shared_slots(
+        self, use: str, units: Sequence[Unit], away: Sequence[bool], sizes: Sequence[int], most: int
+    ) -> tuple[Place | None, ...]:
+        """The device slot of each unit whose value is `away`. A lasting unit has its own. The
+        others share up to `most` per size class (powers of two), each always using the same."""
+        classes: dict[tuple[int, int], list[int]] = {}
+        for u, unit in enumerate(units):
+            if away[u] and sizes[u]:
+                own = u + 1 if unit.lasting else 0
+                classes.setdefault((own, (sizes[u] - 1).bit_length()), []).append(u)
+        places: list[Place | None] = [None] * len(units)
+        numbers = itertools.count()
+        for members in classes.values():
+            for slot in range(min(most, len(members))):
+                place = Place("device", use, next(numbers))
+                mine = members[slot::most]
+                self.slots[place] = self.take("device", max(sizes[u] for u in mine))
+                for u in mine:
+                    places[u] = place
+        return tuple(places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rings:
+    """Slot sizes of the staging rings: of the largest value that passes through."""
+
+    placements: Sequence[Placement]
+    sizes: Sizes
+    reserve: tuple[Kind, ...]
+
+    def unit_bytes(self, kind: Kind, homes: tuple[Tier, ...]) -> int:
+        """For values of units whose `kind` has one of `homes`."""
+        pairs = zip(self.sizes.value[kind], self.placements)
+        return max((size for size, placement in pairs if placement.of(kind) in homes), default=0)
+
+    def chunk_bytes(self, kind: Kind, tier: Tier, clips: bool) -> int:
+        """For chunks of `kind` that pass through `tier` on their way to the update and back."""
+        largest = 0
+        for size, placement in zip(self.sizes.chunk[kind], self.placements):
+            home, at = placement.of(kind), site(placement)
+            passes = tier in route(home, at)[1:]
+            squared = clips and kind == "gradient" and home == "nvme" and tier == "cpu"
+            reserved = kind in self.reserve and tier == at == "cpu"
+            if passes or squared or reserved:
+                largest = max(largest, size)
+        return largest
+
+
+def file_layout(
+    profile: Profile, placements: Sequence[Placement], states: StateChoice
+) -> FileLayout:
+    """The layout of the store's file: the values whose home is nvme, in order of kind and unit."""
+    return FileLayout.of(
+        [
+            (kind, unit.name, _stored_bytes(unit, kind, states))
+            for kind in KINDS
+            for unit, placement in zip(profile.units, placements)
+            if placement.of(kind) == "nvme" and value_bytes(unit, kind, states)
+        ]
+    )
+
+
+class Sizes:
+    """Bytes by unit. `value`, its largest `chunk`, and what torch takes if the unit is resident
+    (`allocated`) are by kind. `scratch` and `squares` are the workspace of an update and of a norm
+    for one chunk on the device."""
+
+    def __init__(self, profile: Profile, states: StateChoice):
+        pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
+        self.scratch = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
+        self.squares = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
+        self.norm_sums = [norm_sums_bytes(unit) for unit in profile.units]
+        self.value = {k: [value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
+        self.allocated = self.value
+        if states.on_accelerator:
+            self.allocated = {k: [allocated_bytes(u, k) for u in profile.units] for k in KINDS}
+        self.chunk = {
+            kind: [
+                max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
+                for unit in profile.units
+            ]
+            for kind in KINDS
+        }
+
+    def in_file(self, placements: Sequence[Placement]) -> int:
+        """Bytes of the file for given placements, 0 when nothing lives there."""
+        return sum(
+            self.value[kind][unit]
+            for unit, placement in enumerate(placements)
+            for kind in KINDS
+            if placement.of(kind) == "nvme"
+        )
+
+
+def value_bytes(unit: Unit, kind: Kind, states: StateChoice) -> int:
+    """Size of a value in memory."""
+    if kind == "weight":
+        return unit.weight_bytes
+    if kind == "gradient":
+        return unit.gradient_bytes
+    return sum(record_bytes(unit, chunk, states) for chunk in unit.chunks)
+
+
+def record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
+    """Size of the record of a chunk, padded to blocks."""
+    return _padded_record_bytes(unit.segments[chunk.segment].dtype, states, chunk.elements)
+
+
+@functools.lru_cache(maxsize=1024)
+def _padded_record_bytes(dtype: str, states: StateChoice, elements: int) -> int:
+    return round_up(states.format(dtype).record_bytes(elements), BLOCK_BYTES)
+
+
+def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: StateChoice) -> int:
+    if kind == "weight":
+        return chunk.weight_bytes
+    return chunk.gradient_bytes if kind == "gradient" else record_bytes(unit, chunk, states)
+
+
+def _stored_bytes(unit: Unit, kind: Kind, states: StateChoice) -> list[int]:
+    """Bytes of each chunk in which a value is stored."""
+    if kind == "weight":
+        return [size for _, size in unit.weight_chunks]
+    return [_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks]
+
+
+def allocator_bytes(size: int) -> int:
+    """Most bytes that torch's allocator takes for `size`, see [Note: Allocator rounding]."""
+    rounded = round_up(size, ALLOCATOR_ROUND_BYTES)
+    return rounded if rounded <= ALLOCATOR_SPLIT_BYTES else rounded + ALLOCATOR_SPLIT_BYTES
+
+
+def allocated_bytes(unit: Unit, kind: Kind) -> int:
+    """Most bytes that torch takes for the weights, or the gradients, of a unit."""
+    return sum(
+        allocator_bytes(one.elements * ITEM_BYTES[one.dtype])
+        for one in unit.parameters
+        if kind == "weight" or one.trainable
+    )
+
+
+def norm_sums_bytes(unit: Unit) -> int:
+    """Bytes of the sums of squares of a unit: one for each slice of a gradient in a chunk."""
+    return SUM_BYTES * sum(len(chunk.slices) for chunk in unit.chunks)

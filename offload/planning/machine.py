@@ -1,0 +1,394 @@
+"""What the hardware gives: free bytes in each tier, and the speeds of the lanes. No torch.
+
+`probe` reads this host. `offload bench nvme` saves the speeds of drives in a file of the user's
+cache, and `probe` reads that file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """A machine, real or imagined.
+
+    Capacities are free bytes. Speeds are bytes per second as each lane counts them (`Op.bytes`);
+    only the simulator uses them. The defaults are round figures for a workstation, not measured.
+    """
+
+    device_bytes: int
+    cpu_bytes: int
+    nvme_bytes: int = 0
+    nvme_shares: tuple[float, ...] = ()
+    """The share of the bytes of each directory of the nvme tier; empty for equal shares."""
+    device_is_cpu: bool = False
+    """The CPU is the compute device, so the device and cpu tiers share one memory."""
+    h2d_bytes_per_s: float = 20e9
+    d2h_bytes_per_s: float = 20e9
+    disk_read_bytes_per_s: float = 3e9
+    disk_write_bytes_per_s: float = 2e9
+    cpu_bytes_per_s: float = 10e9
+    """Operands of sums and updates on the CPU."""
+    compute_bytes_per_s: float = 100e9
+    """Operands of updates of states that live on the device."""
+    op_seconds: float = 2e-4
+    """Fixed cost of one op on any lane."""
+
+
+def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) -> Machine:
+    """This host: free bytes, divided by the ranks that share it, and the measured drive speeds.
+
+    Args:
+        paths: directories of the nvme tier.
+        device_free_bytes: free memory of the compute device; None if that is the CPU.
+
+    Raises:
+        OSError: a path is not a writable directory on a disk.
+        ValueError: `LOCAL_WORLD_SIZE` is not a count.
+    """
+    ranks = ranks_on_host()
+    host = host_free_bytes() // ranks
+    nvme_free_bytes(paths)  # First, as it refuses unusable paths by name.
+    speeds = measured_speeds(paths)
+    shares = shares_of(speeds)
+    found = Machine(
+        device_bytes=host if device_free_bytes is None else device_free_bytes,
+        cpu_bytes=host,
+        nvme_bytes=nvme_free_bytes(paths, shares) // ranks,
+        nvme_shares=shares,
+        device_is_cpu=device_free_bytes is None,
+    )
+    equal = [1 / max(1, len(paths))] * len(paths)
+    known = [(speed, share) for speed, share in zip(speeds, shares or equal) if speed]
+    if not known:
+        return found
+    # A striped transfer takes as long as the slowest drive needs for its share.
+    return replace(
+        found,
+        disk_read_bytes_per_s=min(s.read_bytes_per_s / share for s, share in known) / ranks,
+        disk_write_bytes_per_s=min(s.write_bytes_per_s / share for s, share in known) / ranks,
+    )
+
+
+def ranks_on_host() -> int:
+    """Processes that share this host's memory: `LOCAL_WORLD_SIZE` as torchrun sets it, else 1.
+
+    Raises:
+        ValueError: the variable is not a count.
+    """
+    given = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if given.isascii() and given.isdigit() and int(given) > 0:
+        return int(given)
+    raise ValueError(
+        f"LOCAL_WORLD_SIZE={given!r} in the environment: expected the number of ranks on this host "
+        "(torchrun sets it), a whole number from 1; correct it, or unset it for one process"
+    )
+
+
+def host_free_bytes() -> int:
+    """Host memory that can be allocated without swapping, within the cgroup's limit."""
+    available = int(psutil.virtual_memory().available)
+    limited = cgroup_free_bytes()
+    return available if limited is None else min(available, limited)
+
+
+def cgroup_free_bytes(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> int | None:
+    """Bytes that the cgroup limits (v1 or v2) of this process leave free, or None without a limit.
+
+    The tightest limit counts, of the process's own group and those above it. Page cache that the
+    kernel can drop counts as free.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    found: list[int | None] = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, limit_name, used_name = root, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            base = root / "memory"
+            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        for at in (group, *group.parents):
+            if at == base or base in at.parents:
+                found.append(_group_free_bytes(at, limit_name, used_name))
+    return min((free for free in found if free is not None), default=None)
+
+
+def _group_free_bytes(group: Path, limit_name: str, used_name: str) -> int | None:
+    try:
+        limit = (group / limit_name).read_text().strip()
+        if limit == "max" or int(limit) >= 1 << 60:
+            return None
+        used = int((group / used_name).read_text())
+    except (OSError, ValueError):
+        return None
+    try:
+        lines = (group / "memory.stat").read_text().splitlines()
+        stat = dict(line.split(maxsplit=1) for line in lines)
+        # v1 counts child groups only in `total_`; v2 always does.
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        droppable = 0
+    return max(0, int(limit) - used + droppable)
+
+
+def nvme_free_bytes(
+    paths: tuple[str, ...],
+    shares: tuple[float, ...] = (),
+    asked: str = "Config.nvme_path",
+) -> int:
+    """Free bytes for a file striped over `paths`; 0 without a path.
+
+    The path that fills first limits the file; paths on one file system share its free space.
+
+    Args:
+        shares: the share of the file of each path; empty for equal shares.
+        asked: the setting that the paths come from, for messages.
+
+    Raises:
+        OSError: a path is not a writable directory on a disk.
+    """
+    free: dict[int, int] = {}
+    taken: dict[int, float] = {}
+    equal = (1 / max(1, len(paths)),) * len(paths)
+    for path, share in zip(paths, shares or equal):
+        free_bytes, system = _usable(path, asked)
+        free[system] = free_bytes
+        taken[system] = taken.get(system, 0.0) + share
+    return min((int(free[system] / taken[system]) for system in free), default=0)
+
+
+def _usable(path: str, asked: str) -> tuple[int, int]:
+    """Free bytes of a directory's file system, and its device number."""
+    try:
+        stat = os.statvfs(os.path.join(path, ""))  # The trailing slash refuses a file.
+        if stat.f_blocks == 0:
+            raise OSError(errno.ENODEV, "its file system is the kernel's, not a disk")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+        return stat.f_bavail * stat.f_frsize, os.stat(path).st_dev
+    except OSError as error:
+        full = os.path.abspath(path)
+        setting = f"{asked}={full!r}" if "nvme_path" in asked else asked
+        advice = "give an existing directory on a local drive that you may write to"
+        told = f"{setting} cannot be used: {error.strerror}; {advice}"
+        raise OSError(error.errno, told, full) from None
+
+
+def disks_below(path: str | os.PathLike[str], system: Path = Path("/")) -> frozenset[str]:
+    """Names of the drives below a directory: {'nvme0n1'}, or several below a RAID.
+
+    Partitions, LVM, encryption and md are resolved to the drives below them, as `system`/sys lists
+    them. A file system without a block device (network, memory, btrfs) gives its device number.
+
+    Raises:
+        OSError: there is no such path.
+    """
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    block = system / "sys/dev/block" / number
+    return frozenset(_drives_of(block.resolve()) if block.exists() else {number})
+
+
+def _drives_of(block: Path) -> set[str]:
+    """Names of the drives below a block device."""
+    if (block / "partition").exists():
+        block = block.parent
+    below = [one.resolve() for one in (block / "slaves").glob("*")]
+    return set().union(*map(_drives_of, below)) if below else {block.name}
+
+
+def same_drive(
+    paths: Sequence[str | os.PathLike[str]], system: Path = Path("/")
+) -> tuple[int, ...]:
+    """For each directory, the index of the first one that shares a drive with it.
+
+    >>> same_drive(["/", "/"])
+    (0, 0)
+    """
+    disks = [disks_below(path, system) for path in paths]
+    first: list[int] = []
+    for number, own in enumerate(disks):
+        first.append(next((first[k] for k in range(number) if disks[k] & own), number))
+    return tuple(first)
+
+
+def mount_point(path: str) -> str:
+    """The mount point of the file system of `path`."""
+    found = Path(path).resolve()
+    return str(next(at for at in (found, *found.parents) if at.is_mount() or at == at.parent))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DriveSpeed:
+    """What `offload bench nvme` measured at a mount point."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    """The sum of both directions, reading and writing at once."""
+    backend: str
+    """I/O backend, block size and depth were the fastest for reading and writing at once."""
+    block_bytes: int
+    depth: int
+    """Blocks in flight in each direction."""
+    measured: str
+    """When, in ISO 8601."""
+    others_percent: int = 0
+    """Share of all processors that other programs used meanwhile; 0 if negligible."""
+
+    def __post_init__(self) -> None:
+        figures = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
+        if not all(figure > 0 for figure in (*figures, self.block_bytes, self.depth)):
+            raise ValueError(f"measured speeds, blocks and depths are positive: {self}")
+
+
+def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
+    """The measured speed of each directory's drive, or None.
+
+    Directories on one drive share its speed equally.
+    """
+    saved, drives = saved_speeds(), same_drive(paths)
+    found = [saved.get(mount_point(path)) for path in paths]
+    return tuple(speed and _part(speed, drives.count(d)) for speed, d in zip(found, drives))
+
+
+def _part(speed: DriveSpeed, count: int) -> DriveSpeed:
+    return replace(
+        speed,
+        read_bytes_per_s=speed.read_bytes_per_s / count,
+        write_bytes_per_s=speed.write_bytes_per_s / count,
+        both_bytes_per_s=speed.both_bytes_per_s / count,
+    )
+
+
+def shares_of(speeds: Sequence[DriveSpeed | None]) -> tuple[float, ...]:
+    """Each directory's share of all transfers, in proportion to `both_bytes_per_s`. Empty, for
+    equal shares, unless every drive was measured."""
+    rates = [speed.both_bytes_per_s for speed in speeds if speed is not None]
+    if len(rates) < max(1, len(speeds)):
+        return ()
+    return tuple(rate / sum(rates) for rate in rates)
+
+
+def profile_path() -> Path:
+    """The file of measured speeds: `OFFLOAD_MACHINE`, else `machine.json` in the user's cache.
+
+    Raises:
+        OSError: this user has no cache directory.
+    """
+    given = os.environ.get("OFFLOAD_MACHINE")
+    return Path(given) if given else cache_path("machine.json")
+
+
+def saved_speeds() -> dict[str, DriveSpeed]:
+    """Measured speeds by mount point; empty if none were saved.
+
+    An unreadable file gives a RuntimeWarning and counts as empty: training works without speeds.
+    """
+    speeds, wrong = _read_speeds()
+    if wrong:
+        warnings.warn(wrong, RuntimeWarning, stacklevel=2)
+    return speeds
+
+
+def unreadable_speeds() -> str | None:
+    """What is wrong with the file of measured speeds, or None."""
+    return _read_speeds()[1]
+
+
+def _read_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
+    """Measured speeds by mount point, and what is wrong with the file."""
+    try:
+        path = profile_path()
+        text = path.read_text("utf-8")
+        drives = json.loads(text)["drives"] if text.strip() else {}
+        return {mount: DriveSpeed(**found) for mount, found in drives.items()}, None
+    except (FileNotFoundError, NotADirectoryError):
+        return {}, None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return {}, (
+            f"{path} holds no measured speeds of drives that can be read ({type(error).__name__}: "
+            f"{error}); likely it was edited, or belongs to another program; remove it, or set "
+            "OFFLOAD_MACHINE to another file, and measure again with `offload bench nvme`"
+        )
+
+
+def save_speed(path: str, speed: DriveSpeed) -> Path:
+    """Saves what was measured of the drive below `path`, and returns the file.
+
+    Raises:
+        OSError: the file cannot be written, or is another program's and is left as it is.
+    """
+    saved = profile_path()
+    saved.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(saved.parent, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # Some network file systems have no locks.
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        drives, wrong = _read_speeds()
+        if wrong:
+            raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
+        drives[mount_point(path)] = speed
+        content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
+        replace_file(saved, json.dumps(content, indent=2) + "\n")
+    finally:
+        os.close(folder)
+    return saved
+
+
+def cache_path(name: str) -> Path:
+    """The path of a file in the user's cache, `~/.cache/offload` or `$XDG_CACHE_HOME/offload`.
+
+    Raises:
+        OSError: this user has neither a home directory nor XDG_CACHE_HOME.
+    """
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        told = "this user has no home directory: set HOME or XDG_CACHE_HOME"
+        raise FileNotFoundError(errno.ENOENT, told, f"~/.cache/offload/{name}") from None
+    return Path(cache) / "offload" / name
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Replaces a file's content atomically: after an error the old content is still there.
+
+    Follows symbolic links. Writes to a device or pipe, such as /dev/null, directly.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8")
+        return
+    path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.fresh")
+    try:
+        fresh.write_text(text, "utf-8")
+        os.replace(fresh, path)
+    except OSError as error:
+        error.filename = str(path)  # Instead of the temporary name, or of none on a full disk.
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)

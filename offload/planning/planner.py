@@ -1,0 +1,363 @@
+"""Decide which value lives in which tier. Pure.
+
+`plan` weighs what is asked (Config), what is needed (Profile) and what there is (Machine). Kinds
+that the config assigns to a tier go there. Values of the others (`auto`) are a fixed list: its
+longest prefix that fits goes to the device, the next values to the cpu, the rest to nvme. Equal
+inputs give equal plans.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from offload.config import BUDGETS, Choice, Config
+from offload.planning.layout import (
+    WEIGHT_SLOTS_MAX,
+    Placement,
+    Plan,
+    Sizes,
+    lay_out,
+    lay_out_memory,
+)
+from offload.planning.machine import Machine
+from offload.planning.profile import KINDS, Kind, Profile, StateChoice
+from offload.planning.tiers import TIERS, Tier, format_bytes
+
+IDLE_BYTES_TOLD = 256 << 20
+"""So much of a budget that lies idle is told."""
+
+
+class BudgetError(ValueError):
+    """The model does not fit the budgets; the message is a table and what to change."""
+
+
+def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
+    """The budget of each tier in bytes: what the config gives, else a share of what is free."""
+    device = config.bytes_of("device_memory")
+    if device is None:
+        device = machine.device_bytes // 2
+    cpu = config.bytes_of("cpu_memory")
+    if cpu is None:
+        left = machine.cpu_bytes - (device if machine.device_is_cpu else 0)
+        cpu = max(0, left) // 2
+    nvme = config.bytes_of("nvme_space")
+    if nvme is None:
+        nvme = machine.nvme_bytes * 9 // 10
+    return {"device": device, "cpu": cpu, "nvme": nvme if config.nvme_path else 0}
+
+
+def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:
+    """Decide where everything lives; `rule`, that of the updates, decides the size of states.
+
+    Raises:
+        BudgetError: no arrangement that the config allows fits the budgets or the machine.
+    """
+    states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
+    budgets, search = budgets_of(config, machine), _Search(profile, config, states)
+    for arrangement in search.fitting(budgets):
+        found = search.plan_of(arrangement, budgets)
+        taken = {tier: found.taken_bytes(tier) for tier in TIERS}
+        if lack := _lack_of_memory(taken, machine) or _lack_of_nvme(taken["nvme"], config, machine):
+            raise BudgetError(lack)
+        return found
+    raise BudgetError(_refusal(search, budgets, config, machine))
+
+
+def remarks(found: Plan, config: Config, machine: Machine) -> Iterator[str]:
+    """What to tell the user of the memory budgets that `config` gives, a sentence each."""
+    forced = {name: getattr(config, name) for name in ("params", "gradients", "optimizer")}
+    memory: dict[Tier, int] = {"device": machine.device_bytes, "cpu": machine.cpu_bytes}
+    for tier, free in memory.items():
+        field, taken = BUDGETS[tier], found.taken_bytes(tier)
+        budget = config.bytes_of(field)
+        if budget is None:
+            continue
+        if budget > free:
+            yield (
+                f"Config.{field} is {format_bytes(budget)}, but only {format_bytes(free)} is free "
+                f"here: likely it was given for a larger machine; the plan takes "
+                f"{format_bytes(taken)} of it"
+            )
+        below = TIERS[TIERS.index(tier) + 1 :]
+        slower = [name for name, choice in forced.items() if choice in below]
+        if slower and min(budget, free) - taken >= max(budget // 2, IDLE_BYTES_TOLD):
+            yield (
+                f"the plan takes {format_bytes(taken)} of the {format_bytes(budget)} that "
+                f"Config.{field} gives, as {', '.join(slower)} live in a slower tier by name: "
+                "'auto' would use the rest, and steps would be faster"
+            )
+
+
+class _Arrangement(NamedTuple):
+    """How many auto values live on the device, and how many on the device or the cpu."""
+
+    on_device: int
+    on_cpu: int
+    weight_slots: int
+
+
+class _Search:
+    """All arrangements that the config allows, and the bytes that each takes of each tier.
+
+    [Note: More memory is never slower]
+    Values of `auto` kinds are ranked in a fixed order: ranks below `on_device` live on the device,
+    ranks below `on_cpu` on the cpu, the others on nvme. A value lives on the device only if all
+    weight slots fit. The device's bytes do not depend on `on_cpu`. With an nvme path the staging
+    rings for chunks are always reserved on the cpu, so that the cpu's bytes fall as `on_device`
+    grows; without one, `on_cpu` is the length of the list. So the first arrangement that fits (most
+    on the device, then most on the cpu) places no value slower than one for smaller budgets.
+    """
+
+    def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
+        self.profile, self.states = profile, states
+        self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
+        self.early = config.micro_batches is not None and not self.clips
+        choices = (config.params, config.gradients, config.optimizer)
+        self.forced: dict[Kind, Choice] = dict(zip(KINDS, choices))
+        self.auto: list[Kind] = [kind for kind in KINDS if self.forced[kind] == "auto"]
+        self.reserve = self.auto if self.open else []
+        self.sizes = Sizes(profile, self.states)
+        self.count = len(self.auto) * len(profile.units)
+        self.device, self.cpu, self.nvme = cache(self._device), cache(self._cpu), cache(self._nvme)
+
+    def fitting(self, budgets: Mapping[Tier, float]) -> Iterator[_Arrangement]:
+        """Arrangements that fit: the most on the device first, each with the most on the cpu."""
+        most = self.count
+        for on_device, weight_slots in self.candidates():
+            if self.device(on_device, weight_slots) <= budgets["device"]:
+                numbers = self.numbers(on_device, most, budgets["nvme"])
+                fits = (n for n in reversed(numbers) if self.cpu(on_device, n) <= budgets["cpu"])
+                on_cpu = next(fits, None)
+                if on_cpu is not None:
+                    yield _Arrangement(on_device, on_cpu, weight_slots)
+                if self.open:  # With fewer on the device, those that failed need even more cpu.
+                    most = numbers.start - 1 if on_cpu is None else on_cpu
+
+    def candidates(self) -> list[tuple[int, int]]:
+        """(values on the device, weight slots), those that take most of the device first."""
+        found = [(on_device, WEIGHT_SLOTS_MAX) for on_device in range(self.count, -1, -1)]
+        return found + [(0, slots) for slots in range(WEIGHT_SLOTS_MAX - 1, 0, -1)]
+
+    def numbers(self, on_device: int, most: int, nvme_budget: float) -> range:
+        """The choices of `on_cpu`, up to `most`, with which the rest fits on nvme."""
+        numbers = range(on_device if self.open else self.count, most + 1)
+        return numbers[bisect_left(numbers, True, key=lambda n: self.nvme(n) <= nvme_budget) :]
+
+    def least(self, tier: Tier, budgets: Mapping[Tier, float]) -> int | None:
+        """The least budget of a tier with which something fits, the others as given, or None."""
+        fitting = self.fitting({**budgets, tier: math.inf})
+        if tier == "device":
+            return min((self.device(n, slots) for n, _, slots in fitting), default=None)
+        # With an nvme path, the first that fits takes the least of the other tiers.
+        best = list(itertools.islice(fitting, 1 if self.open else None))
+        if tier == "nvme":
+            return min((self.nvme(one.on_cpu) for one in best), default=None)
+        taken = (
+            self.cpu(one.on_device, on_cpu)
+            for one in best
+            for on_cpu in self.numbers(one.on_device, one.on_cpu, budgets["nvme"])
+        )
+        return min(taken, default=None)
+
+    def placements(self, on_device: int, on_cpu: int) -> list[Placement]:
+        """The homes of every unit's values."""
+        units, tiers = range(len(self.profile.units)), list[Sequence[Tier]]()
+        for kind, choice in self.forced.items():
+            first = self.auto.index(kind) * len(units) if choice == "auto" else 0
+            ranks = [(first + u >= on_device) + (first + u >= on_cpu) for u in units]
+            tiers.append([TIERS[rank] if choice == "auto" else choice for rank in ranks])
+        return [Placement(*homes) for homes in zip(*tiers)]
+
+    def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int]) -> Plan:
+        """The plan of an arrangement, down to the byte."""
+        return lay_out(
+            self.profile,
+            self.placements(arrangement.on_device, arrangement.on_cpu),
+            budgets=budgets,
+            clips=self.clips,
+            states=self.states,
+            weight_slots=arrangement.weight_slots,
+            reserve=self.reserve,
+            early=self.early,
+        )
+
+    def smallest(self) -> _Arrangement:
+        """The arrangement that takes the least memory."""
+        return _Arrangement(0, 0 if self.open else self.count, 1)
+
+    def taken(self, one: _Arrangement) -> dict[Tier, int]:
+        """Bytes that an arrangement takes of each tier."""
+        return {
+            "device": self.device(one.on_device, one.weight_slots),
+            "cpu": self.cpu(one.on_device, one.on_cpu),
+            "nvme": self.nvme(one.on_cpu),
+        }
+
+    def _memory(self, on_device: int, on_cpu: int, weight_slots: int) -> dict[Tier, int]:
+        chosen = self.placements(on_device, on_cpu)
+        fixed = weight_slots, self.reserve, self.early
+        return lay_out_memory(self.profile, chosen, self.sizes, self.clips, *fixed).used
+
+    def _device(self, on_device: int, weight_slots: int) -> int:
+        """Bytes taken of the device, whatever `on_cpu` is."""
+        return self._memory(on_device, self.count, weight_slots)["device"]
+
+    def _cpu(self, on_device: int, on_cpu: int) -> int:
+        """Bytes taken of the cpu, whatever the number of weight slots."""
+        return self._memory(on_device, on_cpu, 1)["cpu"]
+
+    def _nvme(self, on_cpu: int) -> int:
+        """Bytes of the file; they grow as `on_cpu` falls."""
+        return self.sizes.in_file(self.placements(0, on_cpu))
+
+
+def _lack_of_memory(taken: Mapping[Tier, int], machine: Machine) -> str:
+    """The message if a plan takes more memory than the machine has free, else empty."""
+    device, host = taken["device"], taken["cpu"]
+    host += device if machine.device_is_cpu else 0
+    if host > machine.cpu_bytes:
+        return (
+            f"the plan takes {format_bytes(host)} of host memory but only "
+            f"{format_bytes(machine.cpu_bytes)} is free (cgroup limits counted): likely the "
+            "budgets were given for a larger machine; lower Config.device_memory or "
+            "Config.cpu_memory, and give Config.nvme_path for what then does not fit"
+        )
+    if not machine.device_is_cpu and device > machine.device_bytes:
+        return (
+            f"the plan takes {format_bytes(device)} of device memory but only "
+            f"{format_bytes(machine.device_bytes)} is free: likely the budget was given for a "
+            "larger device; lower Config.device_memory, and leave the rest to cpu or nvme"
+        )
+    return ""
+
+
+def _lack_of_nvme(taken: int, config: Config, machine: Machine) -> str:
+    """The message if a plan takes more space than the drives have free, else empty."""
+    if taken <= machine.nvme_bytes:
+        return ""
+    paths = " and ".join(config.nvme_path)
+    return (
+        f"the plan takes {format_bytes(taken, up=True)} of Config.nvme_path={paths} but "
+        f"only {format_bytes(machine.nvme_bytes)} is free there: likely Config.nvme_space "
+        "was given for another drive; free some space, or name a directory on a drive with room"
+    )
+
+
+def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine: Machine) -> str:
+    """Why nothing fits: what is asked, a table of needed and given by tier, ways out."""
+    free = {"cpu": machine.cpu_bytes, "nvme": machine.nvme_bytes}
+    free["device"] = machine.cpu_bytes if machine.device_is_cpu else machine.device_bytes
+    needed = {tier: search.least(tier, budgets) for tier in TIERS}
+    alone = any(amount is not None for amount in needed.values())
+    if not alone:
+        needed.update(search.taken(search.smallest()))
+    lines = [
+        f"the model does not fit the budgets, with params {config.params}, gradients "
+        f"{config.gradients} and optimizer {config.optimizer}",
+        f"{'tier':8}{'needed':>14}{'given':>14}   budget",
+    ]
+    for tier, amount in needed.items():
+        mark = ""
+        if amount is not None and amount > budgets[tier]:
+            mark = "  <-- too small"
+            mark += f" ({format_bytes(free[tier])} is free)" if amount > free[tier] else ""
+        shown = "-" if amount is None else format_bytes(amount, up=True)
+        lines.append(
+            f"{tier:8}{shown:>14}{format_bytes(budgets[tier]):>14}   Config.{BUDGETS[tier]}{mark}"
+        )
+    lines.append(
+        "needed: "
+        + ("the least of one tier, while the others stay as given" if alone else "of all together")
+    )
+    lines.append(_likely_cause(search, needed, budgets, config))
+    ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
+    first = "try one of these (all other fields as they are):"
+    return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
+
+
+_NO_WAY = "no budget that this machine has would do: try a smaller model, or a larger machine"
+
+
+def _likely_cause(
+    search: _Search,
+    needed: Mapping[Tier, int | None],
+    budgets: Mapping[Tier, int],
+    config: Config,
+) -> str:
+    if config.nvme_path and budgets["nvme"] == 0 and config.nvme_space is None:
+        paths = " or ".join(config.nvme_path)
+        return f"likely nothing is free on Config.nvme_path={paths}"
+    if any(config.bytes_of(field) is not None for field in BUDGETS.values()):
+        short = {tier for tier, amount in needed.items() if (amount or 0) > budgets[tier]}
+        placed = search.placements(0, search.smallest().on_cpu)
+        if short and short.isdisjoint(one.of(kind) for one in placed for kind in KINDS):
+            values = search.sizes.value
+            most, weights = max(enumerate(values["weight"]), key=itemgetter(1))
+            return (
+                "likely the budget leaves no room for the slots that values pass through, several "
+                "for each kind: they are sized by the largest unit, not by the size of the "
+                f"model; here it is {search.profile.units[most].name!r} with "
+                f"{format_bytes(weights)} of weights and {format_bytes(values['state'][most])} of "
+                "states"
+            )
+        return "likely the budgets were given for a smaller model"
+    return "likely too little is free: by default each budget is a share of what is free"
+
+
+def _ways_out(
+    search: _Search,
+    needed: Mapping[Tier, int | None],
+    budgets: Mapping[Tier, int],
+    config: Config,
+    machine: Machine,
+) -> Iterator[str]:
+    """Changes to the config that fit this machine: larger budgets, a drive for nvme, tiers left to
+    `auto`, states of half the bytes.
+    """
+
+    def other(states: StateChoice = search.states, **changes: Any) -> _Search:
+        return _Search(search.profile, replace(config, **changes), states)
+
+    def fits(one: _Search, raised: Mapping[Tier, int]) -> bool:
+        found = next(one.fitting({**budgets, **raised}), None)
+        return found is not None and not _lack_of_memory(one.taken(found), machine)
+
+    offered: list[Mapping[Tier, int]] = []
+    for tier, amount in needed.items():
+        if amount is not None and amount > budgets[tier] and fits(search, {tier: amount}):
+            offered.append({tier: amount})
+            yield _as_fields(offered[-1], machine)
+    for one in (search,) if search.open else (search, other(nvme_path="DIR")):
+        taken = one.taken(one.smallest())
+        raised = {tier: amount for tier, amount in taken.items() if amount > budgets[tier]}
+        covered = any(all(raised.get(tier, 0) >= way[tier] for tier in way) for way in offered)
+        if not covered and not _lack_of_memory(taken, machine):
+            offered.append(raised)
+            yield _as_fields(raised, machine if one is search else None)
+    left = other(params="auto", gradients="auto", optimizer="auto")
+    if len(search.auto) < len(left.auto) and fits(left, {}):
+        kinds = ("params", "gradients", "optimizer")
+        changed = [f'{kind}="auto"' for kind in kinds if getattr(config, kind) != "auto"]
+        yield f"Config({', '.join(changed)})"
+    compact = replace(search.states, states="compact")
+    if compact.supports(search.profile.units) and fits(other(compact), {}):
+        yield 'Config(states="compact"), the moments in a byte each: close, but not bit for bit'
+
+
+def _as_fields(raised: Mapping[Tier, int], machine: Machine | None) -> str:
+    """Budgets as the user writes them, with a drive to be named where `machine` has no room."""
+    fields = [
+        f'{BUDGETS[tier]}="{format_bytes(amount, up=True).replace(" ", "")}"'
+        for tier, amount in raised.items()
+    ]
+    room = machine.nvme_bytes if machine is not None else 0
+    if drive := raised.get("nvme", 0) > room:
+        fields.append('nvme_path="DIR"')
+    return f"Config({', '.join(fields)})" + ", DIR on a local drive with room" * drive

@@ -1,0 +1,350 @@
+"""What a model needs: its units, the layout of each in memory, and the order of their use. Pure.
+
+A unit is the parameters that move together. Its weights are one flat buffer of segments: one per
+dtype and trainability, each starting at a multiple of 4 KiB. Inside a segment parameters follow one
+another, each padded to 256 bytes. Gradients are a second buffer, with the same element numbering,
+of the trainable segments only. States are kept per chunk: at most `CHUNK_ELEMENTS` consecutive
+elements of one trainable segment.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal, NamedTuple
+
+from cpu_adam.formats import StateFormat, format_for, scratch_bytes
+
+BLOCK_BYTES = 4096
+"""Offsets and sizes on disk are multiples of this, as O_DIRECT requires."""
+
+Kind = Literal["weight", "gradient", "state"]
+"""A kind of value."""
+
+KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
+"""All kinds, those first that gain most from a fast home."""
+
+CHUNK_ELEMENTS = 1 << 20
+"""Elements in a full chunk: the grain in which values are stored and updates stream."""
+
+PARAMETER_ALIGN_BYTES = 256
+"""Alignment of each parameter inside its segment."""
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes per element of the parameter dtypes that a unit may hold."""
+
+
+def round_up(count: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `count`."""
+    return -(-count // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a unit, laid out."""
+
+    name: str
+    """Qualified name in the model; the first of several for a tied parameter."""
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    segment: int
+    """Index of its segment in the unit."""
+    start: int
+    """Its first element in the segment's numbering."""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """One past its last element in the segment's numbering."""
+        return self.start + self.elements
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The parameters of a unit with one dtype and trainability."""
+
+    dtype: str
+    trainable: bool
+    elements: int
+    """Elements including padding to blocks, of the weight and of the gradient."""
+    weight_offset: int
+    """Bytes from the start of the unit's weight buffer."""
+    gradient_dtype: str
+    gradient_offset: int
+    """Bytes from the start of the unit's gradient buffer; 0 and unused when not trainable."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSlice:
+    """The elements of one parameter that lie in a chunk."""
+
+    parameter: int
+    """Index of the parameter in the unit."""
+    chunk_start: int
+    """First element in the chunk's numbering."""
+    parameter_start: int
+    """First element in the parameter's numbering."""
+    elements: int
+
+
+class StoredSlice(NamedTuple):
+    """The bytes of a parameter's value that lie in one stored chunk."""
+
+    chunk: int
+    chunk_offset: int
+    parameter_offset: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive elements of one trainable segment, whose states form one record."""
+
+    segment: int
+    start: int
+    """First element in the segment's numbering."""
+    elements: int
+    weight_offset: int
+    weight_bytes: int
+    gradient_offset: int
+    gradient_bytes: int
+    slices: tuple[ParameterSlice, ...]
+    """The parameters in it, in order; elements in no slice are padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Parameters that move together, laid out. Made by `lay_out_unit`."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    segments: tuple[Segment, ...]
+    chunks: tuple[Chunk, ...]
+    weight_bytes: int
+    """Size of the flat weight buffer, a multiple of 4 KiB."""
+    gradient_bytes: int
+    """Size of the flat gradient buffer, a multiple of 4 KiB; 0 when nothing is trainable."""
+    lasting: bool = False
+    """Stays in use until the pass ends, as it is tied or encloses other units: it has a slot of its
+    own."""
+    backward: bool = True
+    """Backward needs its weights (an embedding's does not)."""
+    weight_chunks: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
+    """(offset, bytes) of the chunks in which weights are stored: `chunks`, then one per frozen
+    segment."""
+
+    def __post_init__(self) -> None:
+        ends = [*(s.weight_offset for s in self.segments[1:]), self.weight_bytes]
+        frozen = [
+            (segment.weight_offset, end - segment.weight_offset)
+            for segment, end in zip(self.segments, ends)
+            if not segment.trainable
+        ]
+        chunks = ((c.weight_offset, c.weight_bytes) for c in self.chunks)
+        object.__setattr__(self, "weight_chunks", (*chunks, *frozen))
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter receives a gradient."""
+        return bool(self.chunks)
+
+    def weight_offset(self, parameter: int) -> int:
+        """Bytes from the start of the weight buffer to a parameter."""
+        one = self.parameters[parameter]
+        return self.segments[one.segment].weight_offset + one.start * ITEM_BYTES[one.dtype]
+
+    def gradient_offset(self, parameter: int) -> int:
+        """Bytes from the start of the gradient buffer to a parameter."""
+        one = self.parameters[parameter]
+        segment = self.segments[one.segment]
+        return segment.gradient_offset + one.start * ITEM_BYTES[segment.gradient_dtype]
+
+    def gradient_dtype(self, parameter: int) -> str:
+        """The dtype in which gradients of a parameter are accumulated."""
+        return self.segments[self.parameters[parameter].segment].gradient_dtype
+
+    def locate(self, kind: Kind, parameter: int) -> Iterator[StoredSlice]:
+        """The stored slices of the weight or gradient of a parameter, in order."""
+        one = self.parameters[parameter]
+        if kind == "weight":
+            item, low = ITEM_BYTES[one.dtype], self.weight_offset(parameter)
+            stored = self.weight_chunks
+        else:
+            item = ITEM_BYTES[self.gradient_dtype(parameter)]
+            low = self.gradient_offset(parameter)
+            stored = tuple((c.gradient_offset, c.gradient_bytes) for c in self.chunks)
+        high = low + one.elements * item
+        for chunk, (offset, size) in enumerate(stored):
+            start, stop = max(low, offset), min(high, offset + size)
+            if start < stop:
+                yield StoredSlice(chunk, start - offset, start - low, stop - start)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The units of a model and the order of their use.
+
+    `forward` and `backward` are indices into `units`, one entry per use.
+    """
+
+    units: tuple[Unit, ...]
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    rank: int = 0
+    world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StateChoice:
+    """What decides the state format of a weight, besides its dtype."""
+
+    rule: str = "adam"
+    """The update rule, `cpu_adam.StateFormat.rule`."""
+    states: str = "exact"
+    """`Config.states`."""
+    on_accelerator: bool = False
+    """Torch updates the states that live on the device, and needs a workspace there."""
+
+    def format(self, weight_dtype: str) -> StateFormat:
+        """The state format of trainable weights of a dtype."""
+        return format_for(weight_dtype, self.states, self.rule)
+
+    def supports(self, units: Iterable[Unit]) -> bool:
+        """Whether every dtype that is trained in `units` has such a format."""
+        try:
+            for dtype in {u.segments[chunk.segment].dtype for u in units for chunk in u.chunks}:
+                self.format(dtype)
+        except ValueError:
+            return False
+        return True
+
+    def scratch_bytes(self, unit: Unit, chunk: Chunk) -> int:
+        """Bytes of the workspace in which torch updates a chunk."""
+        coded = self.format(unit.segments[chunk.segment].dtype).coded
+        return scratch_bytes(chunk.elements, coded=coded)
+
+
+def profile_of(
+    units: Sequence[Unit],
+    forward: Sequence[int] | None = None,
+    backward: Sequence[int] | None = None,
+) -> Profile:
+    """A profile; the default orders are that of declaration, and the reverse of `forward`."""
+    ahead = tuple(forward) if forward is not None else tuple(range(len(units)))
+    if backward is None:
+        backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
+    return Profile(units=tuple(units), forward=ahead, backward=tuple(backward))
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSpec:
+    """A parameter that is not laid out yet."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+
+def lay_out_unit(
+    name: str,
+    wanted: Iterable[ParameterSpec],
+    *,
+    gradient_dtype: str = "param",
+    lasting: bool = False,
+    backward: bool = True,
+) -> Unit:
+    """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
+
+    Args:
+        name: qualified name of the unit.
+        wanted: its parameters in declaration order.
+        gradient_dtype: `param` or a dtype name such as `float32`.
+        lasting: see `Unit`.
+        backward: see `Unit`.
+
+    Raises:
+        ValueError: a dtype that a unit cannot hold.
+    """
+    groups: dict[tuple[bool, str], list[ParameterSpec]] = {}
+    for one in wanted:
+        if one.dtype not in ITEM_BYTES:
+            remedy = "convert it, or keep it as a buffer where it is not trained"
+            if one.dtype.startswith("complex"):
+                remedy = (
+                    "hold torch.view_as_real(weight) as the parameter, and use "
+                    "torch.view_as_complex(parameter) in the forward"
+                )
+            raise ValueError(
+                f"parameter {one.name} is of dtype {one.dtype}: a unit holds "
+                f"{', '.join(ITEM_BYTES)}; {remedy}"
+            )
+        groups.setdefault((not one.trainable, one.dtype), []).append(one)
+    parameters: list[Parameter] = []
+    segments: list[Segment] = []
+    chunks: list[Chunk] = []
+    weight_bytes = gradient_bytes = 0
+    for (frozen, dtype), members in sorted(groups.items()):
+        step = PARAMETER_ALIGN_BYTES // ITEM_BYTES[dtype]
+        kept = dtype if gradient_dtype == "param" else gradient_dtype
+        first, start = len(parameters), 0
+        for one in members:
+            at = len(segments)
+            placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
+            parameters.append(placed)
+            start += round_up(placed.elements, step)
+        # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
+        elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
+        segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
+        segments.append(segment)
+        weight_bytes += elements * ITEM_BYTES[dtype]
+        if not frozen:
+            gradient_bytes += elements * ITEM_BYTES[kept]
+            chunks += _cut(len(segments) - 1, segment, parameters, first)
+    return Unit(
+        name=name,
+        parameters=tuple(parameters),
+        segments=tuple(segments),
+        chunks=tuple(chunks),
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        lasting=lasting,
+        backward=backward,
+    )
+
+
+def _cut(index: int, segment: Segment, parameters: Sequence[Parameter], first: int) -> list[Chunk]:
+    """The chunks of `segment`, whose parameters start at index `first`."""
+    weight_item, gradient_item = ITEM_BYTES[segment.dtype], ITEM_BYTES[segment.gradient_dtype]
+    chunks = []
+    for start in range(0, segment.elements, CHUNK_ELEMENTS):
+        elements = min(CHUNK_ELEMENTS, segment.elements - start)
+        slices = []
+        while first < len(parameters) and parameters[first].stop <= start:
+            first += 1
+        for at, parameter in enumerate(itertools.islice(parameters, first, None), first):
+            low, high = max(parameter.start, start), min(parameter.stop, start + elements)
+            if parameter.start >= start + elements:
+                break
+            if low < high:
+                slices.append(ParameterSlice(at, low - start, low - parameter.start, high - low))
+        chunks.append(
+            Chunk(
+                segment=index,
+                start=start,
+                elements=elements,
+                weight_offset=segment.weight_offset + start * weight_item,
+                weight_bytes=elements * weight_item,
+                gradient_offset=segment.gradient_offset + start * gradient_item,
+                gradient_bytes=elements * gradient_item,
+                slices=tuple(slices),
+            )
+        )
+    return chunks

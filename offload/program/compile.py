@@ -1,0 +1,286 @@
+"""Compile a plan into phases of ops: what each reads, writes, moves and waits for. Pure.
+
+[Note: As it runs]
+`Program` has every phase once, as a plain step runs it. The engine makes its ops with the same
+functions, unit by unit, and its phases differ in two ways. First, a pass starts with whatever its
+slots hold: after a backward (a next micro-batch, or a second backward of one graph) that is more
+than `Phase.entry` requires, and after an update no weights that it changed. Second, in the last
+backward of a step, if `Config.micro_batches` tells which that is and the step does not clip, the
+update of a unit is issued as soon as the unit's own backward is over. `as_run` makes such phases.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from offload.planning.layout import STAGES, Place, Plan, route, site
+from offload.planning.profile import Kind
+from offload.planning.tiers import Tier
+from offload.program.ops import FACTOR, IN_RING, Lane, Op, Phase, Program, Use, Value, Verb, cells
+from offload.program.schedule import Scoreboard
+
+
+def compile_program(plan: Plan) -> Program:
+    """The phases of a model under `plan`, with every wait."""
+    collecting = gc.isenabled()
+    gc.disable()  # Hundreds of thousands of ops, no garbage: scanning takes half the time.
+    try:
+        return _compile(plan)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _compile(plan: Plan) -> Program:
+    profile = plan.profile
+    forward = compute_phase(plan, "forward", profile.forward, {})
+    backward = [
+        compute_phase(plan, name, profile.backward, dict(forward.exit))
+        for name in ("backward_first", "backward_next")
+    ]
+    phases = [forward, *backward, _norm_phase(plan), _update_phase(plan)]
+    return Program(plan, {phase.name: phase for phase in phases})
+
+
+def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Place, int]) -> Phase:
+    """Forward or backward of the units in `order`; updates `in_slots`, the unit in each slot."""
+    verb = Verb.FORWARD if name == "forward" else Verb.BACKWARD
+    entry: dict[Place, int] = {}
+    ops: list[Op] = []
+    touched: set[Place] = set()
+    units = plan.profile.units
+    steps = list(order)
+    if verb is Verb.BACKWARD:
+        steps += [u for u in range(len(units)) if units[u].trainable and u not in set(order)]
+    for position, unit in enumerate(steps):
+        slot = plan.weight_slot[unit]
+        needed = verb is Verb.FORWARD or units[unit].backward
+        if slot is not None and needed:
+            if in_slots.get(slot) != unit:
+                ops += fetch(plan, unit, position)
+            elif slot not in touched:
+                entry[slot] = unit
+            in_slots[slot] = unit
+            touched.add(slot)
+        ops.append(compute(plan, unit, verb, position))
+        if verb is Verb.BACKWARD and units[unit].trainable:
+            first = name == "backward_first" and unit not in steps[:position]
+            ops += offload_gradient(plan, unit, position + 1, first=first)
+    return Phase(name, with_waits(plan, ops), entry, dict(in_slots))
+
+
+def _norm_phase(plan: Plan) -> Phase:
+    ops: list[Op] = []
+    if plan.clips:
+        for ordinal, (unit, chunk, _) in enumerate(update_order(plan)):
+            ops += square(plan, unit, chunk, ordinal)
+        ops.append(norm([op.writes[0] for op in ops if op.verb is Verb.SQUARE]))
+    return Phase("norm", with_waits(plan, ops), {}, {})
+
+
+def _update_phase(plan: Plan) -> Phase:
+    ops: list[Op] = []
+    for unit, chunk, deadline in update_order(plan):
+        ops += update(plan, unit, chunk, deadline)
+    return Phase("update", with_waits(plan, ops), {}, {})
+
+
+def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(unit, chunk, deadline) of every chunk, in the order in which the next forward needs them."""
+    profile = plan.profile
+    first: dict[int, int] = {}
+    for position, unit in enumerate(profile.forward):
+        first.setdefault(unit, position)
+    late = len(profile.forward)
+    for unit in sorted(range(len(profile.units)), key=lambda u: (first.get(u, late), u)):
+        for chunk in range(len(profile.units[unit].chunks)):
+            yield unit, chunk, first.get(unit, late)
+
+
+def with_waits(plan: Plan, ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Fresh `ops` with the waits of a phase that issues them in this order."""
+    board: Scoreboard[int] = Scoreboard()
+    for index, op in enumerate(ops):
+        reads, writes = tuple(cells(plan, op.reads)), tuple(cells(plan, op.writes))
+        waits = tuple(sorted(board.waits(reads, writes)))
+        board.note(index, reads, writes)
+        # In place, as nothing else has the op yet: copying takes a third of the compilation.
+        object.__setattr__(op, "waits", waits)
+    return tuple(ops)
+
+
+EARLY = "+update"
+"""Suffix of the name of a backward in which updates begin."""
+
+
+def as_run(program: Program, name: str, in_slots: Mapping[Place, int]) -> Phase:
+    """A phase as the engine runs it, see [Note: As it runs].
+
+    Args:
+        program: the compiled phases.
+        name: of one of them; for a backward optionally with the suffix `EARLY`.
+        in_slots: the unit in each weight slot, the `exit` of the phase before.
+    """
+    plan, profile = program.plan, program.plan.profile
+    if name == "norm":
+        return replace(program.phases[name], exit=dict(in_slots))
+    if name == "update":
+        return replace(program.phases[name], exit=_not_updated(plan, in_slots))
+    base = name.removesuffix(EARLY)
+    order = profile.forward if base == "forward" else profile.backward
+    phase = compute_phase(plan, base, order, dict(in_slots))
+    return _with_updates(plan, phase) if base != name and not plan.clips else phase
+
+
+def _not_updated(plan: Plan, in_slots: Mapping[Place, int]) -> dict[Place, int]:
+    """The slots whose weights no update changes."""
+    return {slot: unit for slot, unit in in_slots.items() if not plan.profile.units[unit].trainable}
+
+
+def _with_updates(plan: Plan, phase: Phase) -> Phase:
+    """A backward with the update of each unit after the unit's last op."""
+    updates: dict[int, list[Op]] = {}
+    for unit, chunk, deadline in update_order(plan):
+        updates.setdefault(unit, []).extend(update(plan, unit, chunk, deadline))
+    last = {op.value.unit: index for index, op in enumerate(phase.ops)}
+    ops: list[Op] = []
+    for index, op in enumerate(phase.ops):
+        ops.append(op)
+        if last[op.value.unit] == index:
+            ops += updates.pop(op.value.unit, [])
+    return replace(phase, ops=with_waits(plan, ops), exit=_not_updated(plan, phase.exit))
+
+
+_LANE_OF_MOVE: dict[tuple[Tier, Tier], Lane] = {
+    ("nvme", "cpu"): Lane.DISK,
+    ("cpu", "nvme"): Lane.DISK,
+    ("cpu", "device"): Lane.H2D,
+    ("device", "cpu"): Lane.D2H,
+}
+
+
+def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list[Op]:
+    """Move the `size` bytes of `value` from the first of `stops` to the last, an op per step."""
+    return [
+        Op(
+            lane=_LANE_OF_MOVE[start.tier, stop.tier],
+            verb=Verb.MOVE,
+            value=value,
+            reads=(Use(start, value),),
+            writes=(Use(stop, value),),
+            bytes=size,
+            deadline=deadline,
+        )
+        for start, stop in pairwise(stops)
+    ]
+
+
+def weight_in_use(plan: Plan, unit: int) -> Place:
+    """Where the weights of a unit are while it computes: its slot, or its home on the device."""
+    return plan.weight_slot[unit] or plan.home("weight", unit)
+
+
+def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Move a unit's weights from home to its device slot; no op if the device is their home."""
+    slot, home = plan.weight_slot[unit], plan.home("weight", unit)
+    if slot is None:
+        return []
+    stops = [Place(tier, "weight", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
+    value, size = Value("weight", unit), plan.bytes_of("weight", unit)
+    return move(value, size, [home, *stops, slot], deadline)
+
+
+def compute(plan: Plan, unit: int, verb: Verb, deadline: int) -> Op:
+    """The user's own forward or backward of a unit."""
+    one, backward = plan.profile.units[unit], verb is Verb.BACKWARD
+    value, gradient = Value("weight", unit), Value("gradient", unit)
+    reads: tuple[Use, ...] = ()
+    writes: tuple[Use, ...] = ()
+    if one.weight_bytes and (one.backward or not backward):
+        reads = (Use(weight_in_use(plan, unit), value),)
+    if backward and one.trainable:
+        place = plan.gradient_slot[unit] or plan.home("gradient", unit)
+        writes = (Use(place, gradient),)
+    return Op(Lane.COMPUTE, verb, value, reads, writes, 0, deadline)
+
+
+def offload_gradient(plan: Plan, unit: int, deadline: int, *, first: bool) -> list[Op]:
+    """Move a unit's gradient from its device slot home: the `first` as it is, others by adding."""
+    slot, home = plan.gradient_slot[unit], plan.home("gradient", unit)
+    if slot is None:
+        return []
+    value, size = Value("gradient", unit), plan.bytes_of("gradient", unit)
+    stage = Place("cpu", "gradient", unit % STAGES)
+    if first:
+        stops = [slot, home] if home.tier == "cpu" else [slot, stage, home]
+        return move(value, size, stops, deadline)
+    deposit = home if home.tier == "cpu" else Place("cpu", "deposit", unit % STAGES)
+    ops = move(value, size, [slot, stage], deadline)
+    if home.tier == "nvme":
+        ops += move(value, size, [home, deposit], deadline)
+    total = Use(deposit, value)
+    ops.append(
+        Op(Lane.CPU, Verb.ADD, value, (Use(stage, value), total), (total,), 3 * size, deadline)
+    )
+    if home.tier == "nvme":
+        ops += move(value, size, [deposit, home], deadline)
+    return ops
+
+
+def square(plan: Plan, unit: int, chunk: int, ordinal: int) -> list[Op]:
+    """Sum the squares of a gradient's chunk, at home or, from nvme, in a staging slot."""
+    size = plan.profile.units[unit].chunks[chunk].gradient_bytes
+    value, home = Value("gradient", unit, chunk), plan.home("gradient", unit)
+    ops, place = [], home
+    if home.tier == "nvme":
+        place = Place("cpu", "gradient_chunk", IN_RING)
+        ops = move(value, size, [home, place], -1)
+    partial = Use(Place("cpu", "partial", ordinal), value)
+    lane = Lane.COMPUTE if home.tier == "device" else Lane.CPU
+    reads = (Use(place, value),)
+    ops.append(Op(lane, Verb.SQUARE, value, reads, (partial,), size, -1))
+    return ops
+
+
+def norm(partials: Sequence[Use]) -> Op:
+    """Combine all sums of squares, in order, into the clip factor."""
+    return Op(Lane.CPU, Verb.NORM, FACTOR.value, tuple(partials), (FACTOR,), 0, -1)
+
+
+def update(plan: Plan, unit: int, chunk: int, deadline: int) -> list[Op]:
+    """Move gradient, weight and record of a chunk to its site, update, move the last two home."""
+    spec = plan.profile.units[unit].chunks[chunk]
+    sizes = {
+        "weight": spec.weight_bytes,
+        "gradient": spec.gradient_bytes,
+        "state": plan.record_bytes(unit, chunk),
+    }
+    at = site(plan.placements[unit])
+    before: list[Op] = []
+    after: list[Op] = []
+    uses: dict[str, Use] = {}
+    kinds: tuple[Kind, ...] = ("gradient", "weight", "state")
+    for kind in kinds:
+        value, home = Value(kind, unit, chunk), plan.home(kind, unit)
+        stops = [home] + [
+            Place(tier, f"{kind}_chunk", IN_RING) for tier in route(home.tier, at)[1:]
+        ]
+        before += move(value, sizes[kind], stops, deadline)
+        if kind != "gradient":
+            # The next forward needs the weight; only the next update needs the state.
+            needed = deadline if kind == "weight" else len(plan.profile.forward)
+            after += move(value, sizes[kind], stops[::-1], needed)
+        uses[kind] = Use(stops[-1], value)
+    op = Op(
+        lane=Lane.COMPUTE if at == "device" else Lane.CPU,
+        verb=Verb.UPDATE,
+        value=Value("state", unit, chunk),
+        reads=(*uses.values(), FACTOR) if plan.clips else tuple(uses.values()),
+        writes=(uses["weight"], uses["state"]),
+        bytes=sizes["gradient"] + 2 * (sizes["weight"] + sizes["state"]),
+        deadline=deadline,
+    )
+    return [*before, op, *after]

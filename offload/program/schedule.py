@@ -1,0 +1,443 @@
+"""Which task may start next, and which is most urgent. Pure: no clock, no thread, no lock.
+
+The lanes and the simulator both run this, so the simulator predicts what the lanes do.
+
+[Note: Tasks]
+A task is one op in one step. It is WAITING until the tasks that it waits for are over and its
+passage, if any, has started; READY until its lane or the user takes it; then RUNNING, and DONE. A
+cancelled task passes its waits on to the tasks that waited for it. A task without a function is the
+user's own compute.
+
+[Note: Urgency]
+A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
+first. Priority is inherited: a task is at least as urgent as every task that waits for it.
+
+[Note: Passages]
+The chunks of an update share a few staging slots: slot n of every ring serves one chunk. The ops of
+a chunk are one passage. A passage starts, the most urgent first, when its ops wait for nothing
+outside of it and a slot is free; it frees the slot when its last op is done. A passage that has
+started therefore waits only for lanes, and slots cannot take part in a deadlock. While passages
+wait for a slot, the started one with the fewest ops left inherits the urgency of the most urgent.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Generic, Protocol, TypeVar
+
+from offload.planning.layout import CHUNK_STAGES
+from offload.program.ops import IN_RING, Lane, Op, Use
+
+
+class State(Enum):
+    """Where a task is in its life, see [Note: Tasks]."""
+
+    WAITING = "waiting"
+    READY = "ready"
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+    __hash__ = object.__hash__
+    """Enum's own is a function of Python, and tasks are asked for their state all the time."""
+
+
+_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
+
+_LEGAL = {
+    (State.WAITING, State.READY),
+    (State.READY, State.RUNNING),
+    (State.RUNNING, State.DONE),
+    (State.WAITING, State.CANCELLED),
+    (State.READY, State.CANCELLED),
+}
+
+Key = tuple[int, int]
+"""Urgency: (number of the pass, position in it); smaller goes first."""
+
+LAST: Key = (1 << 62, 0)
+"""Less urgent than anything."""
+
+
+class Fence(Protocol):
+    """Work that the device has still to finish (an event)."""
+
+    def synchronize(self) -> None:
+        """Block until it has."""
+
+    def wait(self) -> None:
+        """Let the current stream wait until it has."""
+
+    def query(self) -> bool:
+        """Whether it has."""
+
+
+Run = Callable[[], Iterator[Fence | None] | None]
+"""What a task does: at once, or in pieces, between which its lane may do what is more urgent, once
+it has waited for the fence that comes, if any."""
+
+
+class Task:
+    """One op in one step."""
+
+    __slots__ = (
+        "began_at",
+        "begun",
+        "cancelled",
+        "fences",
+        "followers",
+        "history",
+        "key",
+        "missing",
+        "op",
+        "over",
+        "passage",
+        "ready_at",
+        "run",
+        "serial",
+        "state",
+        "streams",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        op: Op,
+        run: Run | None,
+        key: Key,
+        serial: int,
+        passage: Passage | None = None,
+    ):
+        self.op = op
+        self.run = run
+        self.key = key
+        self.serial = serial
+        self.passage = passage
+        self.missing = 0
+        """How many it waits for."""
+        self.followers: list[Task] = []
+        self.waits: list[Task] = []
+        """Those it still waits for, or waited for."""
+        self.state = State.WAITING
+        self.begun = self.cancelled = self.over = False
+        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
+        self.ready_at = self.began_at = 0.0
+        self.history: tuple[tuple[Lane, float], ...] = ()
+        self.fences: list[Fence] = []
+        """What has to be through on the device before it, and once it is done, of its own."""
+        self.streams: list[object] = []
+        """Those that the user's compute has used so far, but for the one on which it ends."""
+
+    @property
+    def of_user(self) -> bool:
+        """Whether it is the user's own compute."""
+        return self.run is None
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is over on the device too."""
+        return self.over and not (self.fences and self.fenced)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether the device has still to finish what comes before it, or once over, of its own."""
+        return bool(self.fences) and not all(fence.query() for fence in self.fences)
+
+    def go(self, state: State) -> None:
+        """Move to `state`."""
+        assert (self.state, state) in _LEGAL, (self.state, state, self.op)
+        self.begun = state is _RUNNING or state is _DONE
+        self.cancelled = state is _CANCELLED
+        self.state = state
+        self.over = state is _DONE or state is _CANCELLED
+
+
+class Passage:
+    """A chunk on its way through the staging slots, see [Note: Passages] of `schedule`."""
+
+    __slots__ = ("key", "left", "missing", "serial", "slot", "tasks")
+
+    def __init__(self) -> None:
+        self.slot = -1
+        """The slot of every staging ring that is its own from start to end; -1 before."""
+        self.tasks: list[Task] = []
+        self.left = 0
+        """Tasks that are not over."""
+        self.missing = 1
+        """Tasks outside it that its own wait for, and its sealing."""
+        self.key = LAST
+        """As urgent as the most urgent of its tasks, and of those that wait for it."""
+        self.serial = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it has its slot."""
+        return self.slot >= 0
+
+
+def in_slot(use: Use, slot: int) -> Use:
+    """Where `use` of a chunk's passage really is, once that has its slot."""
+    if use.place.number != IN_RING:
+        return use
+    return Use(use.place._replace(number=slot), use.value)
+
+
+Access = TypeVar("Access")
+
+
+class Scoreboard(Generic[Access]):
+    """Which tasks last wrote and since read every place, and so whom a new op must wait for.
+
+    A task that is taken back orders nobody: who comes after it waits for those before it. So the
+    accesses of a place are kept from the last write on that can no longer be taken back.
+
+    Many places are only ever read, so tasks that nobody needs to wait for any more are dropped as
+    new ones come: what is kept of a place is what is under way there, and a few.
+    """
+
+    def __init__(
+        self,
+        *,
+        taken_back: Callable[[Access], bool] = lambda task: False,
+        fixed: Callable[[Access], bool] = lambda task: True,
+        settled: Callable[[Access], bool] = lambda task: False,
+    ) -> None:
+        """No access yet.
+
+        Args:
+            taken_back: whether a task will never run.
+            fixed: whether it will never be taken back.
+            settled: whether it is over, so that waiting for it is waiting for nothing.
+        """
+        self._taken_back = taken_back
+        self._fixed = fixed
+        self._settled = settled
+        self._accesses: dict[object, list[tuple[Access, bool]]] = {}
+
+    def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Access]:
+        """Tasks to wait for: a read waits for the last write, a write for that and all reads."""
+        found: dict[Access, None] = {}
+        get, taken_back = self._accesses.get, self._taken_back
+        for cells, writing in ((reads, False), (writes, True)):
+            for cell in cells:
+                for task, wrote in reversed(get(cell, ())):
+                    if taken_back(task):
+                        continue
+                    if wrote or writing:
+                        found[task] = None
+                    if wrote:
+                        break
+        return list(found)
+
+    def all(self) -> list[Access]:
+        """Tasks to wait for before anybody else has the places."""
+        return self.waits((), tuple(self._accesses))
+
+    @property
+    def most_kept(self) -> int:
+        """How many accesses are kept of the place of which there are most."""
+        return max(map(len, self._accesses.values()), default=0)
+
+    def note(self, task: Access, reads: Iterable[object], writes: Iterable[object]) -> None:
+        """Record that `task` reads and writes these cells, after everything noted before."""
+        for cell in reads:
+            self._unsettled(cell).append((task, False))
+        for cell in writes:
+            before = self._unsettled(cell)
+            before.append((task, True))
+            for index in range(len(before) - 1, 0, -1):
+                other, wrote = before[index]
+                if wrote and self._fixed(other) and not self._taken_back(other):
+                    del before[:index]
+                    break
+
+    def _unsettled(self, cell: object) -> list[tuple[Access, bool]]:
+        """The accesses of a place, from the first one that is not settled."""
+        accesses = self._accesses.get(cell)
+        if accesses is None:
+            accesses = self._accesses[cell] = []
+        count = 0
+        while count < len(accesses) and self._settled(accesses[count][0]):
+            count += 1
+        if count:
+            del accesses[:count]
+        return accesses
+
+
+class Schedule:
+    """All tasks that are not over, and the staging slots."""
+
+    def __init__(self, on_ready: Callable[[Task, Task | None], None]):
+        """Empty.
+
+        Args:
+            on_ready: called with a task that has become ready or more urgent, and the one whose
+                end made it so, if any.
+        """
+        self._on_ready = on_ready
+        self._queues: dict[Lane, list[tuple[Key, int, Task]]] = {lane: [] for lane in Lane}
+        """Heaps; a task may be in one twice, with the urgency that it had and the one lent."""
+        self._waiting: list[tuple[Key, int, Passage]] = []
+        """A heap of passages that want but a slot, each perhaps twice in the same way."""
+        self._free = list(range(CHUNK_STAGES))
+        self._started: list[Passage] = []
+
+    # -- tasks --------------------------------------------------------------------------------
+
+    def add(self, task: Task, waits: Iterable[Task]) -> None:
+        """Let `task` be ready when `waits` are over, and its passage, if any, has started."""
+        passage = task.passage
+        if passage is not None:
+            assert not passage.started, "a passage is sealed before it starts"
+            passage.serial = passage.serial or task.serial
+            passage.tasks.append(task)
+            passage.left += 1
+            passage.key = min(passage.key, task.key)
+        for other in waits:
+            if other.over:
+                task.fences += other.fences
+            else:
+                self._link(other, task)
+                if task.key < other.key:
+                    self._hurry(other, task.key)
+        if not task.missing:
+            self._try(task, None)
+
+    def seal(self, passage: Passage) -> None:
+        """All tasks of `passage` are there."""
+        assert passage.tasks, "a passage that is sealed has tasks: its end frees its slot"
+        for task in passage.tasks:
+            for other in task.waits:
+                self._hurry(other, passage.key if other.passage is not passage else task.key)
+        self._came(passage, None)
+
+    def cancel(self, task: Task) -> None:
+        """Take `task` back: whoever waited for it waits for what it was waiting for."""
+        assert task.passage is None, "a passage is not taken back"
+        task.go(State.CANCELLED)
+        for other in task.waits:
+            for follower in task.followers if not other.over else ():
+                if other not in follower.waits:
+                    self._link(other, follower)
+        self._release(task)
+
+    def finish(self, task: Task) -> None:
+        """`task` is done."""
+        task.go(State.DONE)
+        self._release(task)
+        passage = task.passage
+        if passage is not None:
+            passage.left -= 1
+            if not passage.left:
+                self._started.remove(passage)
+                passage.tasks = []
+                self._free.append(passage.slot)
+                self._start(task)
+
+    # -- what goes next -----------------------------------------------------------------------
+
+    def first(self, lane: Lane) -> Task | None:
+        """The most urgent task that is ready on `lane`; the user's own are not among them.
+
+        One that the device is not ready for has those behind it go first, if it is for any.
+        """
+        queue, held = self._queues[lane], list[tuple[Key, int, Task]]()
+        while queue:
+            task = queue[0][2]
+            if task.state is not State.READY:
+                heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
+            elif task.fenced:
+                held.append(heapq.heappop(queue))
+            else:
+                break
+        found = queue[0] if queue else held[0] if held else None
+        for one in held:
+            heapq.heappush(queue, one)
+        return found[2] if found is not None else None
+
+    def take(self, lane: Lane) -> Task | None:
+        """Begin the most urgent task that is ready on `lane`, see `first`."""
+        task = self.first(lane)
+        if task is not None:
+            task.go(State.RUNNING)  # What is left of it in the queue goes when it comes first.
+        return task
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _link(self, other: Task, task: Task) -> None:
+        other.followers.append(task)
+        task.waits.append(other)
+        task.missing += 1
+        if task.passage is not None and task.passage is not other.passage:
+            task.passage.missing += 1
+
+    def _release(self, task: Task) -> None:
+        for follower in task.followers:
+            follower.fences += task.fences
+            follower.missing -= 1
+            if follower.passage is not None and follower.passage is not task.passage:
+                self._came(follower.passage, task)
+            if not follower.missing:
+                self._try(follower, task)
+        task.followers, task.waits = [], []
+
+    def _try(self, task: Task, last: Task | None) -> None:
+        """Make `task` ready if nothing is in its way."""
+        if task.missing or task.state is not State.WAITING:
+            return
+        if task.passage is None or task.passage.started:
+            task.go(State.READY)
+            self._queue(task, last)
+
+    def _queue(self, task: Task, last: Task | None) -> None:
+        if task.run is not None:
+            heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
+        self._on_ready(task, last)
+
+    def _came(self, passage: Passage, last: Task | None) -> None:
+        """One of the things that a passage waits for is there."""
+        passage.missing -= 1
+        if not passage.missing:
+            heapq.heappush(self._waiting, (passage.key, passage.serial, passage))
+            self._start(last)
+
+    def _start(self, last: Task | None) -> None:
+        """Start the passages for which there are slots."""
+        while self._waiting:
+            passage = self._waiting[0][2]
+            if passage.started:
+                heapq.heappop(self._waiting)
+            elif self._free:
+                heapq.heappop(self._waiting)
+                passage.slot = self._free.pop()
+                self._started.append(passage)
+                for task in passage.tasks:
+                    self._try(task, last)
+            else:
+                ending = min(self._started, key=lambda one: (one.left, one.serial))
+                for task in ending.tasks:
+                    self._hurry(task, passage.key)
+                return
+
+    def _hurry(self, task: Task, key: Key) -> None:
+        """Let `task` and all that it waits for be at least as urgent as `key`."""
+        found = [task]
+        while found:
+            one = found.pop()
+            if one.over or one.key <= key:
+                continue
+            one.key = key
+            if one.state is State.READY:
+                self._queue(one, None)
+            found += one.waits
+            passage = one.passage
+            if passage is None or passage.started or passage.key <= key:
+                continue
+            passage.key = key
+            for inner in passage.tasks:
+                found += [other for other in inner.waits if other.passage is not passage]
+            if not passage.missing:
+                heapq.heappush(self._waiting, (key, passage.serial, passage))
+                self._start(None)

@@ -1,0 +1,356 @@
+"""Predict: run a program on any machine, real or imagined, and return what every lane did. Pure.
+
+[Note: The model of time]
+Ops, waits and the choice of the next op are the engine's own: `Scoreboard` and `Schedule`. Each
+lane runs one op at a time to its end. Forward and backward are a pass each; `norm` and `update`
+belong to the pass of the next forward, which needs their results.
+
+The user's thread issues all ops of a pass, then computes unit after unit, blocked until a unit's
+waits are done. After the last backward of a step it issues `norm` and `update`, spends
+`host_seconds`, and begins the next forward. Before the first update of a step it is blocked until
+the updates of the step before are done, as by `Updates.settle`. The engine's ops on the compute
+lane (updates of states that live on the device) share the device with the user, one op at a time.
+If the CPU is the compute device, that lane is a thread beside the user's, and both run at full
+speed.
+
+Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. The user's
+compute takes the given time.
+"""
+
+from __future__ import annotations
+
+import gc
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from offload.planning.machine import Machine
+from offload.program.compile import compute_phase
+from offload.program.ops import OF_USER, Lane, Op, Program, Verb, by_chunk, cells, staged
+from offload.program.schedule import Passage, Schedule, Scoreboard, State, Task
+
+ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
+"""Seconds of the user's forward or backward of a unit, by (unit, verb)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One op, and when it ran."""
+
+    lane: Lane
+    op: Op
+    phase: str
+    step: int
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What every lane did, in seconds from the start of the first step."""
+
+    spans: tuple[Span, ...]
+    """In order of start."""
+    steps: tuple[float, ...]
+    """When the user called each `step()`: at the end of its last backward."""
+    waited: tuple[float, ...]
+    """How long the user's thread was blocked between the `step()` before and each `step()`."""
+
+    @property
+    def total_seconds(self) -> float:
+        """From the start to the end of the last op."""
+        return max((span.stop for span in self.spans), default=0.0)
+
+    @property
+    def step_seconds(self) -> float:
+        """The steady state: from the last but one `step()` to the last."""
+        return self.steps[-1] - (self.steps[-2] if len(self.steps) > 1 else 0.0)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of `step_seconds` in which the user's thread was blocked."""
+        return self.waited[-1]
+
+    def busy(self, lane: Lane) -> float:
+        """Seconds in which at least one op ran on `lane`."""
+        total, until = 0.0, 0.0
+        for span in self.spans:
+            if span.lane is lane and span.stop > until:
+                total += span.stop - max(span.start, until)
+                until = span.stop
+        return total
+
+    def idle(self, lane: Lane) -> float:
+        """Seconds of `total_seconds` in which none ran."""
+        return self.total_seconds - self.busy(lane)
+
+    def bytes(self, lane: Lane) -> int:
+        """The sum of `Op.bytes` on `lane`."""
+        return sum(span.op.bytes for span in self.spans if span.lane is lane)
+
+    def table(self) -> str:
+        """A line per lane that had an op, then one for the step."""
+        lines = [f"{'lane':8}{'busy s':>12}{'idle s':>12}{'busy':>7}{'ops':>9}"]
+        for lane in Lane:
+            count = sum(span.lane is lane for span in self.spans)
+            if count:
+                busy = self.busy(lane)
+                share = busy / self.total_seconds if self.total_seconds else 0.0
+                columns = f"{busy:>12.3f}{self.idle(lane):>12.3f}{share:>7.0%}{count:>9}"
+                lines.append(f"{lane.value:8}{columns}")
+        lines.append(f"step {self.step_seconds:.3f} s, of which {self.exposed:.3f} s exposed")
+        return "\n".join(lines)
+
+
+def simulate(
+    program: Program,
+    machine: Machine,
+    compute_seconds: ComputeSeconds,
+    *,
+    steps: int = 4,
+    micro_batches: int = 1,
+    host_seconds: float = 0.0,
+    updates_in_backward: bool = False,
+) -> Timeline:
+    """Run `steps` steps of `micro_batches` each, see [Note: The model of time].
+
+    Args:
+        program: what to run.
+        machine: speeds of the lanes; its capacities are ignored.
+        compute_seconds: of the user's compute, by unit and `Verb.FORWARD` or `BACKWARD`.
+        steps: of which the first one or two differ from the steady state.
+        micro_batches: forward and backward passes in a step.
+        host_seconds: spent by the user's thread after each `step()`.
+        updates_in_backward: issue a unit's update after its last backward, as with
+            Config.micro_batches, instead of at `step()`. Ignored if the program clips: as in the
+            engine, updates then wait for the norm.
+
+    Raises:
+        ValueError: no step, no micro-batch, or a speed that is not positive.
+    """
+    if steps < 1 or micro_batches < 1 or host_seconds < 0:
+        raise ValueError(
+            f"simulate(steps={steps}, micro_batches={micro_batches}, host_seconds={host_seconds}): "
+            "there must be at least one step and one micro-batch, and no negative time"
+        )
+    simulation = _Simulation(program, machine, compute_seconds, host_seconds)
+    early = updates_in_backward and not program.plan.clips
+    collecting = gc.isenabled()
+    gc.disable()  # See `compile_program`.
+    try:
+        return simulation.run(steps, micro_batches, early)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def seconds_of(op: Op, machine: Machine) -> float:
+    """How long an op of the engine takes on its lane."""
+    speeds = {
+        Lane.COMPUTE: machine.compute_bytes_per_s,
+        Lane.H2D: machine.h2d_bytes_per_s,
+        Lane.D2H: machine.d2h_bytes_per_s,
+        Lane.CPU: machine.cpu_bytes_per_s,
+        Lane.DISK: machine.disk_read_bytes_per_s,
+    }
+    speed = speeds[op.lane]
+    if op.lane is Lane.DISK and op.writes[0].place.tier == "nvme":
+        speed = machine.disk_write_bytes_per_s
+    if not speed > 0:
+        raise ValueError(f"Machine: the {op.lane.value} lane has a speed of {speed} bytes per s")
+    return op.bytes / speed + machine.op_seconds
+
+
+class _Task(Task):
+    """One op in one step, and when it runs."""
+
+    __slots__ = ("phase", "seconds", "start", "step")
+
+    phase: str
+    step: int
+    seconds: float
+    start: float
+
+
+class _Simulation:
+    def __init__(
+        self, program: Program, machine: Machine, seconds: ComputeSeconds, host_seconds: float
+    ):
+        self._program, self._machine, self._host_seconds = program, machine, host_seconds
+        in_slots = dict(program.phases["backward_first"].exit)
+        order = program.plan.profile.forward
+        self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
+        """The forward of a later micro-batch: it finds some weights in their slots."""
+        self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
+        self._templates: dict[int, tuple[list[object], list[object], float]] = {}
+        self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
+        self._schedule = Schedule(lambda task, last: None)
+        self._serial = 0
+        self._now = 0.0
+        self._running: dict[object, _Task] = {}
+        self._events: list[tuple[float, int, _Task | None]] = []
+        self._spans: list[Span] = []
+        self._blocked_on: _Task | None = None
+        """What the user's thread waits for, since `_since`."""
+        self._since = 0.0
+        self._waited = 0.0
+
+    def run(self, steps: int, micro_batches: int, early: bool) -> Timeline:
+        marks: list[tuple[float, float]] = []
+        user = self._user(steps, micro_batches, early, marks)
+        self._advance(user)
+        self._dispatch()
+        while self._events:
+            self._now = self._events[0][0]
+            resumes = False
+            while self._events and self._events[0][0] == self._now:
+                task = heapq.heappop(self._events)[2]
+                resumes |= task is None or self._finish(task)
+            if resumes:
+                self._advance(user)
+            self._dispatch()
+        assert self._blocked_on is None, "the program deadlocks"
+        spans = tuple(sorted(self._spans, key=lambda span: (span.start, span.stop)))
+        ends = tuple(end for end, _ in marks)
+        return Timeline(spans, ends, tuple(waited for _, waited in marks))
+
+    # -- the user's thread
+
+    def _user(
+        self, steps: int, micro_batches: int, early: bool, marks: list[tuple[float, float]]
+    ) -> Iterator[_Task | float]:
+        """The training loop: yields tasks to compute or to wait for, and seconds to spend."""
+        phases, number = self._program.phases, 0
+        begun: list[_Task] = []
+        for step in range(steps):
+            updates, before, begun = self._updates_by_unit(), begun, []
+            for batch in range(micro_batches):
+                backward = "backward_first" if batch == 0 else "backward_next"
+                ahead = phases["forward"] if batch == 0 else self._forward_next
+                for phase in (ahead, phases[backward]):
+                    name = phase.name
+                    left = Counter(op.value.unit for op in phase.ops if op.verb in OF_USER)
+                    queued = self._issue(phase.ops, name, step, number)
+                    for task in (task for task in queued if task.of_user):
+                        yield task
+                        unit = task.op.value.unit
+                        left[unit] -= 1
+                        final = name == backward and batch == micro_batches - 1 and not left[unit]
+                        if early and final and unit in updates:
+                            yield from _unfinished(before)
+                            begun += self._issue(updates.pop(unit), "update", step, number + 1)
+                    number += 1
+            marks.append((self._now, self._waited))
+            self._waited = 0.0
+            yield from _unfinished(before)
+            self._issue(phases["norm"].ops, "norm", step, number)
+            for ops in updates.values():
+                begun += self._issue(ops, "update", step, number)
+            if self._host_seconds:
+                yield self._host_seconds
+
+    def _updates_by_unit(self) -> dict[int, list[Op]]:
+        updates: dict[int, list[Op]] = {}
+        for op in self._program.phases["update"].ops:
+            updates.setdefault(op.value.unit, []).append(op)
+        return updates
+
+    def _advance(self, user: Iterator[_Task | float]) -> None:
+        """Resume the user's thread until it blocks."""
+        action = next(user, None)
+        if isinstance(action, _Task):
+            self._blocked_on, self._since = action, self._now
+        elif action is not None:
+            self._serial += 1
+            heapq.heappush(self._events, (self._now + action, self._serial, None))
+
+    def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
+        """Queue the ops of a phase."""
+        tasks: list[_Task] = []
+        for group in by_chunk(ops):
+            passage = Passage() if staged(group) else None
+            tasks += [self._queue(op, phase, step, number, passage) for op in group]
+            if passage is not None:
+                self._schedule.seal(passage)
+        return tasks
+
+    def _queue(self, op: Op, phase: str, step: int, number: int, passage: Passage | None) -> _Task:
+        self._serial += 1
+        reads, writes, seconds = self._template(op)
+        run = None if op.verb in OF_USER else _no_work
+        task = _Task(op, run, (number, op.deadline), self._serial, passage)
+        task.phase, task.step, task.seconds = phase, step, seconds
+        # They include the compiled ones of the phase: one rule, see [Note: Phases] of `ops`.
+        waits = self._board.waits(reads, writes)
+        self._board.note(task, reads, writes)
+        self._schedule.add(task, waits)
+        return task
+
+    def _template(self, op: Op) -> tuple[list[object], list[object], float]:
+        """The cells that an op reads and writes, and its seconds: the same in every step."""
+        if id(op) not in self._templates:
+            plan = self._program.plan
+            found = (list(cells(plan, op.reads)), list(cells(plan, op.writes)), self._seconds(op))
+            self._templates[id(op)] = found
+        return self._templates[id(op)]
+
+    def _seconds(self, op: Op) -> float:
+        if op.verb in OF_USER:
+            return self._compute(op.value.unit, op.verb)
+        return seconds_of(op, self._machine)
+
+    # -- the lanes
+
+    def _dispatch(self) -> None:
+        """Start the most urgent ready op of the user's thread and of every free lane."""
+        task = self._blocked_on
+        if task is not None and self._may_compute(task):
+            self._unblock()
+            task.go(State.RUNNING)
+            self._begin(task)
+        for lane in Lane:
+            if lane not in self._running and (first := self._schedule.take(lane)):
+                assert isinstance(first, _Task)
+                self._begin(first)
+
+    def _may_compute(self, task: _Task) -> bool:
+        """Whether the user's thread may compute `task` now."""
+        if not task.of_user or task.state is not State.READY:
+            return False
+        if self._machine.device_is_cpu:
+            return True
+        first = self._schedule.first(Lane.COMPUTE)
+        ahead = first is not None and (first.key, first.serial) < (task.key, task.serial)
+        return Lane.COMPUTE not in self._running and not ahead
+
+    def _begin(self, task: _Task) -> None:
+        """Run a task from now on; on a CPU device the user's thread is beside the compute lane."""
+        beside = task.of_user and self._machine.device_is_cpu
+        self._running["user" if beside else task.op.lane] = task
+        task.start = self._now
+        heapq.heappush(self._events, (self._now + task.seconds, task.serial, task))
+
+    def _unblock(self) -> None:
+        self._blocked_on = None
+        self._waited += self._now - self._since
+
+    def _finish(self, task: _Task) -> bool:
+        """End an op. Returns whether that resumes the user's thread."""
+        self._schedule.finish(task)
+        self._running = {by: one for by, one in self._running.items() if one is not task}
+        span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
+        self._spans.append(span)
+        if task is self._blocked_on:
+            self._unblock()
+            return True
+        return task.of_user
+
+
+def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
+    """The `tasks` that are not over, each checked only when the one before is over."""
+    return (task for task in tasks if not task.over)
+
+
+def _no_work() -> None:
+    """The function of every lane's task: a simulation does no work."""

@@ -1,0 +1,487 @@
+"""Prove on the plain data that a program cannot go wrong, or name the op that breaks a rule. Pure.
+
+[Note: What is proved]
+First, rules of the plan and of single ops. Homes and slots are disjoint and inside their budgets.
+An op is on the lane of its work, counts the bytes of its value, fits it into its slot, and waits
+for earlier ops only. The user computes in order, and every op is issued after those that it waits
+for, so waits cannot form a cycle: no deadlock. Nor can waits for staging slots: the ops of a chunk
+are consecutive and start only when they wait for nothing outside their passage, so every passage
+ends and frees its slot ([Note: Passages] of `schedule`).
+
+Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op:
+by `verify` it is `CHAIN`, the phases as compiled; by `verify_runs` it is `RUNS`, the phases as the
+engine runs them ([Note: As it runs] of `compile`). Waits inside a phase are the compiled ones, and
+between phases those of `Scoreboard`. An op must reach, through waits, every earlier access to the
+same place if one of the two writes. So all orders in which lanes can run the ops give the result of
+the order of issue, and it suffices to follow the contents of every place in that order. An op must
+read the newest version of its value, put there in this phase or declared at its entry. An update
+must use the sum of all gradients. No gradient and no update may be overwritten before it is home.
+
+Not proved: units used in another order than compiled. The engine then cancels what is queued and
+fetches more, and only the rule of `Scoreboard` holds.
+
+A version of a value is the set of the ops that made it: one update, or the backward ops of all
+micro-batches whose gradients were added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+from offload.planning.layout import CHUNK_STAGES, Buffer, Place, Plan, site
+from offload.planning.profile import BLOCK_BYTES, KINDS
+from offload.planning.tiers import TIERS, Tier
+from offload.program.compile import EARLY, as_run
+from offload.program.ops import (
+    ALL_CHUNKS,
+    ALL_UNITS,
+    FACTOR,
+    IN_RING,
+    Lane,
+    Op,
+    Phase,
+    Program,
+    Use,
+    Value,
+    Verb,
+    cells,
+    staged,
+)
+from offload.program.schedule import Scoreboard
+
+_NUMBERS = ("factor", "partial")
+"""Uses of places that hold one number outside of all buffers: clip factor, sum of squares."""
+
+
+class ProgramError(ValueError):
+    """A program breaks `rule`, in op `index` of `phase`, which is "plan" for rules of the plan."""
+
+    def __init__(self, rule: str, phase: str = "plan", index: int | None = None, op: str = ""):
+        self.rule, self.phase, self.index = rule, phase, index
+        super().__init__(
+            f"{phase}: {rule}" if index is None else f"{phase}: op {index} ({op}) {rule}"
+        )
+
+
+_ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
+_STEP = ("forward", "backward_first", "norm", "update")
+_EVALUATION = ("forward", "forward", "norm", "update", "norm", "update")
+CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, *_EVALUATION)
+"""Phases in an order with every legal pair of neighbours: micro-batches, evaluation, steps.
+
+Backward follows only forward, and update only norm; the others may follow all but norm."""
+
+_LETTERS = {
+    "F": ("forward",),
+    "B": ("backward_first",),
+    "b": ("backward_next",),
+    "U": ("norm", "update"),
+    "E": ("backward_first" + EARLY,),
+    "e": ("backward_next" + EARLY,),
+}
+RUNS = tuple(name for letter in "FEUFbUBeUUBBbBFeFBUFUFFbbFEFbe" for name in _LETTERS[letter])
+"""Phases as run, in an order with every legal pair of neighbours. Here backward may also follow
+backward (a first one if gradients were dropped) and update (if it recomputes every activation). A
+backward in which updates begin ends its step: step() has nothing left to do."""
+
+Version = frozenset[int]
+"""Numbers, along the chain, of the ops that made a value; empty for values from before it."""
+
+START: Version = frozenset()
+
+
+def verify(program: Program) -> None:
+    """Check a program as compiled, see [Note: What is proved].
+
+    Raises:
+        ProgramError: the first broken rule, with its phase and op.
+    """
+    plan = program.plan
+    check_buffers(plan)
+    check_slots(plan)
+    for phase in program.phases.values():
+        for index, op in enumerate(phase.ops):
+            if rule := broken_by(plan, index, op):
+                raise ProgramError(rule, phase.name, index, op_text(plan, op))
+    walk = _Walk(program)
+    for name in CHAIN:
+        walk.run(program.phases[name])
+
+
+def verify_runs(program: Program) -> None:
+    """Check the phases of a valid program as the engine runs them, see [Note: What is proved].
+
+    Raises:
+        ProgramError: the first broken rule, with its phase and op.
+    """
+    walk, in_slots = _Walk(program), frozenset[tuple[Place, int]]()
+    known: dict[object, Phase] = {}
+    for name in RUNS:
+        if (name, in_slots) not in known:
+            known[name, in_slots] = as_run(program, name, dict(in_slots))
+        walk.run(known[name, in_slots])
+        in_slots = frozenset(known[name, in_slots].exit.items())
+
+
+def check_buffers(plan: Plan) -> None:
+    """Homes exist and fit their values; buffers are aligned, disjoint and inside the budgets."""
+    buffers: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
+    in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
+    for kind in KINDS:
+        for u, unit in enumerate(plan.profile.units):
+            size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
+            name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
+            if home is not None:
+                buffers.append((home, f"home of {name}"))
+            found = home.bytes if home is not None and home.tier == tier else 0
+            found = in_file.get((kind, unit.name), 0) if tier == "nvme" else found
+            if found < size:
+                raise ProgramError(f"{name} of {size} bytes has {found} bytes at home on {tier}")
+    buffers.sort(key=lambda entry: (entry[0].tier, entry[0].offset))
+    for buffer, name in buffers:
+        if buffer.offset % BLOCK_BYTES or buffer.bytes % BLOCK_BYTES or buffer.offset < 0:
+            raise ProgramError(f"{name} is not aligned to blocks of {BLOCK_BYTES} bytes")
+    for (one, name), (two, other) in pairwise(buffers):
+        if one.tier == two.tier and one.offset + one.bytes > two.offset:
+            raise ProgramError(f"{name} and {other} overlap on {one.tier}")
+    for tier in TIERS:
+        taken, given = plan.taken_bytes(tier), plan.budgets[tier]
+        if taken > given:
+            raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
+
+
+def check_slots(plan: Plan) -> None:
+    """A unit has slots for exactly the values off the device; a lasting one shares none."""
+    for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
+        sharing = Counter(slots)
+        for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
+            away = plan.home(kind, u).tier != "device" and plan.bytes_of(kind, u) > 0
+            if (place.tier if place else "") != ("device" if away else ""):
+                raise ProgramError(
+                    f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
+                )
+            if place and (rule := _misfit(plan, Use(place, Value(kind, u)))):
+                raise ProgramError(rule)
+            if place and unit.lasting and sharing[place] > 1:
+                raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
+
+
+def broken_by(plan: Plan, index: int, op: Op) -> str:
+    """The rule that an op breaks by itself; empty if none."""
+    if late := [wait for wait in op.waits if not 0 <= wait < index]:
+        return f"waits for op {late[0]}, which is not an earlier op of its phase"
+    if (op.value.unit == ALL_UNITS) != (op.verb is Verb.NORM):
+        return "is of all units, or its verb is: norm, and nothing else, is of all"
+    expected, uses = _expected(plan, op), (*op.reads, *op.writes)
+    if staged([op]) and op.value.chunk == ALL_CHUNKS:
+        return "passes through slots that only chunks use"
+    if [use.value for use in uses] != expected.values or len(op.reads) != expected.reads:
+        names = ", ".join(value_text(plan, value) for value in expected.values) or "nothing"
+        return f"has to read {expected.reads} and write the others of: {names}"
+    if any(use.place.tier not in expected.tiers for use in uses if use.place.use not in _NUMBERS):
+        return f"works on the {' and '.join(expected.tiers)}, and has to have all it needs there"
+    if op.verb in (Verb.ADD, Verb.UPDATE) and not set(op.writes) <= set(op.reads):
+        return "has to work in place"
+    if rule := next(filter(None, (_misfit(plan, use) for use in uses)), ""):
+        return rule
+    if op.lane is not expected.lane:
+        return f"is on the {op.lane.value} lane, not on that of its places: {expected.lane}"
+    return (
+        "" if op.bytes == expected.bytes else f"counts {op.bytes} bytes, which are {expected.bytes}"
+    )
+
+
+class _Expected(NamedTuple):
+    """What an op with its verb and value has to be."""
+
+    lane: Lane | None
+    tiers: tuple[Tier, ...]
+    reads: int
+    """How many of `values` it reads, the first ones; it writes the others."""
+    values: list[Value]
+    bytes: int = 0
+
+
+_MOVES = {("cpu", "device"): Lane.H2D, ("device", "cpu"): Lane.D2H}
+_MOVES |= {("nvme", "cpu"): Lane.DISK, ("cpu", "nvme"): Lane.DISK}
+
+
+def _expected(plan: Plan, op: Op) -> _Expected:
+    value = op.value
+    if op.verb is Verb.NORM:
+        return _Expected(Lane.CPU, (), len(op.reads), [*(u.value for u in op.reads), FACTOR.value])
+    unit = plan.profile.units[value.unit]
+    if op.verb is Verb.MOVE:
+        tiers = tuple(use.place.tier for use in (*op.reads, *op.writes))[:2]
+        return _Expected(
+            _MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value)
+        )
+    weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in KINDS)
+    if op.verb in (Verb.FORWARD, Verb.BACKWARD):
+        backward = op.verb is Verb.BACKWARD
+        read = [weight] if unit.weight_bytes and (unit.backward or not backward) else []
+        made = [gradient] if backward and unit.trainable else []
+        return _Expected(Lane.COMPUTE, ("device",), len(read), read + made)
+    if op.verb is Verb.ADD:
+        return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
+    if op.verb is Verb.SQUARE:
+        tier: Tier = "device" if plan.home("gradient", value.unit).tier == "device" else "cpu"
+        values, reads, size = [gradient] * 2, 1, _size(plan, gradient)
+    else:
+        tier = site(plan.placements[value.unit])
+        needs = [gradient, weight, state] + [FACTOR.value] * plan.clips
+        values, reads = [*needs, weight, state], len(needs)
+        size = _size(plan, gradient) + 2 * (_size(plan, weight) + _size(plan, state))
+    return _Expected(Lane.COMPUTE if tier == "device" else Lane.CPU, (tier,), reads, values, size)
+
+
+def _size(plan: Plan, value: Value) -> int:
+    if value.chunk == ALL_CHUNKS:
+        return plan.bytes_of(value.kind, value.unit)
+    chunk = plan.profile.units[value.unit].chunks[value.chunk]
+    if value.kind == "state":
+        return plan.record_bytes(value.unit, value.chunk)
+    return chunk.weight_bytes if value.kind == "weight" else chunk.gradient_bytes
+
+
+def _misfit(plan: Plan, use: Use) -> str:
+    """Why a value cannot be at a place; empty if it can."""
+    place, value = use
+    if place.use in _NUMBERS:
+        return ""
+    if place.use == "home":
+        at = plan.home(value.kind, value.unit)
+        return (
+            "" if place == at else f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
+        )
+    ring = range(CHUNK_STAGES) if place.number == IN_RING else (place.number,)
+    for slot in (place._replace(number=index) for index in ring):
+        if slot not in plan.slots:
+            return f"there is no slot {place_text(slot)}"
+        size, room = _size(plan, value), plan.slots[slot].bytes
+        if size > room:
+            text = value_text(plan, value)
+            return f"{text} of {size} bytes is in {place_text(slot)} of {room} bytes"
+    return ""
+
+
+def _cell(use: Use) -> object:
+    """What two uses outside of homes can share; nothing in a ring, see [Note: Chunks] of `ops`."""
+    return use if use.place.number == IN_RING else use.place
+
+
+class _Walk:
+    """Follows the accesses and contents of every place along a chain of phases."""
+
+    def __init__(self, program: Program):
+        self._plan = program.plan
+        self._board: Scoreboard[int] = Scoreboard()
+        # By op, numbered along the chain; then by cell.
+        self._waits: list[set[int]] = []
+        self._writer: dict[object, int] = {}
+        self._readers: dict[object, list[int]] = {}
+        # Contents; of homes and updates by chunk, and by unit for what is in no chunk.
+        self._slots: dict[object, tuple[Value, Version]] = {}
+        self._homes: dict[Value, Version] = {}
+        self._newest: dict[Value, Version] = {}
+        self._home_cells: dict[Value, tuple[Value, ...]] = {}
+        # The backward ops whose sum is a unit's gradient, and those that a chunk's update used.
+        self._produced: dict[int, Version] = {}
+        self._used: dict[Value, Version] = {}
+
+    def run(self, phase: Phase) -> None:
+        """Walk the next phase of the chain."""
+        self._phase = phase
+        self._base = len(self._waits)
+        self._index: int | None = None
+        self._filled, self._unsaved = set[object](phase.entry), set[Place]()
+        self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
+        self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
+        chunks: set[tuple[int, int]] = set()
+        for index, op in enumerate(phase.ops):
+            self._index, self._op = index, op
+            chunk = op.value[1:]
+            if chunk[1] != ALL_CHUNKS and not (index and chunk == phase.ops[index - 1].value[1:]):
+                if chunk in chunks:
+                    self._fail("does not stand with the other ops of its chunk")
+                chunks.add(chunk)
+            self._check_waits(self._base + index)
+            self._apply(frozenset({self._base + index}))
+            self._seen[op.verb].append(op.value)
+        self._index = None
+        self._check_slots(phase.exit.items(), "does not hold what it declares at exit")
+        self._check_done()
+
+    def _fail(self, rule: str) -> None:
+        text = "" if self._index is None else op_text(self._plan, self._op)
+        raise ProgramError(rule, self._phase.name, self._index, text)
+
+    def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
+        for slot, unit in claims:
+            value = Value("weight", unit)
+            if self._slots.get(slot) != (value, self._version(self._newest, value)):
+                self._fail(f"{rule}: {value_text(self._plan, value)} in {place_text(slot)}")
+
+    def _cells_of(self, value: Value) -> tuple[Value, ...]:
+        if value.chunk != ALL_CHUNKS:
+            return (value,)
+        if value not in self._home_cells:
+            chunks = range(len(self._plan.profile.units[value.unit].chunks))
+            self._home_cells[value] = (value, *(Value(value.kind, value.unit, c) for c in chunks))
+        return self._home_cells[value]
+
+    def _shared_cells(self, uses: Iterable[Use]) -> list[object]:
+        found: list[object] = []
+        for place, value in uses:
+            found += self._cells_of(value) if place.use == "home" else (_cell(Use(place, value)),)
+        return found
+
+    def _check_waits(self, own: int) -> None:
+        """The op must wait for every earlier one that it would race with. Notes its accesses."""
+        op, base = self._op, self._base
+        reads, writes = list(cells(self._plan, op.reads)), list(cells(self._plan, op.writes))
+        earlier = [task for task in self._board.waits(reads, writes) if task < base]
+        self._board.note(own, reads, writes)
+        self._waits.append({*earlier, *(base + wait for wait in op.waits)})
+        reads, writes = self._shared_cells(op.reads), self._shared_cells(op.writes)
+        sharers = [(cell, self._writer.get(cell, own)) for cell in (*reads, *writes)]
+        sharers += [(cell, reader) for cell in writes for reader in self._readers.get(cell, ())]
+        for cell, other in sharers:
+            if other != own and not self._waits_for(own, other):
+                which = f"op {other - base}" if other >= base else "an op of an earlier phase"
+                where = "a home" if isinstance(cell, Value) else place_text(cell)
+                self._fail(f"does not wait for {which}, with which it shares {where}")
+        for cell in reads:
+            self._readers.setdefault(cell, []).append(own)
+        for cell in writes:
+            self._writer[cell], self._readers[cell] = own, []
+
+    def _waits_for(self, own: int, earlier: int) -> bool:
+        """Whether `earlier` is reachable from `own` through waits."""
+        stack, seen = [own], {own}
+        while stack:
+            waits = self._waits[stack.pop()]
+            if earlier in waits:
+                return True
+            stack += [wait for wait in waits if wait > earlier and wait not in seen]
+            seen.update(waits)
+        return False
+
+    def _version(self, of: dict[Value, Version], value: Value) -> Version:
+        if value.chunk != ALL_CHUNKS:
+            return of.get(value, START)
+        return START.union(*(of.get(cell, START) for cell in self._cells_of(value)))
+
+    def _write(self, use: Use, version: Version) -> None:
+        if use.place.use == "home":
+            self._homes.update(dict.fromkeys(self._cells_of(use.value), version))
+        else:
+            self._slots[_cell(use)] = (use.value, version)
+            self._filled.add(_cell(use))
+
+    def _read(self, use: Use) -> Version:
+        """The version that an op reads."""
+        place, value = use
+        version = self._version(self._homes, value) if place.use == "home" else START
+        if place.use != "home":
+            if _cell(use) not in self._filled and use != FACTOR:
+                self._fail(f"reads {place_text(place)}, which nothing in its phase has filled")
+            there, version = self._slots.get(_cell(use), (None, START))
+            if there != value:
+                has = "nothing" if there is None else value_text(self._plan, there)
+                asked = value_text(self._plan, value)
+                self._fail(f"reads {asked} in {place_text(place)}, which has {has}")
+        if value.kind != "gradient" and version != self._version(self._newest, value):
+            self._fail(f"reads {value_text(self._plan, value)} from before an update")
+        return version
+
+    def _apply(self, made: Version) -> None:
+        """The effect of the op on the contents."""
+        op, verb = self._op, self._op.verb
+        versions = [self._read(use) for use in op.reads]
+        if verb is Verb.MOVE:
+            self._unsaved.discard(op.reads[0].place)
+            made = versions[0]
+        elif verb is Verb.ADD:
+            if versions[0] & versions[1]:
+                self._fail("adds a gradient that is in the sum already")
+            made = versions[0] | versions[1]
+        elif verb is Verb.UPDATE:
+            self._newest.update((use.value, made) for use in op.writes)
+            self._used[op.value] = versions[0]
+        elif verb is Verb.BACKWARD and op.writes:
+            made = self._accumulate(op.writes[0], made, again=op.value in self._seen[verb])
+        for use in op.writes:
+            self._write(use, made)
+
+    def _accumulate(self, use: Use, made: Version, *, again: bool) -> Version:
+        """The version at a gradient's place after a backward op: at home, the sum so far."""
+        unit = use.value.unit
+        kept = again or self._phase.name != "backward_first"
+        self._produced[unit] = made | (self._produced.get(unit, START) if kept else START)
+        if use.place.use == "home":
+            return self._produced[unit]
+        if use.place in self._unsaved:
+            there, version = self._slots[use.place]
+            if there != use.value:
+                self._fail(
+                    f"overwrites {value_text(self._plan, there)} before it has left its slot"
+                )
+            made |= version
+        self._unsaved.add(use.place)
+        return made
+
+    def _check_done(self) -> None:
+        """What must be complete at the end of the phase."""
+        plan, name, seen = self._plan, self._phase.name, self._seen
+        trainable = [u for u, unit in enumerate(plan.profile.units) if unit.trainable]
+        chunks = [v for u in trainable for v in self._cells_of(Value("gradient", u))[1:]]
+        ahead, back = ([v.unit for v in seen[verb]] for verb in (Verb.FORWARD, Verb.BACKWARD))
+        if name == "forward" and ahead != list(plan.profile.forward):
+            self._fail("does not compute in the order of the profile")
+        if name.startswith("backward"):
+            order = list(plan.profile.backward)
+            if back[: len(order)] != order or not set(trainable) <= set(back):
+                self._fail("does not compute in the order of the profile")
+            for value in (Value("gradient", u) for u in trainable):
+                at_home = {self._homes.get(cell, START) for cell in self._cells_of(value)}
+                if at_home != {self._produced[value.unit]}:
+                    self._fail(
+                        f"does not bring home all that was made of {value_text(plan, value)}"
+                    )
+        combined = sorted(seen[Verb.SQUARE]) == chunks and len(seen[Verb.NORM]) == 1
+        if name == "norm" and plan.clips and not combined:
+            self._fail("does not square every chunk of the gradient once, then combine")
+        if name == "update" or seen[Verb.UPDATE]:
+            if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != chunks:
+                self._fail("does not update every chunk once")
+            for value in seen[Verb.UPDATE]:
+                if self._used[value] != self._produced.get(value.unit, START):
+                    self._fail(f"updates {value_text(plan, value)} before its gradient is whole")
+            for value, newest in self._newest.items():
+                if self._homes.get(value) != newest:
+                    self._fail(f"does not bring home the update of {value_text(plan, value)}")
+
+
+def op_text(plan: Plan, op: Op) -> str:
+    """An op, for a message."""
+    return f"{op.verb.value} of {value_text(plan, op.value)} on {op.lane.value}"
+
+
+def value_text(plan: Plan, value: Value) -> str:
+    """A value, for a message."""
+    if value == FACTOR.value:
+        return "clip factor"
+    chunk = "" if value.chunk == ALL_CHUNKS else f" chunk {value.chunk}"
+    return f"{value.kind} of {plan.profile.units[value.unit].name}{chunk}"
+
+
+def place_text(cell: object) -> str:
+    """A place, or the use of a staging slot, for a message."""
+    place = cell.place if isinstance(cell, Use) else cell
+    assert isinstance(place, Place)
+    unnumbered = place.use == "home" or place.number == IN_RING
+    return f"{place.tier} {place.use}" + ("" if unnumbered else f" {place.number}")

@@ -1,0 +1,196 @@
+"""Make a `Run` of what an engine did last, with the simulator's prediction."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.model.engine import Engine
+from offload.model.marks import is_pass
+from offload.planning.machine import Machine
+from offload.planning.profile import profile_of
+from offload.program.compile import compile_program
+from offload.program.ops import OF_USER, Lane, Program, Verb
+from offload.program.simulate import Timeline, simulate
+from offload.reporting import ENGINE, MODEL, Prediction, Run, Span, Wait, clip, seconds
+from offload.runtime.trace import Ran, Trace
+
+SIMULATED_STEPS = 3
+"""From the third on, steps are alike."""
+
+SIMULATED_OPS_MAX = 400_000
+"""Ops of all simulations of a run: about ten seconds. With large steps, fewer lanes are simulated
+twice as fast; still larger steps are not simulated."""
+
+
+def _speeds(lane: Lane) -> list[str]:
+    """The fields of Machine with the speeds of a lane, for writes last."""
+    names = ["disk_read", "disk_write"] if lane is Lane.DISK else [lane.value]
+    return [f"{name}_bytes_per_s" for name in names]
+
+
+def program_of(engine: Engine) -> Program:
+    """The compiled phases of a step, in the order of use of the last passes."""
+    orders = (engine.passes.orders[verb] for verb in OF_USER)
+    profile = profile_of(engine.plan.profile.units, *orders)
+    return compile_program(engine.plan.reordered(profile))
+
+
+def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
+    """What `engine` did last; None if Config.trace is False.
+
+    `command` is the command line. By default only the program's name is kept, as arguments may be
+    secret.
+    """
+    trace = engine.executor.lanes.ledger.traced()
+    if trace is None:
+        return None
+    units, tiers = engine.plan.profile.units, engine.plan.tiers()
+    starts = [ran.start for ran in trace.ran] + [wait.start for wait in trace.waited]
+    zero = min([*starts, *(one.at for one in trace.stepped)], default=0.0)
+    # Even with updates inside backward, those of the first step follow its step(), so the second
+    # step has the updates of two.
+    began = len(trace.stepped) > 2 and trace.stepped[0].number == 1
+    since = max(zero, trace.since, trace.stepped[1].at if began else 0.0)
+    prediction, unpredicted = _predicted(engine, trace, since)
+    parameters = [one for unit in units for one in unit.parameters]
+    dtypes = ", ".join(dict.fromkeys(one.dtype for one in parameters))
+    elements = sum(one.elements for one in parameters)
+    spans = [_span(ran, zero, engine) for ran in sorted(trace.ran, key=lambda ran: ran.start)]
+    for start, stop in trace.called:
+        if start >= max(zero, trace.since):
+            spans.append(Span(ENGINE, "call", "", start - zero, stop - zero, 0))
+    return Run(
+        made=datetime.now().isoformat(timespec="seconds"),
+        command=[Path(one).name for one in sys.argv[:1]] if command is None else list(command),
+        model=f"{elements:,} parameters in {dtypes}, {len(units)} units",
+        device=str(engine.executor.device.torch_device),
+        device_is_host=engine.executor.device.is_host,
+        versions=_versions(),
+        steps=engine.report().steps,
+        homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
+        tiers={t.tier: (t.resident_bytes + t.staging_bytes, t.budget_bytes) for t in tiers},
+        spans=spans,
+        waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
+        stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],
+        since=since - zero,
+        prediction=prediction,
+        unpredicted=unpredicted,
+    )
+
+
+def _versions() -> dict[str, str]:
+    try:
+        own = version("offload-engine")
+    except PackageNotFoundError:  # Run from its sources.
+        own = "unknown"
+    return {"offload": own, "torch": torch.__version__, "Python": platform.python_version()}
+
+
+def _span(ran: Ran, zero: float, engine: Engine) -> Span:
+    op, units = ran.op, engine.plan.profile.units
+    lane = MODEL if op.verb in OF_USER else ran.lane.value
+    unit = units[op.value.unit].name if 0 <= op.value.unit < len(units) else ""
+    name, tier = op.verb.value, ""
+    if op.verb is Verb.MOVE:
+        here, there = op.reads[0].place.tier, op.writes[0].place.tier
+        name, tier = f"{op.value.kind} {here} to {there}", f"{here} > {there}"
+    return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes, tier)
+
+
+def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction | None, str]:
+    """The simulated step, from compute and speeds measured since then; or why there is none."""
+    kept = [one for one in trace.stepped if one.at >= since]
+    if len(trace.stepped) < 3 or len(kept) < 2:
+        return None, "too few whole steps were kept"
+    since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
+    ran = [one for one in trace.ran if since <= one.start and one.stop <= until]
+    user = [one for one in ran if one.op.verb in OF_USER and not is_pass(one.op)]
+    trained = _trained(user)
+    if not trained:
+        return None, "all units live on the device"
+    count, most = len(ran) // steps, SIMULATED_OPS_MAX // SIMULATED_STEPS
+    if count > most:
+        return None, f"a step has {count:,} operations, more than the simulator's {most:,}"
+    phases = program_of(engine).phases
+    ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
+    uses = Counter((op.value.unit, op.verb) for op in ops if op.verb in OF_USER)
+    in_program = sum(op.verb is Verb.BACKWARD for op in ops)
+    micro_batches = max(1, round(trained / in_program / steps))
+
+    spans = [(one.start, one.stop) for one in user]
+    waits = clip([(one.start, one.stop) for one in trace.waited], since, until)
+    calls = [*waits, *clip(trace.called, since, until)]
+    working = max(1e-9, seconds(spans, waits) - seconds(waits))
+    own = seconds(spans, calls) - seconds(calls)
+    # Units in use at the same time overlap, so all are scaled to the measured sum.
+    scale = working / sum(stop - start for start, stop in spans) / steps / micro_batches
+    compute = defaultdict[tuple[int, Verb], float](float)
+    for one in user:
+        compute[one.op.value.unit, one.op.verb] += (one.stop - one.start) * scale
+    idle = max(0.0, until - since - seconds(waits) - working) / steps
+    machine = _machine(ran, device_is_cpu=engine.executor.device.is_host)
+
+    def timeline(faster: Lane | None = None) -> Timeline:
+        """A faster device speeds up the user's own compute, but not the engine's calls in it."""
+        left = 1 - own / working / 2 if faster is Lane.COMPUTE else 1.0
+        names = _speeds(faster) if faster else ()
+        speeds: Any = {name: 2 * getattr(machine, name) for name in names}
+        return simulate(
+            program_of(engine),
+            replace(machine, **speeds),
+            lambda unit, verb: left * compute[unit, verb] / uses[unit, verb],
+            steps=SIMULATED_STEPS,
+            micro_batches=micro_batches,
+            host_seconds=idle,
+            updates_in_backward=engine.early.begins_early,
+        )
+
+    return _simulated(timeline, most // count, engine), ""
+
+
+def _trained(user: Sequence[Ran]) -> int:
+    """How many backwards of units followed a forward of theirs: one in each micro-batch."""
+    count, last = 0, dict[int, Verb]()
+    for one in sorted(user, key=lambda one: one.start):
+        count += one.op.verb is Verb.BACKWARD and last.get(one.op.value.unit) is Verb.FORWARD
+        last[one.op.value.unit] = one.op.verb
+    return count
+
+
+def _simulated(timeline: Callable[..., Timeline], simulations: int, engine: Engine) -> Prediction:
+    """The step as it is, and with each lane twice as fast, by at most `simulations`."""
+    found, uses = timeline(), engine.report().lanes
+    busy = dict.fromkeys(uses, 0.0)
+    for span in found.spans:
+        if span.op.verb not in OF_USER:
+            busy[span.lane.value] += (span.stop - span.start) / SIMULATED_STEPS
+    moved = {span.lane for span in found.spans} - {Lane.COMPUTE}
+    lanes = sorted(moved, key=lambda lane: -uses[lane.value].exposed_s)
+    # An accelerator's own compute time is not measured, so a faster one is not simulated.
+    tried = [*[Lane.COMPUTE] * engine.executor.device.is_host, *lanes][: simulations - 1]
+    what_if = {lane.value: timeline(lane).step_seconds for lane in tried}
+    return Prediction(found.step_seconds, found.exposed, busy, what_if)
+
+
+def _machine(ran: Sequence[Ran], *, device_is_cpu: bool) -> Machine:
+    """A machine with the measured lane speeds."""
+    moved, took = Counter[str](), defaultdict[str, float](float)
+    for one in ran:
+        if one.op.verb not in OF_USER:
+            writes = one.op.lane is Lane.DISK and one.op.writes[0].place.tier == "nvme"
+            speed = _speeds(one.op.lane)[-1 if writes else 0]
+            moved[speed] += one.op.bytes
+            took[speed] += one.stop - one.start
+    seen: Any = {name: moved[name] / took[name] for name in moved if moved[name] and took[name]}
+    machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=device_is_cpu, op_seconds=0.0)
+    return replace(machine, **seen)

@@ -1,0 +1,66 @@
+"""The compiled books of the lanes, by numbers: see `offload/compiled.py` and `src/module.cpp`.
+
+Tasks and passages are objects of C++ here. They have what of `offload.task` is asked of them from
+outside of the books, by the same names, and are typed as those, but for what lanes change: that
+gives `look`.
+"""
+
+from collections.abc import Iterable
+
+from offload.program.ops import Op
+from offload.program.schedule import Key, Passage, Run, Task
+
+VERSION: int
+"""Of what the module offers; see `built`."""
+
+def make_passage() -> Passage: ...
+
+class Known: ...
+
+def make_known(
+    lane: int,
+    deadline: int,
+    op: Op,
+    spans: tuple[int, int, int] | None,
+    reads: list[int],
+    writes: list[int],
+) -> Known:
+    """An op that comes again, by numbers; with `spans` a copy that its lane does."""
+
+class Books:
+    """For so many lanes and staging slots; of what ran without Python the last is told."""
+
+    def __init__(self, lanes: int, slots: int, ran_max: int) -> None: ...
+    def issue(
+        self,
+        known: Known,
+        pass_number: int,
+        run: Run | None,
+        passage: Passage | None,
+        waits: Iterable[Task] | None,
+    ) -> Task:
+        """A task, queued; `ran` tells of it where there is no `run`."""
+    def issue_all(
+        self,
+        known: list[Known],
+        pass_number: int,
+        runs: list[Run | None],
+    ) -> list[Task]:
+        """The same for several."""
+    def touching(self, reads: list[int], writes: list[int]) -> list[Task]: ...
+    def all(self) -> list[Task]: ...
+    def most_kept(self) -> int: ...
+    def seal(self, passage: Passage) -> None: ...
+    def cancel(self, tasks: Iterable[Task]) -> None: ...
+    def begin(self, task: Task, seconds: float) -> bool: ...
+    def over(self, task: Task, seconds: float) -> bool: ...
+    def finish(self, task: Task) -> None: ...
+    def look(self, task: Task) -> tuple[Key, list[int], list[tuple[int, float]]]:
+        """Its urgency, the serials of what it waits for, and the lanes that led to it."""
+    def take(self, lane: int, wait: bool) -> Task | None: ...
+    def overtaking(self, lane: int, than: Task) -> Task | None: ...
+    def stop(self, closing: bool) -> None: ...
+    def forget(self) -> None:
+        """Let go of what lanes would have called."""
+    def copied(self, lane: int) -> tuple[float, int, int]: ...
+    def ran(self) -> list[tuple[Op, float, float]]: ...

@@ -1,0 +1,365 @@
+"""The compute device as the engine uses it: memory, copies, and what orders them.
+
+[Note: Order on a device]
+Work for a device is queued on the calling thread's current stream. The host does not wait for it.
+One stream runs in order, two streams in any order, so the engine orders them:
+
+* A lane has a stream of its own, and waits for it at the end of each op (`drain`). So every thread
+  and every stream sees what a lane has done.
+* The user's compute is over when the host has queued it. A `fence` is what one of its streams has
+  still to do: an op of a lane waits for it on the host, the user's next compute on its stream.
+* Work of the engine at a home, on the user's thread, is drained at once.
+
+A `Device` that is no accelerator finishes every call before it returns.
+
+[Note: Blocking events]
+A host thread that waits for a `torch.Event` spins on a core, which the update needs: `torch.Event`
+ignores `blocking=True` (torch/csrc/Event.cpp). `torch.cuda.Event` does not. It expects streams of
+`torch.cuda`, unchecked, and defaults to the current device's, so it is always given a stream.
+
+[Note: Pending errors]
+A CUDA runtime call that fails also leaves its error pending in the thread, and the next kernel
+launch reports it as its own. So after such a call a kernel is launched and its error ignored.
+
+[Note: Current device]
+A runtime call that names no device makes a context on the thread's current one, by default device
+0: half a gigabyte for good. Memory may be freed on any thread, as the garbage collector runs there,
+so such calls first make this device the current one.
+
+[Note: Scaler]
+`torch.amp.GradScaler` copies its scale and its overflow flag to each device with gradients, without
+waiting. A copy to pinned CPU memory can then race with the CPU kernel that reads the scale, and
+overwrite the overflow that the kernel has flagged. Gradients of offloaded parameters are on the
+CPU, so with an accelerator torch's own class is patched to wait for copies to the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.planning.tiers import format_bytes
+from offload.program.schedule import Fence
+from offload.runtime.torch_internals import number_copies
+
+
+class Device:
+    """The CPU as the compute device: its memory is CPU memory, and every call is synchronous."""
+
+    is_host = True
+    """Whether it is the CPU."""
+    driver: Driver | None = None
+    """That of an accelerator."""
+
+    def __init__(self, torch_device: torch.device):
+        self.torch_device = torch_device
+
+    def free_bytes(self) -> int | None:
+        """Free memory in bytes, or None if it is the CPU's."""
+        return None
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous, uninitialized tensor in its memory."""
+        return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """`size` zero bytes in its memory, visible to every stream."""
+        made = self.empty((size,), torch.uint8).zero_()
+        self.drain()
+        return made
+
+    def trim(self) -> None:
+        """Return the freed memory that torch caches to the system."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in its memory; never for the CPU."""
+        return False
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy between CPU and device, of equal dtype and size, on the current stream."""
+        into.copy_(source, non_blocking=True)
+
+    # -- order, see [Note: Order on a device] -------------------------------------------------
+
+    def enter(self) -> None:
+        """Let the calling thread, a lane's, use this device, on a stream of its own."""
+
+    def stream(self) -> object:
+        """The current stream of the calling thread; equal only to itself."""
+        return None
+
+    def fence(self, stream: object) -> Fence | None:
+        """The end of what is queued on a stream now; None for the CPU."""
+        return None
+
+    def drain(self) -> None:
+        """Wait, on the host, for what is queued on the calling thread's current stream."""
+
+    def drain_all(self) -> None:
+        """Wait, on the host, for what is queued on any stream: before memory is freed."""
+
+    def refuse_capture(self) -> None:
+        """Refuse to work in a capture, whose replay would not run the engine.
+
+        Raises:
+            RuntimeError: the calling thread's current stream is being captured.
+        """
+
+
+class Accelerator(Device):
+    """A device of `torch.accelerator`, with its index."""
+
+    is_host = False
+
+    def __init__(self, torch_device: torch.device):
+        super().__init__(torch_device)
+        self.driver: Driver = driver_of(torch_device)
+        make_scalers_wait()
+
+    def free_bytes(self) -> int | None:
+        """Free memory in bytes."""
+        free, _ = getattr(torch, self.torch_device.type).mem_get_info(self.torch_device)
+        return int(free)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """See `Device.zeros`. Raises MemoryError if so much is not free in one block."""
+        try:
+            return super().zeros(size)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{format_bytes(size)} of {self.torch_device} were refused ({error}): likely "
+                "other programs, or tensors of this one, hold it; lower Config.device_memory"
+            ) from error
+
+    def trim(self) -> None:
+        """Return the freed memory that torch caches to the system."""
+        torch.accelerator.empty_cache()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in its memory."""
+        return tensor.device.type == self.torch_device.type
+
+    def enter(self) -> None:
+        """Let the calling thread, a lane's, use this device, on a stream of its own."""
+        torch.accelerator.set_device_index(self.torch_device.index or 0)
+        torch.accelerator.set_stream(torch.Stream(self.torch_device))
+
+    def stream(self) -> object:
+        """The current stream of the calling thread."""
+        return self.driver.stream()
+
+    def fence(self, stream: object) -> Fence | None:
+        """An event on a stream, see [Note: Blocking events]."""
+        return self.driver.fence(stream)
+
+    def drain(self) -> None:
+        """Wait, on the host, for what is queued on the calling thread's current stream."""
+        event = self.fence(self.stream())
+        assert event is not None
+        event.synchronize()
+
+    def drain_all(self) -> None:
+        """See `Device.drain_all`."""
+        # Torch's call makes the current device current again: [Note: Current device].
+        with torch.accelerator.device_index(self.torch_device.index):
+            torch.accelerator.synchronize(self.torch_device)
+
+    def refuse_capture(self) -> None:
+        """See `Device.refuse_capture`."""
+        self.driver.refuse_capture()
+
+
+CPU = Device(torch.device("cpu"))
+"""The CPU."""
+
+
+def compute_device() -> Device:
+    """The accelerator that torch finds, else the CPU.
+
+    An accelerator that does not report its free memory, such as MPS, has no streams either and is
+    not used.
+    """
+    if torch.accelerator.is_available():
+        found = torch.accelerator.current_accelerator()
+        if found is not None and hasattr(getattr(torch, found.type, None), "mem_get_info"):
+            index = torch.accelerator.current_device_index()
+            return Accelerator(torch.device(found.type, index))
+    return CPU
+
+
+class Driver:
+    """What differs between accelerators; this one knows only what `torch.accelerator` offers."""
+
+    registers = False
+    """Whether `pin` is supported."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def stream(self) -> Any:
+        """The calling thread's current stream on the device; equal only to itself."""
+        return torch.accelerator.current_stream(self.device)
+
+    def fence(self, stream: Any) -> Fence:
+        """The end of what is queued now on a stream that `stream` returned."""
+        event = torch.Event(self.device, enable_timing=False)
+        event.record(stream)
+        return event
+
+    def pin(self, address: int, size: int) -> None:
+        """Register CPU memory, so that copies of it overlap the host and compute.
+
+        Raises:
+            PinError: it was refused.
+        """
+        raise PinError(f"torch has no call that registers memory for {self.device.type}")
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin` at this address."""
+
+    def numa_node(self) -> int | None:
+        """The host's NUMA node that is nearest; None if unknown, or if there is only one."""
+        return None
+
+    def refuse_capture(self) -> None:
+        """See `Device.refuse_capture`."""
+
+
+class PinError(OSError):
+    """Memory was not registered; the message has the driver's answer, `likely` cause and cure."""
+
+    def __init__(self, message: str, likely: str = ""):
+        super().__init__(message)
+        self.likely = likely
+
+
+_LIKELY = {
+    1: "memory of this kind cannot be registered here, as under WSL or in some virtual machines",
+    2: "no memory, or no page tables for so much, is left to pin: other programs or ranks hold "
+    "it, or a container's limit is near; lower Config.cpu_memory",
+    712: "another library has registered this memory already",
+    801: "this platform registers no memory, as under WSL or in some virtual machines",
+}
+"""The likely cause by error code, the same in CUDA and ROCm."""
+
+
+def built_for() -> str | None:
+    """The platform that torch was built for, with its version; None if only for the CPU."""
+    version: Any = torch.version
+    numbers = {"CUDA": version.cuda, "ROCm": getattr(version, "hip", None)}
+    return next((f"{name} {number}" for name, number in numbers.items() if number), None)
+
+
+def initialize() -> None:
+    """Initialize CUDA or ROCm, to learn why no device was found.
+
+    Raises:
+        RuntimeError, AssertionError: torch's own, with the reason.
+    """
+    start: Any = torch.cuda.init
+    start()
+
+
+def driver_of(device: torch.device) -> Driver:
+    """The driver of an accelerator."""
+    return _Cuda(device) if device.type == "cuda" else Driver(device)
+
+
+class _Cuda(Driver):
+    """CUDA, or ROCm, which torch offers under the same names."""
+
+    registers = True
+
+    def stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def fence(self, stream: Any) -> Fence:
+        return _CudaFence(self.device, stream)
+
+    def pin(self, address: int, size: int) -> None:
+        runtime: Any = _runtime()
+        with torch.cuda.device(self.device):
+            code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
+            if int(code) != 0:
+                self._clear_error()
+                why = f"returned {int(code)}, {runtime.cudaGetErrorString(code)}"
+                likely = _LIKELY.get(int(code), "")
+                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}", likely)
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            if int(_runtime().cudaHostUnregister(address)) != 0:
+                self._clear_error()
+
+    def refuse_capture(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "an offloaded model ran while a CUDA graph is captured (torch.cuda.graph, "
+                "make_graphed_callables): a replay would neither fetch weights nor wait for them. "
+                "Capture nothing that the attached model takes part in"
+            )
+
+    def numa_node(self) -> int | None:
+        found: Any = torch.cuda.get_device_properties(self.device)
+        try:
+            name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+            node = int((_PCI_DEVICES / name / "numa_node").read_text())
+        except (AttributeError, OSError, ValueError):
+            return None
+        return node if node >= 0 else None
+
+    def _clear_error(self) -> None:
+        """Clear the error of the last call, see [Note: Pending errors]."""
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=self.device).add_(1)
+
+
+class _CudaFence:
+    """An event for which the host waits asleep, see [Note: Blocking events]."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, device: torch.device, stream: Any):
+        make: Any = torch.cuda.Event
+        self._device = device
+        self._event = make(blocking=True)
+        self._event.record(stream)
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def _runtime() -> Any:
+    cudart: Any = torch.cuda.cudart
+    return cudart()
+
+
+_queued: Any = getattr(number_copies, "get", None)
+
+
+def make_scalers_wait() -> None:
+    """Make all scalers of the process wait for copies to the CPU, see [Note: Scaler]."""
+    if _queued is not None:
+        number_copies.get = _get_after_copy
+
+
+def _get_after_copy(copies: Any, device: torch.device) -> Any:
+    known = copies._per_device_tensors
+    if device.type == "cpu" and device not in known:
+        known[device] = copies.master.to(device=device, copy=True)
+    return _queued(copies, device)

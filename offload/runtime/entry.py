@@ -1,0 +1,158 @@
+"""Calls from the user's code into the engine.
+
+[Note: Entry]
+Every hook, touch and public method that does the engine's work is an `entry`. Inside one
+
+* the user's dispatch modes are off. A FLOP counter, or selective checkpointing in a recompute,
+  would take the engine's copies for operations of the model;
+* torch.compile looks at nothing;
+* an exception that is no `Exception` (Ctrl-C, `SystemExit`) and cuts through the engine's own
+  Python is noted, as it may have left state half changed: every later call is refused. Where the
+  engine waits for a lane, or calls code of the user's, its state is whole; these places are
+  `interruptible`, and what is raised there harms nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from offload.runtime.torch_internals import (
+    in_dispatch_mode,
+    innermost_transform,
+    uncompiled,
+    without_dispatch_modes,
+)
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+CALLS_MAX = 1 << 16
+"""Calls kept for reports; more than ops, as each large gradient is one."""
+
+Call = tuple[float, float, object]
+"""Begin and end by `time.perf_counter`, and the key of the trace of the engine called."""
+
+_now = time.perf_counter
+_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[attr-defined]
+_calls: deque[Call] = deque(maxlen=0)
+_interruptions: list[str] = []
+_WHOLE = "_offload_state_is_whole"
+
+owner: object = None
+"""Key of the engine whose call is under way; set by the engine."""
+
+
+def record() -> None:
+    """Keep `calls` from now on."""
+    global _calls
+    if not _calls.maxlen:
+        _calls = deque(maxlen=CALLS_MAX)
+
+
+def calls() -> deque[Call]:
+    """The last calls into all engines of the process."""
+    return _calls.copy()
+
+
+def interruptions() -> list[str]:
+    """Names of the exceptions that have cut through the engine's Python so far. It only grows."""
+    return _interruptions
+
+
+class EngineError(RuntimeError):
+    """The engine cannot go on: a lane failed (`__cause__` is what it met), an interrupt cut through
+    the engine, or it was closed."""
+
+
+class interruptible:
+    """A context in which the engine's state is whole: what is raised inside harms nothing."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and not isinstance(error, Exception):
+            setattr(error, _WHOLE, True)
+
+
+def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Make `function` a call from the user's code into the engine, see [Note: Entry]."""
+
+    @uncompiled
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        since = _now()
+        try:
+            if in_dispatch_mode():
+                if get_proxy_mode() is not None:
+                    _refuse_tracing("an offloaded model was used")
+                with without_dispatch_modes():
+                    return function(*args, **kwargs)
+            return function(*args, **kwargs)
+        except Exception:
+            raise
+        except BaseException as error:
+            if not getattr(error, _WHOLE, False):
+                _interruptions.append(type(error).__name__)
+                setattr(error, _WHOLE, True)  # Noted once, through however many entries it goes.
+            raise
+        finally:
+            _calls.append((since, _now(), owner))
+
+    return call
+
+
+def refuse_recording(what: str) -> None:
+    """Refuse `what` of an offloaded model to what records operations, and to `torch.func`.
+
+    Raises:
+        RuntimeError: the model is being traced or exported, or a transform is active.
+    """
+    if _tracing() or torch.compiler.is_exporting():
+        _refuse_tracing(what)
+    if innermost_transform() is not None:
+        raise RuntimeError(
+            f"{what} under a transform of torch.func (grad, vjp, vmap, ...), which takes tensors "
+            "for its own, but offloaded ones move: use backward() or torch.autograd.grad(), or a "
+            "model that is not attached"
+        )
+
+
+def _refuse_tracing(what: str) -> None:
+    raise RuntimeError(
+        f"{what} while it was traced (torch.jit.trace, torch.export, make_fx), which records "
+        "where values lie now, but offloaded ones move: offload.detach(model) before it"
+    )
+
+
+class Hook(functools.partial[Any]):
+    """A hook of which copies and pickles of the module, which are attached to nothing, get none."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return _nothing
+
+    def __reduce__(self) -> Any:
+        return (_get_nothing, ())
+
+
+def _nothing(*_: object, **__: object) -> None:
+    """What a hook is in a copy."""
+
+
+def _get_nothing() -> Any:
+    return _nothing

@@ -1,0 +1,383 @@
+"""The lanes: one thread each, running what may start, the earliest deadline first.
+
+What may start, and which goes first, say the books. When an op fails, or a lane in any other way,
+or the bookkeeping of either side, nothing more is started, every blocked wait ends, and the next
+call raises.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from offload.program.ops import Lane, Op
+from offload.program.schedule import Fence, Key, Passage, Run, Task
+from offload.runtime import entry
+from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks, Spans, books_of
+from offload.runtime.device import Device
+from offload.runtime.entry import EngineError
+from offload.runtime.trace import LaneUse, Ran, Stepped, Trace, Waited
+
+
+class LaneStats:
+    """What the lanes of an engine have done, and who waited for whom; under a lock of its own."""
+
+    def __init__(self, books: Books | CompiledBooks, device: Device, trace: Trace | None):
+        """Nothing is done yet; record in `trace` where given."""
+        self._books, self._device, self.trace = books, device, trace
+        self._lock = threading.Lock()
+        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
+
+    @contextmanager
+    def waited(self, lane: Lane) -> Iterator[None]:
+        """A context: the user's thread waits inside for the device, and `lane` is the reason."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            if not self._device.is_host:
+                self._expose(lane, since, time.perf_counter())
+
+    def blame(self, task: Task, since: float) -> None:
+        """Book the time since `since` on the lanes that led to `task`, latest first."""
+        until = time.perf_counter()
+        path = self._books.path(task)
+        for lane, ready_at in path:
+            begin = max(ready_at, since)
+            if until > begin:
+                self._expose(lane, begin, until)
+                until = begin
+        if until > since and len(path) > (not task.of_user):
+            self._expose(path[-1][0], since, until)
+
+    @property
+    def use(self) -> dict[Lane, LaneUse]:
+        """What each lane has done so far; it stays what it was when it was asked for."""
+        with self._lock:
+            for lane, use in self._use.items():
+                seconds, moved, operations = self._books.copied(lane)
+                use.busy_s += seconds
+                use.bytes += moved
+                use.operations += operations
+            return {lane: replace(use) for lane, use in self._use.items()}
+
+    def count(self, op: Op, since: float) -> float:
+        """Book what `op` has done since then on its lane, whoever did it. Returns the time."""
+        use, now = self._use[op.lane], time.perf_counter()
+        with self._lock:
+            use.busy_s += now - since
+            use.bytes += op.bytes
+            use.operations += 1
+        return now
+
+    def _expose(self, lane: Lane, since: float, until: float) -> None:
+        with self._lock:
+            self._use[lane].exposed_s += until - since
+            if self.trace is not None:
+                self.trace.waited.append(Waited(lane, since, until))
+
+    def stepped(self, number: int, misses: int) -> None:
+        """The user's `step()` was called, for the `number`-th time."""
+        if self.trace is not None:
+            with self._lock:
+                self.trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+
+    def note(self, op: Op, start: float, stop: float) -> None:
+        """An op, or something else of the user's own, has run."""
+        if self.trace is not None:
+            with self._lock:
+                self.trace.ran.append(Ran(op.lane, op, start, stop))
+
+    def traced(self) -> Trace | None:
+        """What was recorded so far; None where nothing is."""
+        with self._lock:
+            if self.trace is None:
+                return None
+            if copied := self._books.ran():
+                ran = sorted([*self.trace.ran, *copied], key=attrgetter("stop"))
+                self.trace.ran.clear()
+                self.trace.ran.extend(ran)
+            return self.trace.copy()
+
+
+LOOK_AGAIN_S = 0.1
+"""So often whoever is blocked looks whether signals came."""
+
+
+def _nothing(*_: Any) -> None:
+    """Done after closing unless there is more to do; stands in for what a task has run, too."""
+
+
+class Lanes:
+    """All lanes of an engine."""
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        *,
+        device: Device,
+        pace: Callable[[Op], float] | None = None,
+        trace: Trace | None = None,
+    ):
+        """Start a thread for each of `lanes`.
+
+        Args:
+            lanes: those that have ops.
+            device: the compute device; each thread works on it, on a stream of its own.
+            pace: least seconds that an op takes, for tests that imitate slower hardware.
+            trace: where to record what is done.
+
+        Raises:
+            EngineError: a lane could not prepare itself; with what it met as its cause.
+        """
+        kept = trace.ran.maxlen or 0 if trace else 0
+        self._books = books_of(lanes, self.fail, kept, fences=type(device) is not Device)
+        self.ledger = ledger = LaneStats(self._books, device, trace)
+        self.count, self.waited, self.note = ledger.count, ledger.waited, ledger.note
+        self._lock = threading.Lock()
+        """Guards `_failure` and `ended`."""
+        self.copies = self._books.copies and pace is None
+        """Whether copies within CPU memory need no more than `spans`."""
+        # What these do is said there; no call is so frequent as these.
+        self.know, self.issue = self._books.know, self._books.issue
+        self.issue_all = self._books.issue_all
+        self.touching, self.all = self._books.touching, self._books.all
+        self.passage, self.seal = self._books.passage, self._books.seal
+        self.cancel, self.together = self._books.cancel, self._books.together
+        self.finish: Callable[[Task], None] = (
+            self._books.finish if self._books.copies else self._finish
+        )
+        """The user's compute is over (on the host; the device may have work left)."""
+        self._pace = pace
+        self.owner = trace and trace.key
+        """Whose its calls are, for those that record them."""
+        self._device = device
+        self.closed = self.ended = False
+        """Whether nobody shall use it any more; whether that is so or one has failed."""
+        self._failure: BaseException | None = None
+        intra_op_threads = torch.get_num_threads()
+        self._threads = [
+            threading.Thread(
+                target=self._work, args=(lane,), name=f"offload-{lane.value}", daemon=True
+            )
+            for lane in lanes
+        ]
+        self._started = started = threading.Barrier(len(lanes) + 1)
+        try:
+            for thread in self._threads:
+                thread.start()
+            started.wait()
+        except BaseException:
+            started.abort()
+            self.close()
+            if self._failure is None:
+                raise  # A thread that could not start, or Ctrl-C.
+            raise EngineError(
+                f"a lane of the offload engine could not start: {self._failure}"
+            ) from self._failure
+        finally:
+            # A lane set this to one for itself, which new threads would inherit.
+            torch.set_num_threads(intra_op_threads)
+
+    # -- submitting ---------------------------------------------------------------------------
+
+    def submit(
+        self,
+        op: Op,
+        waits: Iterable[Task],
+        key: Key,
+        run: Run | None = None,
+        passage: Passage | None = None,
+        spans: Spans | None = None,
+    ) -> Task:
+        """Queue an op behind `waits`; without `run` it is the user's own compute.
+
+        With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
+        lanes copy, it is that copy.
+        """
+        entry.owner = self.owner
+        return self._books.submit(op, waits, key, run, passage, spans)
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing more, end every wait with `error`: the first one told is the failure."""
+        with self._lock:
+            self._failure = self._failure or error
+            self.ended = True
+        self._books.stop(closing=False)
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """What cannot be done again where an error leaves it half done, and ends everything."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    # -- the user's thread --------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a lane has failed. Every call into the engine begins so, or submits something.
+
+        Raises:
+            EngineError: with the lane's error as its cause.
+        """
+        entry.owner = self.owner
+        if self._failure is not None:
+            raise EngineError(
+                f"a lane of the offload engine failed: {self._failure}. The weights in memory "
+                "are not those of a finished step; start again from the last checkpoint"
+            ) from self._failure
+
+    def begin(self, task: Task) -> None:
+        """Block until the user's compute `task` may start, and start it."""
+        if not self._books.begin(task, 0.0):
+            self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
+        if self._device.is_host:
+            return
+        for fence in task.fences:
+            fence.wait()
+        task.streams = [self._device.stream()]
+
+    def join(self, task: Task) -> None:
+        """The user's compute `task`, which has begun, goes on on the current stream as well."""
+        if not self._device.is_host and (stream := self._device.stream()) not in task.streams:
+            for fence in task.fences:
+                fence.wait()
+            task.streams.append(stream)
+
+    def _finish(self, task: Task) -> None:
+        if self._device.is_host:
+            self._books.finish(task)
+        else:
+            self.join(task)
+            fences = [self._device.fence(stream) for stream in task.streams]
+            self._books.finish(task, [fence for fence in fences if fence is not None])
+        self.note(task.op, task.began_at, time.perf_counter())
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Block until all `tasks` are over, on the device too.
+
+        Raises:
+            EngineError: a lane failed, now or before.
+        """
+        for task in tasks:
+            if not task.over:
+                self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))
+            if task.fences:
+                with self.waited(Lane.COMPUTE):
+                    for fence in task.fences:
+                        fence.synchronize()
+        self.check()
+
+    def drain(self) -> None:
+        """Let the user's thread wait for all that its stream has queued: for compute."""
+        with self.waited(Lane.COMPUTE):
+            self._device.drain()
+
+    def _block(self, task: Task, come: Callable[[], bool]) -> None:
+        """Block until `come`, which waits for a while itself."""
+        self.check()
+        since = time.perf_counter()
+        with entry.interruptible():
+            while not (found := come()) and self._failure is None and not self.closed:
+                pass
+        self.ledger.blame(task, since)
+        self.check()
+        if not found:
+            raise EngineError("the offload engine was closed while it was in use")
+
+    def close(self, then: Callable[[], None] = _nothing) -> None:
+        """Stop all lanes after what they are running, drop what has not begun, then do `then`.
+
+        Called by the garbage collector in a lane itself it lets another thread do all that: the
+        lane may hold the lock, and cannot wait for its own end.
+        """
+        if threading.current_thread() in self._threads:
+            self.closed = self.ended = True
+            threading.Thread(
+                target=self.close, args=(then,), name="offload-close", daemon=True
+            ).start()
+            return
+        self.closed = self.ended = True
+        self._books.stop(closing=True)
+        for thread in self._threads:
+            if thread.ident is not None:  # Else it never started.
+                thread.join()
+        self._books.forget()
+        then()
+
+    # -- the lane threads ---------------------------------------------------------------------
+
+    def _work(self, lane: Lane) -> None:
+        """The life of a lane. Whatever ends it early is told to all who wait, and never lost."""
+        try:
+            self._prepare()
+            self._started.wait()
+            with torch.no_grad():
+                while (task := self._books.take(lane)) is not None:
+                    self._run(lane, task)
+        except threading.BrokenBarrierError:
+            pass  # Another lane could not start.
+        except BaseException as error:
+            self.fail(error)
+            self._started.abort()
+
+    def _prepare(self) -> None:
+        """Set this thread up for its lane."""
+        torch.get_num_threads()  # A thread's first call takes over the number of the process.
+        torch.set_num_threads(1)
+        torch.set_flush_denormal(False)
+        self._device.enter()
+
+    def _run(self, lane: Lane, task: Task) -> None:
+        start = time.perf_counter()
+        error: BaseException | None = None
+        assert task.run is not None
+        try:
+            start += self._come(task, task.fences)
+            work = task.run()
+            if isinstance(work, Iterator):
+                for fence in work:
+                    if fence is not None:
+                        start += self._come(task, [fence])
+                    start += self._let_pass(lane, task)
+            self._device.drain()
+            if self._pace is not None:
+                time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
+        except BaseException as caught:
+            error = caught
+        task.run = _nothing  # What its function held can go.
+        now = self.count(task.op, start)
+        if error is not None:
+            self.fail(error)
+            return
+        self.note(task.op, start, now)
+        self._books.finish(task)
+
+    def _come(self, task: Task, fences: Sequence[Fence]) -> float:
+        """Wait until the device is through with what is before `task`; the seconds that it took.
+        Whoever waits for the task waits for that, till then, and not for its lane."""
+        if all(fence.query() for fence in fences):
+            return 0.0
+        since = time.perf_counter()
+        for fence in fences:
+            fence.synchronize()
+        task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
+        task.ready_at = time.perf_counter()
+        return task.ready_at - since
+
+    def _let_pass(self, lane: Lane, task: Task) -> float:
+        """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
+        since = time.perf_counter()
+        while (other := self._books.overtaking(lane, task)) is not None:
+            self._run(lane, other)
+        return time.perf_counter() - since

@@ -1,0 +1,363 @@
+"""The memory tiers: one arena each, allocated and touched before the first step."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from offload.planning.layout import Buffer, Place, Plan
+from offload.planning.profile import Kind
+from offload.planning.tiers import Tier, format_bytes
+from offload.program.compile import weight_in_use
+from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value
+from offload.runtime.device import CPU, Device, Driver, PinError
+
+PIN_BYTES_MAX = 64 << 30
+"""Most bytes that one call registers with the device driver; larger calls fail on some drivers."""
+
+TOLD_BYTES_LEAST = 1 << 30
+"""Smallest registered arena whose allocation time and page size are worth a notice."""
+
+THREADS_MAX = 16
+"""Threads that touch memory at once; the kernel clears pages no faster with more."""
+
+PART_BYTES_LEAST = 64 << 20
+"""Fewest bytes that are worth a thread."""
+
+_TIERS: tuple[Tier, ...] = ("device", "cpu")
+_PAGE_BYTES = mmap.PAGESIZE
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_NODES = Path("/sys/devices/system/node")
+_WORKSPACE = Place("device", "workspace")
+_SUMS = Place("device", "sums")
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+"""The tensor of a closed arena; made at import, as closing must not fail."""
+
+
+class Memory:
+    """The arenas of a plan, and every home and slot as a tensor."""
+
+    def __init__(self, plan: Plan, device: Device):
+        """Allocate and touch both arenas.
+
+        Raises:
+            MemoryError: the memory is not there.
+        """
+        self._plan = plan
+        self._device = device
+        self.arenas: dict[Tier, Arena] = {}
+        self._homes: dict[tuple[Kind, int], torch.Tensor] = {}
+        self._slots: dict[Place, torch.Tensor] = {}
+        self._views: dict[Use, torch.Tensor] = {}
+        """Cache of `at`, for values of units."""
+        for tier in _TIERS:
+            self.take(tier)
+
+    def take(self, tier: Tier) -> None:
+        """Allocate and touch the arena of a tier that has none.
+
+        Raises:
+            MemoryError: the memory is not there.
+        """
+        homes = {
+            key: b
+            for key, b in self._plan.homes.items()
+            if b.tier == tier and self._plan.in_arena(*key)
+        }
+        slots = {place: b for place, b in self._plan.slots.items() if b.tier == tier}
+        if tier == "cpu":
+            edges = [b.offset for b in (*homes.values(), *slots.values())]
+            edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
+            driver = self._device.driver
+            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
+        else:
+            arena = Arena(self._plan.arena_bytes(tier), self._device)
+        self.arenas[tier] = arena
+        self._homes |= {key: arena.view(home) for key, home in homes.items()}
+        self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
+
+    def give_back(self, tier: Tier) -> None:
+        """Free the arena of a tier, with everything in it."""
+        self._views.clear()
+        for key in [key for key in self._homes if self._plan.homes[key].tier == tier]:
+            del self._homes[key]
+        for place in [place for place in self._slots if place.tier == tier]:
+            del self._slots[place]
+        if tier == "device":
+            self._device.drain_all()
+        self.arenas.pop(tier).close()
+        if tier == "device":
+            self._device.trim()
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know about the memory."""
+        return tuple(notice for arena in self.arenas.values() for notice in arena.notices)
+
+    def at(self, use: Use) -> torch.Tensor:
+        """The bytes of a value at a place of a memory tier: flat uint8."""
+        found = self._views.get(use)
+        if found is not None:
+            return found
+        place, value = use
+        start, size = self.extent(value)
+        if place.use == "home":
+            found = self._homes[value.kind, value.unit][start : start + size]
+        else:
+            found = self._slots[place][:size]
+        if value.chunk == ALL_CHUNKS and not torch.is_inference_mode_enabled():
+            self._views[use] = found
+        return found
+
+    def weights(self, unit: int) -> torch.Tensor:
+        """The weights of a unit while it computes: its slot, or its home on the device."""
+        return self.at(Use(weight_in_use(self._plan, unit), Value("weight", unit)))
+
+    def workspace(self, op: Op) -> torch.Tensor | None:
+        """Scratch memory for an update on the device; None if it needs none."""
+        return self._slots.get(_WORKSPACE) if op.lane is Lane.COMPUTE else None
+
+    def sums(self) -> torch.Tensor:
+        """The sums of squares of resident units: float64, one per slice of a gradient."""
+        return self._slots[_SUMS].view(torch.float64)
+
+    def extent(self, value: Value) -> tuple[int, int]:
+        """Offset and bytes, in its unit's buffer, of a value or of one of its chunks."""
+        kind, unit, chunk = value
+        if chunk == ALL_CHUNKS:
+            return 0, self._plan.bytes_of(kind, unit)
+        if kind == "weight":
+            return self._plan.profile.units[unit].weight_chunks[chunk]
+        spec = self._plan.profile.units[unit].chunks[chunk]
+        if kind == "gradient":
+            return spec.gradient_offset, spec.gradient_bytes
+        return self._plan.record_offset(unit, chunk), self._plan.record_bytes(unit, chunk)
+
+    def close(self) -> None:
+        """Free all arenas, then raise what the first failure raised."""
+        with contextlib.suppress(RuntimeError):  # A failed device has nothing in flight.
+            self._device.drain_all()
+        self._homes, self._slots, self._views = {}, {}, {}
+        with contextlib.ExitStack() as each:
+            for arena in self.arenas.values():
+                each.callback(arena.close)
+
+
+class Arena:
+    """All the memory that an engine takes of one tier."""
+
+    def __init__(
+        self,
+        size: int,
+        device: Device,
+        *,
+        driver: Driver | None = None,
+        edges: Iterable[int] = (),
+    ):
+        """Take `size` bytes of `device`.
+
+        Args:
+            size: bytes.
+            device: whose memory.
+            driver: of the accelerator with which CPU memory is registered, and near which it lies.
+            edges: offsets at which a registration may end, as no transfer crosses them.
+
+        Raises:
+            MemoryError: the memory is not there.
+        """
+        self.notices: list[str] = []
+        """What the user should know about it."""
+        self.bytes = size
+        self._driver = driver
+        self._pinned: list[tuple[int, int]] = []
+        if driver is None:
+            self.tensor = zeros_on(device, size)
+            return
+        since = time.perf_counter()
+        self.tensor = host_tensor(size, node=driver.numa_node())
+        touched = time.perf_counter()
+        try:
+            if size:
+                self._pin(driver, pin_ranges(size, edges, PIN_BYTES_MAX))
+        except BaseException:  # Also Ctrl-C: memory must not be unmapped while it is pinned.
+            self.close()
+            raise
+        if size >= TOLD_BYTES_LEAST:
+            self._note_times(touched - since, time.perf_counter() - touched)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes registered with the driver."""
+        return sum(size for _, size in self._pinned)
+
+    def view(self, buffer: Buffer) -> torch.Tensor:
+        """The bytes of `buffer`, a flat uint8 tensor."""
+        return self.tensor[buffer.offset : buffer.offset + buffer.bytes]
+
+    def _pin(self, driver: Driver, ranges: Sequence[tuple[int, int]]) -> None:
+        """Register the memory, so that copies overlap compute; after a failure the rest is not."""
+        for start, size in ranges:
+            address = self.tensor.data_ptr() + start
+            self._pinned.append((address, size))  # Before the call, so that Ctrl-C in it unpins.
+            try:
+                driver.pin(address, size)
+            except PinError as error:
+                self._pinned.pop()
+                left = self.bytes - self.pinned_bytes
+                self.notices.append(
+                    f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
+                    f"pinned ({error}): copies of it block the lanes and are slower"
+                    f"{error.likely and f'; likely {error.likely}'}"
+                )
+                return
+
+    def _note_times(self, touch_s: float, pin_s: float) -> None:
+        """Add notices of what the allocation took, and of what would make it faster."""
+        self.notices.append(
+            f"taking {format_bytes(self.bytes)} of CPU memory took {touch_s + pin_s:.1f} s, once: "
+            f"{touch_s:.1f} s to touch all of it, {pin_s:.1f} s to register it with the device"
+        )
+        try:
+            never = "[never]" in _HUGE_PAGES.read_text(encoding="utf-8")
+        except OSError:
+            never = True
+        if never:
+            self.notices.append(
+                f"{format_bytes(self.bytes)} of CPU memory lie in pages of {_PAGE_BYTES >> 10} "
+                f"KiB, as {_HUGE_PAGES} offers no huge ones: registering takes longer, and copies "
+                "may be slower; as root: echo madvise > that file"
+            )
+
+    def close(self) -> None:
+        """Unpin everything, then raise what the driver raised, if anything.
+
+        The memory is freed when its last view dies.
+        """
+        pinned, self._pinned = self._pinned, []
+        with contextlib.ExitStack() as each:
+            each.callback(setattr, self, "tensor", _NOTHING)  # Called last.
+            for address, _ in reversed(pinned):
+                assert self._driver is not None
+                each.callback(self._driver.unpin, address)
+
+
+def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
+    """`size` bytes of page-aligned, zeroed, touched CPU memory, not inherited by forked children.
+
+    It lies on NUMA node `node`, if given, and is freed when its last view dies.
+
+    Raises:
+        MemoryError: the system refuses it.
+    """
+    try:
+        area = mmap.mmap(-1, max(size, _PAGE_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(
+            f"{format_bytes(size)} of CPU memory were refused by the system ({error.strerror}): "
+            "lower Config.cpu_memory or raise the limit (ulimit -v, cgroup)"
+        ) from error
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # A kernel without huge pages refuses.
+                area.madvise(getattr(mmap, advice))
+    # Page faults, and a lack of memory, come now and not in the middle of a step.
+    touch(np.frombuffer(area, dtype=np.uint8), node)
+    with torch.inference_mode(False):  # An inference tensor could not be written outside of it.
+        return torch.frombuffer(area, dtype=torch.uint8)[:size]
+
+
+def zeros_on(device: Device, size: int) -> torch.Tensor:
+    """`size` zero bytes of the compute device's memory."""
+    return host_tensor(size) if device.is_host else device.zeros(size)
+
+
+def pin_ranges(size: int, edges: Iterable[int], most: int) -> list[tuple[int, int]]:
+    """Cut `size` bytes at some of `edges`, as (offset, bytes) of at most `most` bytes each.
+
+    Bytes between neighbouring edges stay together, even if they are more than `most`.
+    """
+    cuts = [0]
+    ends = sorted({edge for edge in edges if 0 < edge < size} | {size})
+    for edge, following in zip(ends, [*ends[1:], size]):
+        if following - cuts[-1] > most or edge == size:
+            cuts.append(edge)
+    return [(start, stop - start) for start, stop in pairwise(cuts) if stop > start]
+
+
+def typed(flat: torch.Tensor, dtype: str, offset: int, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous view of `shape` into flat bytes at `offset`."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # Autograd refuses to save inference tensors.
+            return typed(flat, dtype, offset, shape)
+    kind: torch.dtype = getattr(torch, dtype)
+    count = 1
+    for size in shape:
+        count *= size
+    return flat[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape))
+
+
+def touch(memory: npt.NDArray[np.uint8], node: int | None = None) -> None:
+    """Write a zero to every page of `memory`, by threads on the processors of `node`.
+
+    For fresh memory, which reads as zero: this only makes the kernel allocate its pages, on `node`.
+    """
+    count = min(THREADS_MAX, len(processors(node)), memory.size // PART_BYTES_LEAST)
+    if node is None and count <= 1:
+        memory[:: mmap.PAGESIZE] = 0
+        return
+    pages = -(-memory.size // mmap.PAGESIZE)
+    step = max(1, -(-pages // max(1, count))) * mmap.PAGESIZE
+    parts = [memory[start : start + step] for start in range(0, memory.size, step)]
+    threads = [
+        threading.Thread(target=_touch_part, args=(part, node), name="offload-touch", daemon=True)
+        for part in parts
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _touch_part(part: npt.NDArray[np.uint8], node: int | None) -> None:
+    if node is not None and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # Then it lies on any node.
+            os.sched_setaffinity(0, processors(node))  # Only this thread's.
+    part[:: mmap.PAGESIZE] = 0
+
+
+def processors(node: int | None) -> frozenset[int]:
+    """The processors of a NUMA node that this process may use.
+
+    All that it may use if `node` is None or unknown, or if it may use none of the node's.
+    """
+    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    if allowed is None:
+        return frozenset(range(os.cpu_count() or 1))
+    if node is None:
+        return allowed
+    try:
+        listed = (_NODES / f"node{node}" / "cpulist").read_text()
+        found = allowed & _numbers(listed)
+    except (OSError, ValueError):
+        return allowed
+    return found or allowed
+
+
+def _numbers(listed: str) -> frozenset[int]:
+    """The numbers in a list of ranges such as `0-3,8,10-11`."""
+    found: set[int] = set()
+    for part in listed.split(","):
+        if part.strip():
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return frozenset(found)

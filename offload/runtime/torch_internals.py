@@ -1,0 +1,116 @@
+"""The private names of torch that the engine uses: all of them, and no other file names one.
+
+Each stands here with its reason and with what serves where a release of torch lacks it. A test
+counts them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _python_dispatch as _modes
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+no_trap: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""A context in which `__torch_function__` of subclasses is not called: the engine reads and sets
+what a parameter at rest really holds. Documented by torch, though in a private module. Nothing else
+serves."""
+
+
+def graph_task() -> int:
+    """Autograd's number of the innermost backward on this thread; -1 where none runs.
+
+    It tells a recompute from a forward, and one backward from another. Nothing else serves.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def call_at_end(callback: Callable[[], None]) -> None:
+    """Let the backward that runs on this thread call `callback` when it ends, unless it raises.
+
+    FSDP and DDP of torch rely on it, too. Nothing else serves.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+def saving_hooks() -> tuple[Any, Any] | None:
+    """The saved-tensor hooks that are active on this thread: pack and unpack.
+
+    Torch calls the innermost pair alone, so the engine's own call these. Where the name is missing
+    nothing is known of them, and checkpoints around a unit keep nothing of what is saved inside.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    found: tuple[Any, Any] | None = None if top is None else top(False)
+    return found
+
+
+in_dispatch_mode: Callable[[], bool] = _modes.is_in_torch_dispatch_mode
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _modes._disable_current_modes
+"""Whether a `TorchDispatchMode` of the user's is active, and a context without any: a FLOP counter,
+or selective checkpointing, would take the engine's copies for operations of the model."""
+
+
+innermost_transform: Callable[[], object] = getattr(
+    torch._C._functorch, "peek_interpreter_stack", lambda: None
+)
+"""The transform of `torch.func` that is active, if any: offloaded tensors cannot go through one.
+Where the name is missing nothing is refused, and torch raises errors of its own."""
+
+
+def break_graphs_at(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+    """Let torch.compile end its graph where it meets a tensor of a class: it would trace the
+    stand-in. Where the name is missing it looks for a `__torch_function__` that it can trace, finds
+    none, and ends its graph, too."""
+    known: set[Any] = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", set())
+    known.add(kind)
+    return kind
+
+
+_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+"""What of torch.compile looks at the frames of this thread, if anything. Nothing else serves."""
+
+
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, such that torch.compile looks neither into it nor into what it calls.
+
+    It is what `torch.compiler.disable` gives, which takes a microsecond, only where something of
+    torch.compile looks at what this thread calls.
+    """
+    disable: Any = torch.compiler.disable
+    skip: Any = torch._dynamo.decorators.skip
+    alone: Callable[Parameters, Result] = disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        return (function if _compiler() is None else alone)(*args, **kwargs)
+
+    skipped: Callable[Parameters, Result] = skip(call)
+    return skipped
+
+
+fits_in_place: Any = getattr(torch, "_has_compatible_shallow_copy_type", None)
+"""What `nn.Module.to()` asks before it assigns `p.data`, or puts another parameter in its place;
+answering it refuses a conversion by name. Where it is missing `step()` refuses."""
+
+
+def data_parallel() -> nn.Module | None:
+    """The `DistributedDataParallel` that calls the model now, if any: it would never see gradients
+    of offloaded parameters. Where the name is missing none is seen."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
+version: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""How often a tensor was changed in place, as torch's own checks ask it. Nothing else serves."""
+
+number_copies: Any = getattr(torch.amp.grad_scaler, "_MultiDeviceReplicator", None)
+"""The class by which `GradScaler` gives each device a copy of its numbers, see [Note: Scaler] of
+`device`. Where it is missing copies to the CPU may be read before they have arrived: an accelerator
+wants gradients on the device there."""
