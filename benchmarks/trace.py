@@ -83,7 +83,7 @@ def by_count(case: paced.Case, compute_s: float) -> tuple[int, float, float]:
     """Records of a step, seconds of one, and their share of a step's processor time."""
     step, engine = attached(case, compute_s, trace=True)
     step()
-    trace = engine.executor.lanes.ledger.trace
+    trace = engine.executor.lanes.stats.trace
     rings = (trace.ran, trace.waited, trace.called)
     for ring in rings:
         ring.clear()

@@ -392,7 +392,7 @@ class _Attaching:
                 if parameter not in fresh:
                     parameter.data.copy_(value)
         for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-            executor.poke(Value("weight", unit.index, piece), buffer[offset : offset + size])
+            executor.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
 
     # -- hooking the model -------------------------------------------------------------------------
@@ -480,7 +480,7 @@ class _Attaching:
         """Give the parameters of a unit their values back, on the device that they came from."""
         on = self._devices.get(unit.parameters[0], executor.device.torch_device)
         pieces = range(len(unit.spec.weight_chunks))
-        values = (executor.peek(Value("weight", unit.index, piece)) for piece in pieces)
+        values = (executor.read_home(Value("weight", unit.index, piece)) for piece in pieces)
         buffer = torch.cat([value.to(on) for value in values])
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)

@@ -51,7 +51,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
     `command` is the command line. By default only the program's name is kept, as arguments may be
     secret.
     """
-    trace = engine.executor.lanes.ledger.traced()
+    trace = engine.executor.lanes.stats.traced()
     if trace is None:
         return None
     units, tiers = engine.plan.profile.units, engine.plan.tiers()

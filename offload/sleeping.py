@@ -99,7 +99,7 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
         with _copying(executor.device, area.largest) as copy:
             for value in area.values():
                 if plan.in_arena(value.kind, value.unit):
-                    area.put(value, executor.peek(value), executor.step, copy)
+                    area.put(value, executor.read_home(value), executor.step, copy)
                 else:
                     flat = area.room(value)
                     _gather(engine.units[value.unit], value, flat, copy)
@@ -138,7 +138,7 @@ def _wake_up(engine: Engine, area: SwapArea) -> None:
         with _copying(executor.device, area.largest) as copy:
             for value in area.values():
                 if engine.plan.in_arena(value.kind, value.unit):
-                    area.get(value, executor.peek(value), copy)
+                    area.get(value, executor.read_home(value), copy)
                 else:
                     unit, flat = engine.units[value.unit], area.content(value)
                     fresh[value] = _scattered(unit, value, flat, executor.device, copy)

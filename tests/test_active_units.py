@@ -253,8 +253,8 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
     with attached(CPU, tmp_path, build=build, **budgets) as run:
         units = [one.name for one in run.engine.plan.profile.units]
         last, looked = Value("weight", units.index("blocks.2")), threading.Event()
-        home = run.engine.executor.peek(last).data_ptr()
-        peek = Executor.peek
+        home = run.engine.executor.read_home(last).data_ptr()
+        read_home = Executor.read_home
 
         def late(weight: torch.Tensor, *rest: Any, **more: Any) -> None:
             if weight.data_ptr() == home:
@@ -262,13 +262,13 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
             update_parts(weight, *rest, **more)
 
         def watched(executor: Executor, value: Value) -> torch.Tensor:
-            found = peek(executor, value).clone()
+            found = read_home(executor, value).clone()
             if value.unit == last.unit:
                 looked.set()
             return found
 
         monkeypatch.setattr("offload.optim.update.update_parts", late)
-        monkeypatch.setattr(Executor, "peek", watched)
+        monkeypatch.setattr(Executor, "read_home", watched)
         found = seen_beside_the_slot(run)
         monkeypatch.undo()
     assert looked.is_set()

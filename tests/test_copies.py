@@ -144,7 +144,7 @@ def test_what_is_more_urgent_goes_between_two_pieces(course: Course) -> None:
     course.end()
     course.lanes.wait([course.main, *tasks])
     assert course.done == ["piece 0", "soon", "piece 1", "at once", "piece 2", "as", "late"]
-    used = course.lanes.ledger.use[Lane.H2D]
+    used = course.lanes.stats.use[Lane.H2D]
     assert (used.operations, used.bytes) == (5, 5)
 
 

@@ -102,7 +102,7 @@ def expected(
 
 def bytes_so_far(run: Run) -> tuple[Counter[str], Counter[str]]:
     lanes = Counter(
-        {lane.value: use.bytes for lane, use in run.engine.executor.lanes.ledger.use.items()}
+        {lane.value: use.bytes for lane, use in run.engine.executor.lanes.stats.use.items()}
     )
     store = run.engine.executor.store
     disk: Counter[str] = Counter()
@@ -173,7 +173,7 @@ def test_bytes_per_lane(placement: Placement, clips: bool, tmp_path: Path) -> No
         if clips:
             idle.discard(Lane.CPU)  # where the norm is put together
         for lane in idle:
-            assert run.engine.executor.lanes.ledger.use[lane].operations == 0, lane
+            assert run.engine.executor.lanes.stats.use[lane].operations == 0, lane
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

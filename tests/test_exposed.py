@@ -80,10 +80,10 @@ def test_what_the_host_has_put_home_in_its_own_memory_waits_for_nobody(
         executor, value = run.engine.executor, Value("weight", 0)
         drained: list[int] = []
         monkeypatch.setattr(executor.lanes, "drain", lambda: drained.append(1))
-        executor.poke(value, executor.peek(value).clone())
+        executor.write_home(value, executor.read_home(value).clone())
         assert not drained
         monkeypatch.setattr(executor.device, "holds", lambda _: True)
-        executor.poke(value, executor.peek(value).clone())
+        executor.write_home(value, executor.read_home(value).clone())
         assert drained
 
 
@@ -131,8 +131,8 @@ def test_all_waits_for_a_device_are_booked(
                 for action in actions:
                     action(loop)
                 run.engine.settle()
-            traced = run.engine.executor.lanes.ledger.traced()
-            exposed = run.engine.executor.lanes.ledger.use[lane].exposed_s
+            traced = run.engine.executor.lanes.stats.traced()
+            exposed = run.engine.executor.lanes.stats.use[lane].exposed_s
         device.timeline.finish()
     assert waited
     booked = [(one.start, one.stop) for one in traced.waited]
@@ -166,7 +166,7 @@ def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
     with after_slow_compute() as (made, mine, _):
         made.finish(mine)
         made.wait([mine])
-        use = made.ledger.use
+        use = made.stats.use
     assert use[Lane.COMPUTE].exposed_s >= 0.15
     assert use[Lane.CPU].exposed_s == 0.0
 
@@ -190,7 +190,7 @@ def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own:
         copied = made.submit(op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
         last = made.submit(op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
         made.wait([last])
-        use = made.ledger.use
+        use = made.stats.use
         made.finish(mine) if of_its_own else None
     # Less than half of the wait is in it, however long a sleep lasts here.
     assert 0.02 <= use[Lane.CPU].busy_s < took[0] + 0.075
@@ -218,7 +218,7 @@ def test_the_benchmark_sees_every_wait(tmp_path: Any, monkeypatch: pytest.Monkey
                     action(loop)
                 engine.settle()
             found = waits.by_lane()
-            use = engine.executor.lanes.ledger.use
+            use = engine.executor.lanes.stats.use
         device.timeline.finish()
     for lane in (Lane.H2D, Lane.D2H, Lane.COMPUTE):
         assert 0.3 * use[lane].exposed_s <= found[lane.value] <= use[lane].exposed_s

@@ -157,8 +157,8 @@ def test_a_task_starts_after_all_it_waits_for_on_other_lanes() -> None:
         made.finish(mine)
         made.wait([last])
         assert ran == ["d", "h"]
-        assert made.ledger.use[Lane.DISK].operations == made.ledger.use[Lane.H2D].operations == 1
-        assert made.ledger.use[Lane.COMPUTE].operations == 0
+        assert made.stats.use[Lane.DISK].operations == made.stats.use[Lane.H2D].operations == 1
+        assert made.stats.use[Lane.COMPUTE].operations == 0
 
 
 def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
@@ -178,7 +178,7 @@ def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
         made.wait([running, ready, waiting, after])
         made.cancel([running, after])  # nothing to take back any more
         assert ran == ["after"]
-        assert made.ledger.use[Lane.CPU].operations == 2
+        assert made.stats.use[Lane.CPU].operations == 2
 
 
 # -- bookkeeping ------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
         made.begin(mine)
         ended = time.perf_counter()
         made.finish(mine)
-        use = made.ledger.use
+        use = made.stats.use
     first = min(one.start for one in trace.waited)  # This thread may stand still before it waits.
     last = max(one.stop for one in trace.waited)
     waited, ahead = last - first, first - queued
@@ -218,8 +218,8 @@ def test_nothing_is_exposed_where_nothing_was_waited_for() -> None:
         while not task.over:
             time.sleep(0.001)
         made.wait([task])
-        assert made.ledger.use[Lane.CPU].exposed_s == 0.0
-        assert made.ledger.use[Lane.CPU].busy_s >= 0.02
+        assert made.stats.use[Lane.CPU].exposed_s == 0.0
+        assert made.stats.use[Lane.CPU].busy_s >= 0.02
 
 
 def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:

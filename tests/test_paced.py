@@ -126,7 +126,7 @@ def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(
         quiesce, copy_now = executor.quiesce, executor.copy_now
         weight = next(run.model.blocks[1].parameters())
         unit = weight._offload_access.unit
-        home = executor.peek(Value("weight", unit)).data_ptr()
+        home = executor.read_home(Value("weight", unit)).data_ptr()
 
         def late(into: torch.Tensor, source: torch.Tensor) -> None:
             if source.data_ptr() == home and not order:
@@ -172,7 +172,7 @@ def test_a_gradient_is_replaced_when_the_one_on_its_way_is_home(
     with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
         executor, weight, copy = run.engine.executor, run.model.embed.weight, device.copy
         value = Value("gradient", weight._offload_access.unit)  # Nothing needs its slot after it.
-        home = executor.peek(value).data_ptr()
+        home = executor.read_home(value).data_ptr()
 
         def held(into: torch.Tensor, source: torch.Tensor) -> None:
             if into.data_ptr() == home:

@@ -271,10 +271,10 @@ def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
     with optimizer.engine as engine:
         stepped(model, optimizer, 2)
         engine.settle()
-        trace = engine.executor.lanes.ledger.traced()
+        trace = engine.executor.lanes.stats.traced()
         first = min(ran.start for ran in trace.ran)
         trace.waited.appendleft(Waited(Lane.H2D, first - 1, first))
-        monkeypatch.setattr(engine.executor.lanes.ledger, "traced", lambda: trace)
+        monkeypatch.setattr(engine.executor.lanes.stats, "traced", lambda: trace)
         made = recording.run_of(engine)
     assert min(one.start for one in (*made.spans, *made.waits)) == 0
 

@@ -85,7 +85,7 @@ class Waits:
         block, waited = lanes._block, lanes.waited
 
         def exposed() -> dict[str, float]:
-            return {lane.value: use.exposed_s for lane, use in lanes.ledger.use.items()}
+            return {lane.value: use.exposed_s for lane, use in lanes.stats.use.items()}
 
         @contextlib.contextmanager
         def timed() -> Iterator[None]:

@@ -78,7 +78,7 @@ class ActiveUnits:
             with torch.inference_mode(False):
                 buffer = zeros_on(self._executor.device, unit.spec.weight_bytes)
             for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-                home = self._executor.peek(Value("weight", unit.index, piece))
+                home = self._executor.read_home(Value("weight", unit.index, piece))
                 buffer[offset : offset + size].copy_(home)
             unit.bind(unit.views_of(buffer))
         except BaseException:

@@ -370,7 +370,7 @@ class Engine:
             self._begin_updates(due)
         with self._lanes.once():
             self.steps += 1
-            self._lanes.ledger.stepped(self.steps, self.passes.misses)
+            self._lanes.stats.stepped(self.steps, self.passes.misses)
             for unit in viewed:  # A view could change what the update is still to read.
                 self.executor.quiesce("gradient", unit)
 
@@ -400,7 +400,7 @@ class Engine:
 
     def report(self) -> Report:
         """What was done and waited for since attach."""
-        use = {lane.value: use for lane, use in self.executor.lanes.ledger.use.items()}
+        use = {lane.value: use for lane, use in self.executor.lanes.stats.use.items()}
         wall = time.perf_counter() - self._since
         exposed = sum(one.exposed_s for one in use.values())
         return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)

@@ -55,7 +55,7 @@ class Hooks:
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self._copies = _StateDictCopies(engine)
         lanes = engine.executor.lanes
-        self._marks = Marks(lanes.note) if lanes.ledger.trace and engine.plan.residents else None
+        self._marks = Marks(lanes.note) if lanes.stats.trace and engine.plan.residents else None
 
     def put_on(
         self, model: nn.Module, announcers: Mapping[nn.Module, Sequence[int]], *, trains: bool

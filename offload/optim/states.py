@@ -20,10 +20,10 @@ from offload.runtime.device import CPU
 from offload.runtime.executor import ChunkCache, Executor
 from offload.runtime.memory import host_tensor
 
-Owner = tuple[int, int]
+ParameterKey = tuple[int, int]
 """A unit and the index of a parameter in it."""
 
-Given = tuple[Owner, Mapping[str, torch.Tensor], int]
+Given = tuple[ParameterKey, Mapping[str, torch.Tensor], int]
 """A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
 
 
@@ -38,11 +38,11 @@ class States:
         self._executor = executor
         self._chunks = ChunkCache(executor)
         self._plan = executor.plan
-        self.steps: dict[Owner, int] = {}
+        self.steps: dict[ParameterKey, int] = {}
         """Steps taken, by unit and parameter."""
-        self.buffers: set[Owner] = set()
+        self.buffers: set[ParameterKey] = set()
         """Parameters whose momentum buffer (SGD) holds anything: after a step with momentum."""
-        self._idle: dict[Owner, dict[str, torch.Tensor]] = {}
+        self._idle: dict[ParameterKey, dict[str, torch.Tensor]] = {}
         """States given for parameters that were frozen at attach. No tier has a place for them:
         they are kept for the next attach."""
 
@@ -50,7 +50,7 @@ class States:
         """The state format of a parameter."""
         return self._plan.states.format(self._plan.profile.units[unit].parameters[parameter].dtype)
 
-    def stepped(self, owner: Owner, hyper: Hyper) -> None:
+    def stepped(self, owner: ParameterKey, hyper: Hyper) -> None:
         """A parameter has taken a step."""
         self.steps[owner] = self.steps.get(owner, 0) + 1
         if isinstance(hyper, SGDHyper) and hyper.momentum:
@@ -64,7 +64,7 @@ class States:
                     there = span.parameter_start
                     yield index, span.chunk_start, slice(there, there + span.elements)
 
-    def order(self, owner: Owner) -> tuple[int, int, int]:
+    def order(self, owner: ParameterKey) -> tuple[int, int, int]:
         """To sort by: parameters in the order in which their states lie."""
         for chunk, here, _ in self._spans(*owner):
             return owner[0], chunk, here
@@ -147,7 +147,7 @@ class States:
             from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
         self._chunks.write(value, record)
 
-    def _written(self, owner: Owner, state: Mapping[str, torch.Tensor], steps: int) -> None:
+    def _written(self, owner: ParameterKey, state: Mapping[str, torch.Tensor], steps: int) -> None:
         self.steps[owner] = steps
         self.buffers.discard(owner)
         if "momentum_buffer" in state:

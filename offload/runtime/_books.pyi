@@ -1,8 +1,7 @@
-"""The compiled books of the lanes, by numbers: see `offload/compiled.py` and `src/module.cpp`.
+"""The compiled books of the lanes, by numbers: see [Note: Compiled books] of `books`.
 
-Tasks and passages are objects of C++ here. They have what of `offload.task` is asked of them from
-outside of the books, by the same names, and are typed as those, but for what lanes change: that
-gives `look`.
+Tasks and passages are objects of C++ here, with the names of those of `program.schedule` that
+others ask for, and typed as those. What lanes change of a task is given by `look`.
 """
 
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from offload.program.ops import Op
 from offload.program.schedule import Key, Passage, Run, Task
 
 VERSION: int
-"""Of what the module offers; see `built`."""
+"""Of what the module offers; see `cpu_adam.choice.require_version`."""
 
 def make_passage() -> Passage: ...
 

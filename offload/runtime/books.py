@@ -6,7 +6,7 @@ do are woken: each once, however much was queued for it, as a lane that wakes ta
 queues. What is raised under the lock leaves the books half written, and ends everything.
 
 [Note: Compiled books]
-The books are kept in C++ (`offload/src`) where the compiler was there and the device is the host,
+The books are kept in C++ (`src`) where the compiler was there and the device is the host,
 but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
 against those here for random ops. Lanes then wait without the GIL, and copy within CPU memory
 without Python at all, so the user's thread pays for a copy only when it is queued; a small one it

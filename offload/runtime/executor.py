@@ -1,8 +1,8 @@
 """Run ops: every op becomes a task on its lane, behind the tasks that touched its places before.
 
 The executor owns the memory, the store and the lanes of an engine. It knows places and values, and
-nothing of parameters or modules. The user's thread reads and writes homes through `peek` and
-`poke`, after `quiesce`.
+nothing of parameters or modules. The user's thread reads and writes homes through `read_home` and
+`write_home`, after `quiesce`.
 
 [Note: Pieces]
 A device moves bytes in each direction one copy after the other, in the order in which it was given
@@ -25,7 +25,6 @@ from offload.planning.layout import Plan
 from offload.planning.profile import BLOCK_BYTES, Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells, staged
 from offload.program.schedule import Fence, Passage, Run, Task, in_slot
-from offload.runtime import executor as copies
 from offload.runtime.books import Known, Spans
 from offload.runtime.device import Device
 from offload.runtime.lanes import Lanes
@@ -143,7 +142,7 @@ class Executor:
             use.place.tier for use in (*op.reads, *op.writes)
         ):
             return self.lanes.know(op, reads, writes)
-        if op.bytes > copies.PIECE_BYTES_MAX:
+        if op.bytes > PIECE_BYTES_MAX:
             return self.lanes.know(op, reads, writes, self._mover(op, None))
         run = partial(self._copy, *op.reads, *op.writes)
         spans = self._spans(op) if self.lanes.copies else None
@@ -228,7 +227,7 @@ class Executor:
 
         def copy() -> Iterator[None]:
             here = self._bytes_of(passage, source)
-            return copies.in_pieces(self.device, self._bytes_of(passage, target), here)
+            return in_pieces(self.device, self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read
@@ -247,7 +246,7 @@ class Executor:
         """Block until no task touches any place, homes and slots and what is staged."""
         self.lanes.wait(self.lanes.all())
 
-    def peek(self, value: Value) -> torch.Tensor:
+    def read_home(self, value: Value) -> torch.Tensor:
         """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""
         home = self.plan.home(value.kind, value.unit)
         if home.tier != "nvme":
@@ -259,7 +258,7 @@ class Executor:
         self.store.read(value.kind, unit, bounce, chunk)
         return bounce
 
-    def poke(self, value: Value, content: torch.Tensor) -> None:
+    def write_home(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a value or chunk home."""
         home = self.plan.home(value.kind, value.unit)
         if home.tier != "nvme":
@@ -289,7 +288,7 @@ class Executor:
 
     def clear(self, value: Value) -> None:
         """Put zeros home."""
-        self.poke(value, host_tensor(self.memory.extent(value)[1]))
+        self.write_home(value, host_tensor(self.memory.extent(value)[1]))
 
     def close(self) -> None:
         """Stop the lanes; when the last has stopped, let files and memory go.
@@ -339,12 +338,12 @@ class ChunkCache:
         on_nvme = self._executor.plan.home(value.kind, value.unit).tier == "nvme"
         if on_nvme and written is None and value.kind == "gradient":  # No backward has come here.
             return host_tensor(self._executor.memory.extent(value)[1])
-        return self._executor.peek(value)
+        return self._executor.read_home(value)
 
     def write(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a chunk home."""
         self._last = None
-        self._executor.poke(value, content)
+        self._executor.write_home(value, content)
 
     def forget(self) -> None:
         """Keep no chunk."""

@@ -140,8 +140,8 @@ class Lanes:
         """
         kept = trace.ran.maxlen or 0 if trace else 0
         self._books = books_of(lanes, self.fail, kept, fences=type(device) is not Device)
-        self.ledger = ledger = LaneStats(self._books, device, trace)
-        self.count, self.waited, self.note = ledger.count, ledger.waited, ledger.note
+        self.stats = stats = LaneStats(self._books, device, trace)
+        self.count, self.waited, self.note = stats.count, stats.waited, stats.note
         self._lock = threading.Lock()
         """Guards `_failure` and `ended`."""
         self.copies = self._books.copies and pace is None
@@ -290,7 +290,7 @@ class Lanes:
         with entry.interruptible():
             while not (found := come()) and self._failure is None and not self.closed:
                 pass
-        self.ledger.blame(task, since)
+        self.stats.blame(task, since)
         self.check()
         if not found:
             raise EngineError("the offload engine was closed while it was in use")

@@ -15,6 +15,7 @@ from offload.planning.layout import TierUse
 from offload.planning.profile import Profile
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Op
+from offload.runtime.entry import Call
 
 SPANS_MAX = 1 << 14
 """Ops that a ring keeps: some megabytes, and for most models ten steps or more."""
@@ -63,14 +64,10 @@ class Stepped(NamedTuple):
     """See `Report.misses`."""
 
 
-Called = tuple[float, float, object]
-"""A call into an engine: start, stop, and `Trace.key` of that engine."""
-
-
 class Trace:
     """The last ops, waits, steps and calls of an engine; `called` returns the calls into all."""
 
-    def __init__(self, called: Callable[[], deque[Called]] = deque, profile: Profile | None = None):
+    def __init__(self, called: Callable[[], deque[Call]] = deque, profile: Profile | None = None):
         self.key = object()
         """Identifies the calls into this engine."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0

@@ -1,4 +1,4 @@
-// Which tasks last touched every place: what `offload/scoreboard.py` does, which says why. Places
+// Which tasks last touched every place: what `program/schedule.py` does, which says why. Places
 // are numbers, from zero on.
 #pragma once
 

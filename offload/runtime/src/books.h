@@ -1,4 +1,4 @@
-// The lanes' books without Python: what `offload/task.py`, `schedule.py` and `books.py` do, which
+// The lanes' books without Python: what `program/schedule.py` and `books.py` do, which
 // are the reference and say why. Here lanes copy within CPU memory on their own, so that a copy
 // costs the user's thread neither its Python nor the wait for the GIL.
 #pragma once

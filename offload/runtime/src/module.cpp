@@ -1,4 +1,4 @@
-// What Python sees of the books: `offload/_books.pyi` says what each call does.
+// What Python sees of the books: `_books.pyi` says what each call does.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -19,9 +19,9 @@ namespace nb = nanobind;
 using namespace books;
 using without_gil::WithoutGil;
 
-using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `offload/books.py`
+using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `books.py`
 
-// An op that comes again, by numbers: see `Known` in `offload/books.py`.
+// An op that comes again, by numbers: see `Known` in `books.py`.
 struct Known {
     int lane;
     int64_t deadline;

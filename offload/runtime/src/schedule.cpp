@@ -1,4 +1,4 @@
-// Which task may start: what `offload/schedule.py` does, which says why. All with the books' lock.
+// Which task may start: what `program/schedule.py` does, which says why. All with the books' lock.
 #include <time.h>
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// One op in one step, and a chunk on its way: what `offload/task.py` says.
+// One op in one step, and a chunk on its way: what `program/schedule.py` says.
 #pragma once
 
 #include <atomic>
