@@ -63,6 +63,10 @@ def test_of_two_equal_flags_the_last_one_counts():
     assert found.placing.nvme_path == ("/a", "/b")
 
 
+def test_a_size_is_as_good_in_capitals():
+    assert options.parse(["--size", "7B"]).size == options.parse(["--size=7B"]).size == "7b"
+
+
 def test_nvme_without_a_path_means_the_working_directory():
     assert options.parse(["--optimizer", "nvme"]).placing.nvme_path == (".",)
     assert options.parse(["--optimizer", "cpu"]).placing.nvme_path == ()
@@ -73,7 +77,6 @@ REFUSED_FLAGS = {
     "train --step 3": "--steps",
     "train --nvme-pth /tmp": "--nvme-path",
     "train --params disk": "--params disk: it cannot be that; it takes auto, device, cpu, nvme",
-    "train --size 7B": "--size 7B: it cannot be that (did you mean 7b?)",
     "train --size 11m": "--size 11m: it cannot be that (did you mean 10m?); it takes 10m,",
     "train --sample=-1": "--sample -1: expected 0 or more",
     "train --lr nan": "learning rate: nan",

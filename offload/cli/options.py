@@ -125,7 +125,11 @@ def parse(arguments: Sequence[str]) -> Train:
     path = finder.parse_known_args(list(arguments))[0].deepspeed
     # The file's settings come first as flags of their own: of two equal flags the last one counts.
     adopted = [] if path is None else _flags_of_deepspeed(path)
-    return parse_flags(Train, "offload train", [*adopted, *arguments], registry())
+    given = [  # A size is as good in capitals: 7B.
+        one.lower() if before == "--size" or one.startswith("--size=") else one
+        for before, one in zip(("", *arguments), arguments)
+    ]
+    return parse_flags(Train, "offload train", [*adopted, *given], registry())
 
 
 def _flags_of_deepspeed(path: str) -> list[str]:
