@@ -51,6 +51,25 @@ def test_nothing_heavy_is_imported_before_a_command_is_known() -> None:
     assert len(entry) < 40, entry  # The handler is set in a few milliseconds.
 
 
+LOOP = """
+import torch, offload
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+optimizer = torch.optim.AdamW(model.parameters())
+config = offload.Config(params="cpu", gradients="cpu", optimizer="cpu")
+model, optimizer = offload.attach(model, optimizer, config)
+for _ in range(2):
+    loss = model(torch.ones(2, 8)).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_that_closes_nothing_ends_without_a_word() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
 NAMES = """
 import types, offload
 assert isinstance(offload.attach, types.FunctionType)
