@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,15 @@ def test_the_trainer_of_hugging_face(tmp_path: Path) -> None:
         offload.engine_of(trainer.model).close()
 
 
+@pytest.fixture
+def without_fast_path() -> Iterator[None]:
+    """Torch's own path for encoders in evaluation rounds otherwise; offloaded ones take none."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+@pytest.mark.usefixtures("without_fast_path")
 def test_the_trainer_of_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     train = example("lightning_trainer").train
