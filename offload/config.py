@@ -104,7 +104,9 @@ class Config:
                 raise _refused(name, value, f"one of {', '.join(map(str, allowed))}")
         for name in (*BUDGETS.values(), "exposed_memory"):
             value = getattr(self, name)
-            if value is not None:
+            if value == "auto":  # As the command line has it.
+                object.__setattr__(self, name, None)
+            elif value is not None:
                 try:
                     object.__setattr__(self, name, parse_bytes(value))
                 except ValueError as error:

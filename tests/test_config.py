@@ -95,6 +95,7 @@ def test_every_default_works() -> None:
 
 
 def test_sizes_become_bytes() -> None:
+    assert Config(cpu_memory="auto", exposed_memory="auto") == Config()
     config = Config(device_memory="1GiB", cpu_memory=5, nvme_space="1kB", exposed_memory="2MiB")
     sizes = [config.bytes_of(name) for name in FIELDS if name.endswith(("memory", "space"))]
     assert sizes == [1 << 30, 5, 1000, 2 << 20]
