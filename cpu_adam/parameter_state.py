@@ -19,8 +19,8 @@ from cpu_adam.checks import check_residue
 from cpu_adam.formats import FORMATS, Slot, StateFormat, format_for
 from cpu_adam.hyper import STEPS
 from cpu_adam.memory import PLAIN, are_native, is_wrapper, on_huge_pages
-from cpu_adam.plain import from_plain
 from cpu_adam.reference import cut
+from cpu_adam.torch_state import from_plain
 
 STEP = "step"
 """Key of the number of steps that a parameter has taken: a 0-d float32 tensor, as in torch. As

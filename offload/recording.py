@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.model.engine import Engine
-from offload.model.marks import is_pass
+from offload.model.pass_trace import is_pass
 from offload.planning.machine import Machine
 from offload.planning.profile import profile_of
 from offload.program.compile import compile_program

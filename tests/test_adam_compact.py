@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, compact, reference, views
 from cpu_adam.formats import GROUP_ELEMENTS
-from cpu_adam.plain import from_plain, to_plain
+from cpu_adam.torch_state import from_plain, to_plain
 
 COMPACT = FORMATS["compact"]
 CPU = torch.device("cpu")

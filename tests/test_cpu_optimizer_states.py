@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import cpu_adam
 from cpu_adam import CPUSGD, CPUAdam
-from cpu_adam.plain import to_plain
+from cpu_adam.torch_state import to_plain
 from tests.optimizers import (
     OURS,
     assert_near,

@@ -12,8 +12,8 @@ from torch import nn
 from offload.model.engine import Engine
 from offload.model.parameter import OffloadedParameter
 from offload.model.passes import refuse_inside
+from offload.model.running import in_backward
 from offload.model.saved_tensors import LendingGuard, SavedWeight
-from offload.model.scopes import in_backward
 from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.profile import Parameter

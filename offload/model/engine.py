@@ -21,7 +21,7 @@ from offload.model.early_updates import EarlyUpdates, Step
 from offload.model.gradients import Gradients, take_gradient
 from offload.model.passes import Passes
 from offload.model.resident import Residents
-from offload.model.scopes import ForwardCall, GraphTasks, in_backward
+from offload.model.running import ForwardCall, GraphTasks, in_backward
 from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit, count_change
 from offload.program.ops import Verb

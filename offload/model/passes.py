@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
-from offload.model.scopes import in_backward
+from offload.model.running import in_backward
 from offload.planning.layout import Place
 from offload.planning.profile import profile_of
 from offload.program.compile import compute, fetch, offload_gradient, weight_in_use

@@ -13,8 +13,8 @@ from cpu_adam.checks import check_residue
 from cpu_adam.formats import StateFormat, format_for
 from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.parameter_state import OPTIONAL, check_rule
-from cpu_adam.plain import from_plain, plain_dtypes, to_plain
 from cpu_adam.reference import cut, views
+from cpu_adam.torch_state import from_plain, plain_dtypes, to_plain
 from offload.program.ops import Value
 from offload.runtime.device import CPU
 from offload.runtime.executor import ChunkCache, Executor

@@ -1,6 +1,6 @@
 """When the model as a whole ran, for the trace.
 
-[Note: Marks]
+[Note: Pass trace]
 Resident units have no hooks, so the trace would not see their compute. Instead a pass over a model
 that has any is recorded as one op of the user's compute, of no unit: a forward from the root's
 pre-hook to its hook, a backward from the first gradient of the root's outputs to the end of that
@@ -33,7 +33,7 @@ def is_pass(op: Op) -> bool:
     return op.value.unit == ALL_UNITS and op.verb in (Verb.FORWARD, Verb.BACKWARD)
 
 
-class Marks:
+class PassTrace:
     """Records the passes of one model."""
 
     def __init__(self, note: Note):
