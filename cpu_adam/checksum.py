@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import numpy.typing as npt
 
@@ -43,6 +42,8 @@ def crc32c(buffer: Any, value: int = 0) -> int:
         )
     chosen = kernel()
     if chosen.native is None:
+        import google_crc32c  # Needed here alone.
+
         for start in range(0, data.size, _PART_BYTES):
             value = google_crc32c.extend(value, data[start : start + _PART_BYTES].tobytes())
         return value

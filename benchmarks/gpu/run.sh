@@ -77,7 +77,7 @@ if any(fatal for _, fatal in missing.values()):
     sys.exit("nothing can run here without what is missing")
 import torch
 
-from offload.machine import host_free_bytes, nvme_free_bytes
+from offload.planning.machine import host_free_bytes, nvme_free_bytes
 
 print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
       f"{len(os.sched_getaffinity(0))} processors, "
@@ -90,7 +90,7 @@ except OSError as error:
 if not torch.accelerator.is_available():
     print("no accelerator: only --dry makes sense here")
 else:
-    from offload.device import compute_device
+    from offload.runtime.device import compute_device
     device = compute_device()
     print(f"{device.torch_device}: {device.free_bytes() / 2**30:.0f} GiB free, "
           f"NUMA node {device.driver.numa_node()}")
