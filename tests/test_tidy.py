@@ -40,7 +40,7 @@ PURE_IMPORTS_NO = ("torch", "threading", "aio")
 
 IMPORT_DEPTH_MAX = 12
 ENGINE_IMPORTS_MAX = 12
-PRIVATE_NAMES_MAX = 13
+PRIVATE_NAMES_MAX = 12
 PRIVATE_NAMES = "offload/runtime/torch_internals.py"
 
 FORBIDDEN_IMPORTS = {"aio": ("offload", "cpu_adam", "torch"), "cpu_adam": ("offload", "aio")}
@@ -161,7 +161,12 @@ def test_private_names_of_torch_stand_in_one_file_and_are_few() -> None:
     for path in [*files(ROOT / "offload", ".py"), *files(ROOT / "cpu_adam", ".py")]:
         if named(path) != PRIVATE_NAMES:
             assert not private_names(path), f"{named(path)} names {private_names(path)}"
-    assert 5 < len(private_names(ROOT / PRIVATE_NAMES)) <= PRIVATE_NAMES_MAX
+    defined = [
+        node
+        for node in tree_of(ROOT / PRIVATE_NAMES).body
+        if isinstance(node, (ast.FunctionDef, ast.AnnAssign))
+    ]
+    assert 5 < len(private_names(ROOT / PRIVATE_NAMES)) <= len(defined) <= PRIVATE_NAMES_MAX + 1
 
 
 # -- sizes -----------------------------------------------------------------------------------------

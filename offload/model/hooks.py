@@ -22,8 +22,8 @@ from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes
-from offload.runtime.entry import Hook, entry, refuse_recording
-from offload.runtime.torch_internals import data_parallel, graph_task, no_trap, uncompiled
+from offload.runtime.entry import Hook, entry, refuse_recording, uncompiled
+from offload.runtime.torch_internals import data_parallel, graph_task, no_trap
 
 
 class _Running(NamedTuple):
@@ -64,7 +64,10 @@ class Hooks:
     ) -> None:
         """Hook `model`; `announcers` maps modules to the units whose use their call announces."""
         engine, keep = self._engine, self._handles.append
-        keep(model.register_forward_pre_hook(Hook(entry(self._enter_root)), prepend=True))
+        # Of what `entry` leaves to itself torch.export would speak before the engine can.
+        disable: Any = torch.compiler.disable
+        first = Hook(disable(entry(self._enter_root)))
+        keep(model.register_forward_pre_hook(first, prepend=True))
         before, after = entry(self._before_forward), entry(self._after_forward)
         for module, used in announcers.items():
             units = tuple(engine.units[unit] for unit in used)

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from offload.runtime.torch_internals import break_graphs_at, fits_in_place, no_trap, uncompiled
+from offload.runtime.entry import uncompiled
+from offload.runtime.torch_internals import break_graphs_at, fits_in_place, no_trap
 
 Found = TypeVar("Found")
 _T: Any = torch.Tensor

@@ -28,9 +28,9 @@ from offload.model.parameter import TRUE_AT_REST, find
 from offload.model.units import FlatUnit
 from offload.program.ops import Op, Verb
 from offload.program.schedule import Fence, Run, Task
-from offload.runtime.entry import entry
+from offload.runtime.entry import entry, uncompiled
 from offload.runtime.executor import BytesOf, Executor
-from offload.runtime.torch_internals import no_trap, uncompiled
+from offload.runtime.torch_internals import no_trap
 
 _T: Any = torch.Tensor
 

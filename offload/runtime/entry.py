@@ -25,14 +25,32 @@ import torch
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from offload.runtime.torch_internals import (
+    compiler,
     in_dispatch_mode,
     innermost_transform,
-    uncompiled,
     without_dispatch_modes,
 )
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+
+def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """`function`, such that torch.compile looks neither into it nor into what it calls.
+
+    It is what `torch.compiler.disable` gives, which takes a microsecond, only where something of
+    torch.compile looks at what this thread calls.
+    """
+    disable: Any = torch.compiler.disable
+    alone: Callable[Parameters, Result] = disable(function)
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        return (function if compiler() is None else alone)(*args, **kwargs)
+
+    skipped: Callable[Parameters, Result] = disable(call, recursive=False)
+    return skipped
+
 
 CALLS_MAX = 1 << 16
 """Calls kept for reports; more than ops, as each large gradient is one."""

@@ -6,17 +6,13 @@ counts them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _python_dispatch as _modes
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 no_trap: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
 """A context in which `__torch_function__` of subclasses is not called: the engine reads and sets
@@ -74,27 +70,8 @@ def break_graphs_at(kind: type[torch.Tensor]) -> type[torch.Tensor]:
     return kind
 
 
-_compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What of torch.compile looks at the frames of this thread, if anything. Nothing else serves."""
-
-
-def uncompiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """`function`, such that torch.compile looks neither into it nor into what it calls.
-
-    It is what `torch.compiler.disable` gives, which takes a microsecond, only where something of
-    torch.compile looks at what this thread calls.
-    """
-    disable: Any = torch.compiler.disable
-    skip: Any = torch._dynamo.decorators.skip
-    alone: Callable[Parameters, Result] = disable(function)
-
-    @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        return (function if _compiler() is None else alone)(*args, **kwargs)
-
-    skipped: Callable[Parameters, Result] = skip(call)
-    return skipped
-
 
 fits_in_place: Any = getattr(torch, "_has_compatible_shallow_copy_type", None)
 """What `nn.Module.to()` asks before it assigns `p.data`, or puts another parameter in its place;
