@@ -25,12 +25,12 @@ from offload.model.resident import give_memory
 from offload.model.units import FlatUnit, Group, count_change, make_plain, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
-from offload.optim.supported_optimizers import check_optimizer, rule_of
+from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.planning.planner import plan, remarks
-from offload.planning.profile import ParameterSpec, Unit, lay_out_unit, profile_of
+from offload.planning.profile import ParameterSpec, StateChoice, Unit, lay_out_unit, profile_of
 from offload.planning.tiers import TIERS
 from offload.program.ops import Op, Value
 from offload.runtime import entry as entries
@@ -109,7 +109,12 @@ def attach(
     config = config if budget is None else budget.narrowed(config)
     specs = [_spec_of(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
-    placed = plan(profile_of(specs), config, found, rule=rule_of(optimizer))
+    rule = rule_of(optimizer)
+    if optimizer is not None:
+        named = (pair for group in groups for pair in group.named.items())
+        if told := of_no_group(optimizer, named, StateChoice(rule, config.states).format):
+            warn_user(told)
+    placed = plan(profile_of(specs), config, found, rule=rule)
     for remark in remarks(placed, config, found):
         warn_user(remark)
     with torch.inference_mode(False):  # What is made in it could not be trained after it.

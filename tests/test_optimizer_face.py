@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.optim import supported_optimizers
 from tests.covering import by_turns
 from tests.small import MIXED, PLACEMENTS, adamw, config, small, tokens, torch_step
 from tests.training import (
@@ -50,6 +51,19 @@ def test_add_param_group(tmp_path: Path) -> None:
             assert len(optimizer.param_groups) == groups
             results.append(torch_step(model, optimizer))
     assert results[0] == results[1]
+
+
+def test_room_for_parameters_of_no_group_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(supported_optimizers, "UNHELD_BYTES_TOLD", 1)
+    model = small()
+    mine = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
+    with pytest.warns(RuntimeWarning, match=r"in no group .*embed.*requires_grad_\(False\)"):
+        offload.attach(model, mine, config(MIXED, tmp_path))[1].engine.close()
+    model = small()
+    for one in (model.embed, model.norm, model.head):
+        one.requires_grad_(False)
+    mine = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
+    offload.attach(model, mine, config(MIXED, tmp_path))[1].engine.close()
 
 
 def test_zero_grad_reaches_parameters_that_live_nowhere(tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
+from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
+from offload.planning.tiers import format_bytes
+
+UNHELD_BYTES_TOLD = 64 << 20
+"""So much room for parameters of no group is told."""
 
 HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
     torch.optim.AdamW: CPUAdam.hyper_of,
@@ -83,3 +89,29 @@ def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
     if optimizer is None:
         return "adam"
     return hyper_of(optimizer)(optimizer.param_groups[0]).rule
+
+
+def of_no_group(
+    optimizer: torch.optim.Optimizer,
+    named: Iterable[tuple[str, nn.Parameter]],
+    format_of: Callable[[str], StateFormat],
+) -> str | None:
+    """What to tell where parameters that require gradients are in no group of `optimizer`.
+
+    They may be added by `add_param_group`, so room for their gradients and states is kept.
+    """
+    held = {one for group in optimizer.param_groups for one in group["params"]}
+    rest = {p: name for name, p in named if p.requires_grad and p not in held}
+    kept = 0
+    for one in rest:
+        states = format_of(str(one.dtype).removeprefix("torch.")).record_bytes(one.numel())
+        kept += one.nbytes + states
+    if kept < UNHELD_BYTES_TOLD:
+        return None
+    names = ", ".join([*list(rest.values())[:2], "..."][: len(rest)])
+    return (
+        f"{len(rest)} parameters that require gradients are in no group of the optimizer "
+        f"({names}): {format_bytes(kept)} are kept for their gradients and states, as "
+        "add_param_group() may bring them; if they are not trained, requires_grad_(False) before "
+        "attach saves the room and the work"
+    )
