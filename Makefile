@@ -54,7 +54,7 @@ check: $(READY)
 
 # Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
 ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
-BOOKS := $(filter-out offload/runtime/src/module.cpp,$(wildcard offload/runtime/src/*.cpp)) tests/src/books_test.cpp
+BOOKS := $(filter-out %/module.cpp,$(wildcard offload/runtime/src/*.cpp aio/src/*.cpp)) tests/src/books_test.cpp
 SANITIZED = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers \
 	-fno-sanitize-recover=all -pthread -fsanitize=$$kind
 sanitize:

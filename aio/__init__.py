@@ -19,7 +19,7 @@ from aio.scratch import create_scratch
 from aio.system import ALIGN_BYTES, IO
 from aio.threads import ThreadBackend
 from aio.transfer import JointTicket, Ticket, wait_all, wait_any
-from aio.volume import UNIT_BYTES, Directory, Stripes, Volume, create_volume, stripes
+from aio.volume import UNIT_BYTES, Directory, NativePart, Stripes, Volume, create_volume, stripes
 
 __all__ = [
     "ALIGN_BYTES",
@@ -32,6 +32,7 @@ __all__ = [
     "File",
     "IO",
     "JointTicket",
+    "NativePart",
     "open_backend",
     "Probe",
     "probe",

@@ -47,6 +47,9 @@ class Engine:
     def __init__(
         self, kind: int, depth: int, piece_bytes: int, inflight_bytes_max: int
     ) -> None: ...
+    def address(self) -> int:
+        """Where it lies, for other extensions here; as long as it lives."""
+
     def submit(
         self, file: File, writing: bool, align: int, parts: tuple[Part, ...]
     ) -> Request | None:

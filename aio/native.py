@@ -38,6 +38,22 @@ if getattr(_native, "VERSION", 0) != ENGINE_VERSION:
 _END_OF_FILE, _NO_PROGRESS, _STOPPED = 1, 2, 3
 
 
+def explained(path: str, writing: bool, failure: tuple[int, int, int, int, int]) -> OSError:
+    """What the engine says of a transfer that failed, in words."""
+    code, cause, offset, count, last_code = failure
+    text, why = None, None
+    if cause == _END_OF_FILE:
+        text, why = f"the file ends at {offset}", SHORTENED
+    elif cause == _NO_PROGRESS:
+        reason = os.strerror(last_code) if last_code else "nothing was transferred"
+        text = f"{reason}, again and again"
+    elif cause == _STOPPED:
+        text, why = f"the engine has stopped ({os.strerror(last_code)})", STOPPED
+    what = f"{verb(writing)} of {count} bytes at offset {offset}"
+    free = IO().free_bytes(os.path.dirname(path)) if code != errno.EIO else None
+    return os_error(code, what, path, found=text, free=free, why=why)
+
+
 class NativeTicket(Ticket):
     """The ticket of a request of the engine."""
 
@@ -61,20 +77,7 @@ class NativeTicket(Ticket):
     def failure(self) -> OSError | None:
         """See Ticket.failure."""
         found = self._request.failure()
-        if found is None:
-            return None
-        code, cause, offset, count, last_code = found
-        text, why = None, None
-        if cause == _END_OF_FILE:
-            text, why = f"the file ends at {offset}", SHORTENED
-        elif cause == _NO_PROGRESS:
-            reason = os.strerror(last_code) if last_code else "nothing was transferred"
-            text = f"{reason}, again and again"
-        elif cause == _STOPPED:
-            text, why = f"the engine has stopped ({os.strerror(last_code)})", STOPPED
-        what = f"{verb(self._writing)} of {count} bytes at offset {offset}"
-        free = IO().free_bytes(os.path.dirname(self._file_path)) if code != errno.EIO else None
-        return os_error(code, what, self._file_path, found=text, free=free, why=why)
+        return None if found is None else explained(self._file_path, self._writing, found)
 
     def watch(self, signal: _native.Signal) -> None:
         """See Ticket.watch."""
@@ -110,6 +113,11 @@ class NativeBackend:
             _native.KINDS.index(name), depth, piece_bytes, inflight_bytes_max
         )
         weakref.finalize(self, _close, self._engine, self._pid).atexit = False
+
+    def address(self) -> int:
+        """Where the engine lies, for other extensions; as long as the backend lives."""
+        self.check_process()
+        return self._engine.address()
 
     def submit(self, file: File, writing: bool, parts: Sequence[Part]) -> Ticket:
         """See Backend.submit."""

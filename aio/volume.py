@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 from aio.errors import os_error
 from aio.file import Backend, Counters, File
@@ -24,6 +24,9 @@ from aio.region import Region
 from aio.scratch import create_scratch
 from aio.system import ALIGN_BYTES
 from aio.transfer import JointTicket, Part, Ticket, asked, wait_all
+
+if TYPE_CHECKING:
+    from aio.native import NativeBackend
 
 UNIT_BYTES = 1 << 20
 """Bytes on one drive before the next one's turn, by default."""
@@ -34,6 +37,9 @@ PATTERN_UNITS_MAX = 64
 _NEARLY = 1.01  # a longer pattern must gain more than this
 
 Directory = str | os.PathLike[str]
+NativePart: TypeAlias = tuple[int, int, int, int, int, int]
+"""Address of an engine, descriptor, alignment, start and size in the memory, offset in the file."""
+
 Openers: TypeAlias = Callable[[], Backend] | Sequence[Callable[[], Backend]]
 
 
@@ -187,6 +193,20 @@ class Volume(Region):
             RuntimeError: called in a forked child.
         """
         return tuple(file.counters() for file in self.files)
+
+    @property
+    def native(self) -> bool:
+        """Whether all backends are compiled, and `native_parts` has an answer."""
+        return all(hasattr(backend, "address") for backend in self._backends)
+
+    def native_parts(self, offset: int, length: int) -> list[NativePart]:
+        """Where bytes lie, for another extension that talks to the engines."""
+        parts = []
+        for drive, at, start, stop in self.stripes.runs(offset, length):
+            file, backend = self.files[drive], cast("NativeBackend", self._backends[drive])
+            align = file.offset_align_bytes
+            parts.append((backend.address(), file.fd, align, start, stop - start, at))
+        return parts
 
     def path_of(self, offset: int, length: int) -> str:
         """The files that hold `length` bytes from `offset` on, for messages."""

@@ -41,5 +41,6 @@ def crc32c(kernel: int, bytes: npt.NDArray[np.uint8], value: int) -> int:
 def configure(threads: int) -> None:
     """Have so many threads, with the caller's."""
 
+def pool() -> int: ...
 def threads() -> int:
     """Threads that a call may use, with the caller's."""

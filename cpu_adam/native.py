@@ -31,7 +31,7 @@ from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Steps, check_parts, chec
 Rows = npt.NDArray[np.int64]
 """See [Note: Rows]."""
 
-_GRADIENTS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
+GRADIENT_NUMBERS = {dtype: number for number, dtype in enumerate(GRADIENT_DTYPES)}
 
 
 def update(
@@ -95,7 +95,7 @@ def update_parts(
     for x, slot in zip(slots, format.slots):
         columns.append(x.data_ptr() + start // slot.elements_per_item * slot.bytes_per_item)
     rows = np.stack(columns, axis=1)
-    _run(chosen, format.name, gradient.dtype, rows, _factors(chosen, steps, gradient_scale))
+    _run(chosen, format.name, gradient.dtype, rows, factor_rows(chosen, steps, gradient_scale))
     _written([weight, *slots])
 
 
@@ -136,7 +136,7 @@ class UpdateTable:
             return _by_reference(self._spans, flat, steps, gradient_scale, self._format)
         at = np.fromiter(map(Tensor.data_ptr, gradients), np.int64, len(gradients))
         self._rows[:, ADDRESS_COLUMNS] = at
-        factors = _factors(chosen, steps, gradient_scale)
+        factors = factor_rows(chosen, steps, gradient_scale)
         _run(chosen, self._format.name, gradients[0].dtype, self._rows, factors)
         torch.autograd.graph.increment_version(self._written)
 
@@ -190,7 +190,7 @@ def sum_of_squares(
     if chosen is None or chosen.native is None:
         return reference.sum_of_squares(gradient, workspace, wait)
     at = gradient.data_ptr(), gradient.numel()
-    return float(chosen.native.sum_of_squares(chosen.index, _GRADIENTS[gradient.dtype], *at))
+    return float(chosen.native.sum_of_squares(chosen.index, GRADIENT_NUMBERS[gradient.dtype], *at))
 
 
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
@@ -222,8 +222,8 @@ def _by_reference(
         )
 
 
-def _factors(chosen: Kernel, steps: Steps, scale: float) -> npt.NDArray[np.float32]:
-    """A row for each step, padded with zeros."""
+def factor_rows(chosen: Kernel, steps: Steps, scale: float) -> npt.NDArray[np.float32]:
+    """A row of the kernels' factors for each step, padded with zeros."""
     assert chosen.native is not None
     rows = np.zeros((len(steps), chosen.native.FACTORS), np.float32)
     with np.errstate(over="ignore"):  # A scale may be infinite, as the reference takes it.
@@ -253,7 +253,7 @@ def _run(
     """One native call."""
     assert chosen.native is not None
     number = chosen.native.OPERATIONS.index(operation)
-    chosen.native.run(chosen.index, number, _GRADIENTS[gradient], rows, factors)
+    chosen.native.run(chosen.index, number, GRADIENT_NUMBERS[gradient], rows, factors)
 
 
 def _written(tensors: Iterable[Tensor]) -> None:

@@ -56,12 +56,6 @@ class Pair:
         if task is not None:
             self.begun(task, other)
 
-    def overtaking(self, lane: Lane, than: tuple[Any, Any]) -> None:
-        task, other = (books.overtaking(lane, one) for books, one in zip(self.both, than))
-        assert (task and task.serial) == (other and other.serial)
-        if task is not None:
-            self.begun(task, other)
-
     def begin(self, pair: tuple[Any, Any]) -> None:
         """Begin the user's own."""
         began = [books.begin(task, 0.0) for books, task in zip(self.both, pair)]
@@ -129,8 +123,6 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
                 books.cancel([both[index] for both in chosen])
         elif what < 0.75:
             pair.take(luck.choice(LANES))
-        elif what < 0.8 and pair.running:
-            pair.overtaking(luck.choice(LANES), luck.choice(pair.running))
         elif what < 0.85 and (mine := [both for both in pair.tasks if startable(both[0])]):
             pair.begin(luck.choice(mine))
         elif pair.running:
@@ -150,18 +142,21 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
     assert len(set(pair.started)) == len(pair.started) > 10
 
 
+def copy_of(into: torch.Tensor, source: torch.Tensor) -> Any:
+    places = (into.data_ptr(), 0), (source.data_ptr(), 0)
+    return offload_books.copies([(*places, source.numel())])
+
+
 def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
     books = CompiledBooks()
     source = torch.arange(5000).to(torch.uint8)
     into = [torch.zeros_like(source) for _ in range(2)]
-    gate = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
+    gate = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None)
     first, second = (
-        books.submit(
-            op(Lane.H2D), [gate], (0, at), None, None, (one.data_ptr(), source.data_ptr(), 5000)
-        )
-        for at, one in enumerate(into)
+        books.submit(replace(op(Lane.H2D), bytes=5000), [gate], (0, at), None, None, work)
+        for at, work in enumerate(copy_of(one, source) for one in into)
     )
-    behind = books.submit(op(Lane.H2D), [first], (0, 9), print, None, None)
+    behind = books.submit(op(Lane.H2D), [first], (0, 9), print, None)
     assert books.take(Lane.H2D, wait=False) is None
     assert books.begin(gate, 0.0)
     books.finish(gate)
@@ -169,10 +164,10 @@ def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
     assert first.over
     assert second.over
     assert all(torch.equal(one, source) for one in into)
-    seconds, moved, operations = books.copied(Lane.H2D)
+    seconds, moved, operations = books.used(Lane.H2D)
     assert seconds > 0
     assert (moved, operations) == (10000, 2)
-    assert books.copied(Lane.H2D) == (0.0, 0, 0)
+    assert books.used(Lane.H2D) == (0.0, 0, 0)
     assert [one.lane for one in books.ran()] == [Lane.COMPUTE, Lane.H2D, Lane.H2D]
     assert books.ran() == []
 
@@ -186,8 +181,8 @@ def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> N
     try:
         for number in range(1000):  # The first may come before the lane sleeps.
             into = torch.zeros_like(source)
-            spans = (into.data_ptr(), source.data_ptr(), source.numel())
-            task = books.submit(op(Lane.H2D), [], (0, number), None, None, spans)
+            work = copy_of(into, source)
+            task = books.submit(op(Lane.H2D), [], (0, number), None, None, work)
             at_hand = task.over
             while not books.over(task, 1.0):
                 pass
@@ -202,7 +197,7 @@ def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> N
 
 def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     books = CompiledBooks()
-    task = books.submit(op(Lane.CPU), [], (0, 0), print, None, None)
+    task = books.submit(op(Lane.CPU), [], (0, 0), print, None)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
     assert books.take(Lane.CPU, wait=False) is task
@@ -212,8 +207,10 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     with pytest.raises(RuntimeError, match="a passage that is sealed has tasks"):
         books.seal(books.passage())
     with pytest.raises(ValueError, match="a copy of no bytes"):
-        books.submit(op(Lane.H2D), [], (0, 0), None, None, (8, 16, 0))
-    mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None, None)
+        offload_books.copies([((8, 0), (16, 0), 0)])
+    with pytest.raises(ValueError, match="was given no memory"):
+        offload_books.copies([((0, 0), (16, 0), 8)])
+    mine = books.submit(op(Lane.COMPUTE), [], (0, 0), None, None)
     books.cancel([mine])
     with pytest.raises(RuntimeError, match="what begins has not begun"):
         books.begin(mine, 0.0)

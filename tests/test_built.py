@@ -16,9 +16,9 @@ from tests.forked import Forked, anew
 ROOT = Path(__file__).parent.parent
 
 OFFERED = {
-    "aio/src": (ENGINE_VERSION, "afe727cd485c"),
-    "cpu_adam/src": (KERNELS_VERSION, "ab6378c98acd"),
-    "offload/runtime/src": (BOOKS_VERSION, "cb8aa8821eff"),
+    "aio/src": (ENGINE_VERSION, "bc1b3b1dad38"),
+    "cpu_adam/src": (KERNELS_VERSION, "20f47d0e365b"),
+    "offload/runtime/src": (BOOKS_VERSION, "08a94aea4e8e"),
 }
 """The version of each module, and a digest of what it offers."""
 

@@ -202,7 +202,7 @@ def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path:
 
 
 def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("nvme", "cpu", "cpu"), tmp_path, device_memory="72KiB") as run:
         x = batch(run.generator)
@@ -263,7 +263,7 @@ def test_a_pass_half_queued_ends_every_wait(
 
 
 def test_a_step_that_fails_midway_is_the_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("device", "device", "cpu"), tmp_path) as run:
         run.loss().backward()

@@ -38,7 +38,8 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     """What the engine issues in a step, taken back or not."""
     lanes: Any = run.engine.executor.lanes
-    issue, issue_all, issued = lanes.issue, lanes.issue_all, list[tuple[Op, Task]]()
+    issue, issue_all, issue_chunk = lanes.issue, lanes.issue_all, lanes.issue_chunk
+    issued = list[tuple[Op, Task]]()
 
     def recording(known: Known, *arguments: Any) -> Task:
         task: Task = issue(known, *arguments)
@@ -50,12 +51,17 @@ def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
         issued.extend((one.op, task) for one, task in zip(known, tasks))
         return tasks
 
-    lanes.issue, lanes.issue_all = recording, recording_all
+    def recording_chunk(known: Sequence[Known], *arguments: Any, staged: bool) -> list[Task]:
+        tasks: list[Task] = issue_chunk(known, *arguments, staged=staged)
+        issued.extend((one.op, task) for one, task in zip(known, tasks))
+        return tasks
+
+    lanes.issue, lanes.issue_all, lanes.issue_chunk = recording, recording_all, recording_chunk
     try:
         loop(run)
         run.engine.settle()
     finally:
-        lanes.issue, lanes.issue_all = issue, issue_all
+        lanes.issue, lanes.issue_all, lanes.issue_chunk = issue, issue_all, issue_chunk
     assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 

@@ -138,7 +138,7 @@ def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:
 
 def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> None:
     gone = threading.Event()
-    memory: Any = SimpleNamespace(close=gone.set)
+    memory: Any = SimpleNamespace(close=gone.set, at=None)
     executor = Executor(plan_of(blocks(1)), memory, None, CPU)
     copying = threading.Event()
     closed = threading.Event()
@@ -162,7 +162,7 @@ def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> N
 
 def test_memory_goes_before_close_returns_elsewhere() -> None:
     gone = threading.Event()
-    memory: Any = SimpleNamespace(close=gone.set)
+    memory: Any = SimpleNamespace(close=gone.set, at=None)
     executor = Executor(plan_of(blocks(1)), memory, None, CPU)
     executor.close()
     assert gone.is_set()

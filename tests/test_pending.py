@@ -271,7 +271,7 @@ def test_taken_off_or_asleep_right_after_the_step(tmp_path: Path) -> None:
 
 
 def test_an_update_that_fails_shows_nothing_old(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("on purpose")

@@ -336,7 +336,7 @@ def test_a_ring_says_from_when_it_is_whole():
     assert (len(copied.ran), copied.since, len(copied.stepped)) == (SPANS_MAX, 10.5, 1)
 
 
-def test_calls_into_another_engine_are_not_this_one_s():
+def test_calls_into_another_engine_are_not_this_one_s(python_books):
     """What the other one's lanes are waited for takes the time of `other`: paced, most of it."""
     (model, optimizer), (beside, theirs) = attached(layers=2), attached(layers=6)
     with optimizer.engine as engine, theirs.engine as other:

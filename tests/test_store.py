@@ -13,7 +13,7 @@ import torch
 import aio
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed
-from offload.runtime.store import ChunkEntry, Store
+from offload.runtime.store import Store
 from tests.faults import aligned_tensor, failure_of, in_child, nothing_leaks
 from tests.simulated import MemoryIO, SimulatedIO
 
@@ -103,7 +103,7 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
     for seed in range(5):
         with Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02)) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
-            store._entries["state", "a", 0] = ChunkEntry(1, 0)
+            store._checks[store._first["state", "a"], -1] ^= 1
             started, read_into = [], store._volume.read_into
 
             def read_and_note(*place, started=started, read_into=read_into):

@@ -51,7 +51,7 @@ void Request::unwatch(const std::shared_ptr<Signal>& signal) {
 }
 
 void Request::finish() {
-    if (transfer_.finished) transfer_.finished(moved_, operations_);
+    if (transfer_.finished) transfer_.finished(failure_, moved_, operations_);
     std::lock_guard lock(mutex_);
     done_.set();
     for (const auto& watcher : watchers_) watcher->set();
@@ -219,10 +219,16 @@ void Engine::give() {
     depth_max_ = std::max<int64_t>(depth_max_, submitted_);
 }
 
-// Cut pieces from the oldest requests, as many as may be in flight.
+// Cut pieces from the oldest requests, as many as may be in flight: from reads and writes by turns,
+// as a drive does both at once faster than one after the other.
 void Engine::cut() {
     while (!requests_.empty() && !free_.empty()) {
-        const std::shared_ptr<Request>& request = requests_.front();
+        const bool writing = running_[true] < running_[false];
+        auto next = std::ranges::find_if(requests_, [&](const std::shared_ptr<Request>& one) {
+            return one->transfer_.writing == writing;
+        });
+        if (next == requests_.end()) next = requests_.begin();
+        const std::shared_ptr<Request>& request = *next;
         const Transfer& transfer = request->transfer_;
         const Part& part = transfer.parts[request->part_];
         const int64_t bytes = std::min(options_.piece_bytes, part.bytes - request->given_);
@@ -236,11 +242,12 @@ void Engine::cut() {
         flight.tries = 0;
         inflight_bytes_ += bytes;
         request->running_++;
+        running_[transfer.writing]++;
         ready_.push_back(&flight);
         request->given_ += bytes;
         if (request->given_ < part.bytes) continue;
         request->given_ = 0;
-        if (++request->part_ == transfer.parts.size()) requests_.pop_front();
+        if (++request->part_ == transfer.parts.size()) requests_.erase(next);
     }
 }
 
@@ -312,6 +319,7 @@ void Engine::end(Flight& flight, Failure failure) {
     inflight_bytes_ -= flight.room;
     free_.push_back(&flight);
     request->running_--;
+    running_[flight.writing]--;
     if (failure.code != 0) {
         failure.offset = flight.offset;
         failure.bytes = flight.bytes;

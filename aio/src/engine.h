@@ -56,7 +56,7 @@ struct Transfer {
     int64_t align = 1;  // after a short transfer it goes on at a multiple of this
     std::vector<Part> parts;
     // Called once, by the engine's thread, before `done` is set. It must not wait for anything.
-    std::function<void(int64_t moved, int64_t operations)> finished = {};
+    std::function<void(const struct Failure&, int64_t moved, int64_t operations)> finished = {};
 };
 
 enum class Cause { refused, end_of_file, no_progress, stopped };
@@ -178,6 +178,7 @@ private:
     std::deque<std::shared_ptr<Request>> requests_;  // with bytes not yet cut
     std::vector<Completion> over_;
     int64_t inflight_bytes_ = 0;
+    int running_[2] = {};  // pieces that read, and that write
     int64_t submitted_ = 0;
 
     std::atomic<int64_t> bytes_read_{0}, bytes_written_{0}, operations_{0}, retries_{0},

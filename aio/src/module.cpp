@@ -157,7 +157,7 @@ static std::optional<PythonRequest> submit(Owned& engine, nb::object file, bool 
             {static_cast<std::byte*>(buffer.buf), buffer.len, nb::cast<int64_t>(part[1])});
     }
     Held* const kept = held.get();
-    transfer.finished = [kept](int64_t moved, int64_t operations) {
+    transfer.finished = [kept](const Failure&, int64_t moved, int64_t operations) {
         kept->moved = moved;
         kept->operations = operations;
         put_on_list(kept);
@@ -187,7 +187,7 @@ static void translate(const std::exception_ptr& thrown, void*) {
 }
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 2;  // see aio/backends.py
+    m.attr("VERSION") = 3;  // see aio/backends.py
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
@@ -209,6 +209,7 @@ NB_MODULE(_native, m) {
             request.inner->unwatch(signal.inner);
         });
     nb::class_<Owned>(m, "Engine")
+        .def("address", [](Owned& engine) { return uintptr_t(engine.operator->()); })
         .def("__init__",
              [](Owned* self, int kind, int depth, int64_t piece_bytes, int64_t inflight_bytes_max) {
                  const Options options{Kind(kind), depth, piece_bytes, inflight_bytes_max};

@@ -3,11 +3,11 @@
     PYTHONPATH=. python benchmarks/gpu/copies.py [--dry]
 
 Registered memory (as the engine's arena is), with and without huge pages, beside memory of
-cudaHostAlloc and pageable memory, whole and in the engine's pieces; what it costs to touch and to
-register it; and how long a fork of the process takes beside it (a worker of a DataLoader), with the
-memory kept from children, as the arena is, and not; and how long the host takes to learn of an end,
-by a fence, for which it sleeps, and by an event, for which it spins. A line is the median of
-`ROUNDS` rounds (`WAITS` of waits), in which all kinds take turns.
+cudaHostAlloc and pageable memory; what it costs to touch and to register it; how long a fork of the
+process takes beside it (a worker of a DataLoader), with the memory kept from children, as the arena
+is, and not; and how long the host takes to learn of an end, by a fence, for which it sleeps, and by
+an event, for which it spins. A line is the median of `ROUNDS` rounds (`WAITS` of waits), in which
+all kinds take turns.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.results import accelerator, save, synchronize, table
-from offload.runtime import executor as copies
 from offload.runtime.device import Device, PinError, compute_device
-from offload.runtime.executor import in_pieces
 from offload.runtime.memory import touch
 
 ROUNDS, WAITS = 5, 200
 ENDS = ("wait", "work", "us", "cpu_us")
 FORKS = ("memory", "fork_s", "touch_after_s")
-COLUMNS = ("memory", "pieces", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "touch_s", "register_s", "note")
+COLUMNS = ("memory", "h2d_gb_s", "d2h_gb_s", "both_gb_s", "touch_s", "register_s", "note")
 
 
 @dataclass
@@ -157,33 +155,29 @@ def seconds(work: Callable[[], object]) -> float:
 
 def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, Any]]:
     up, down = device.zeros(size), device.zeros(size)
-    whole, part = 1 << 62, copies.PIECE_BYTES_MAX
-    cases = [(memory, most) for memory in memories for most in (whole, part)]
     times: dict[int, dict[str, list[float]]] = {
-        i: {"h2d": [], "d2h": [], "both": []} for i in range(len(cases))
+        i: {"h2d": [], "d2h": [], "both": []} for i in range(len(memories))
     }
 
-    def one(into: torch.Tensor, source: torch.Tensor, most: int) -> None:
-        copies.PIECE_BYTES_MAX = most
-        for _ in in_pieces(device, into, source):
-            pass
+    def one(into: torch.Tensor, source: torch.Tensor) -> None:
+        device.copy(into, source)
         device.drain()
 
     with ThreadPoolExecutor(2) as pool:
         # Each direction on a thread and a stream of its own, as the lanes are.
         list(pool.map(lambda _: (device.enter(), time.sleep(0.05)), range(2)))
         for turn in range(ROUNDS + 1):
-            for index, (memory, most) in enumerate(cases):
+            for index, memory in enumerate(memories):
 
-                def there(memory: Memory = memory, most: int = most) -> None:
-                    pool.submit(one, up, memory.source, most).result()
+                def there(memory: Memory = memory) -> None:
+                    pool.submit(one, up, memory.source).result()
 
-                def back(memory: Memory = memory, most: int = most) -> None:
-                    pool.submit(one, memory.target, down, most).result()
+                def back(memory: Memory = memory) -> None:
+                    pool.submit(one, memory.target, down).result()
 
-                def both(memory: Memory = memory, most: int = most) -> None:
-                    first = pool.submit(one, up, memory.source, most)
-                    second = pool.submit(one, memory.target, down, most)
+                def both(memory: Memory = memory) -> None:
+                    first = pool.submit(one, up, memory.source)
+                    second = pool.submit(one, memory.target, down)
                     first.result()
                     second.result()
 
@@ -192,13 +186,12 @@ def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, 
                     if turn:
                         times[index][name].append(took)
     rows = []
-    for index, (memory, most) in enumerate(cases):
-        row: dict[str, Any] = {"memory": memory.kind, "pieces": "whole" if most == whole else "64"}
+    for index, memory in enumerate(memories):
+        row: dict[str, Any] = {"memory": memory.kind}
         for name, found in times[index].items():
             moved = size * (2 if name == "both" else 1)
             row[f"{name}_gb_s"] = moved / statistics.median(found) / 1e9
         rows.append({**row, **memory.costs})
-    copies.PIECE_BYTES_MAX = part
     return rows
 
 
@@ -220,7 +213,7 @@ def main() -> None:
     print(table(rows, COLUMNS))
     forked = forks(device, size)
     print(table(forked, FORKS))
-    ends = waits(device, copies.PIECE_BYTES_MAX)
+    ends = waits(device, min(size, 64 << 20))
     print(table(ends, ENDS))
     print(f"kept in {save('copies', rows, bytes=size, numa_node=node, forks=forked, waits=ends)}")
 

@@ -21,7 +21,6 @@ using without_gil::WithoutGil;
 using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
     nb::ndarray<const float, nb::shape<-1, FACTORS>, nb::c_contig, nb::device::cpu>;
-
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 // Up to here a CRC takes some microseconds at most: to hand the GIL over and wait for it is longer.
@@ -90,7 +89,7 @@ static void configure(int threads) {
 }
 
 NB_MODULE(_kernels, m) {
-    m.attr("VERSION") = 2;  // as cpu_adam/choice.py has it
+    m.attr("VERSION") = 3;  // as cpu_adam/choice.py has it
     nb::list operations;
     for (const char* name : OPERATIONS) operations.append(name);
     m.attr("OPERATIONS") = nb::tuple(operations);
@@ -106,5 +105,6 @@ NB_MODULE(_kernels, m) {
     m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"));
     m.def("configure", &configure, nb::arg("threads"));
     m.def("threads", [] { return Pool::get().threads(); });
+    m.def("pool", [] { return uintptr_t(&Pool::get()); });
     without_gil::prepare_for_the_end();
 }

@@ -35,15 +35,13 @@ namespace {
 
 std::atomic<Pool*> instance{new Pool};
 
-// A forked child has none of the threads, and jobs of others that will never end: it leaves that
-// pool as it is (its destructor would wait) and takes a new one.
-[[maybe_unused]] const int at_fork =
-    pthread_atfork(nullptr, nullptr, [] { instance.store(new Pool); });
+// A forked child has none of the threads, and jobs that never end: it leaves that pool as it is.
+[[maybe_unused]] const int forked = pthread_atfork(nullptr, nullptr, [] { Pool::share(new Pool); });
 
 }  // namespace
 
 Pool& Pool::get() { return *instance.load(); }
-
+void Pool::share(Pool* pool) { instance.store(pool); }
 int Pool::threads() {
     std::lock_guard lock(mutex_);
     return int(wanted_);
@@ -71,8 +69,7 @@ void Pool::start_missing_threads() {
         while (threads_.size() + 1 < wanted_)
             threads_.emplace_back(&Pool::serve, this, generation_);
     } catch (const std::system_error&) {
-        // A limit on threads: work with those there are, and try again next time.
-    }
+    }  // A limit on threads: work with those there are, and try again next time.
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 

@@ -22,8 +22,10 @@ class Job;
 // is destroyed at exit: threads that wait end with the process.
 class Pool {
 public:
-    // The pool of this process. Until `configure` it has one thread, the caller.
+    // The pool of this process; or that of another library in it, which is shared. Until
+    // `configure` it has one thread, the caller.
     static Pool& get();
+    static void share(Pool* pool);
 
     // Have so many threads, with a job's caller. Threads at work finish what they hold.
     void configure(int threads);

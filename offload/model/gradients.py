@@ -33,8 +33,9 @@ from offload.model.passes import Passes
 from offload.model.snapshots import Alias, Key, Snapshots, share
 from offload.model.units import refuse_sparse
 from offload.planning.profile import Parameter
-from offload.program.ops import Use, Value, Verb
+from offload.program.ops import Op, Use, Value, Verb
 from offload.program.schedule import Task
+from offload.runtime.books import Known
 from offload.runtime.executor import Executor
 from offload.runtime.memory import typed
 from offload.runtime.torch_internals import no_trap
@@ -78,6 +79,8 @@ class Gradients:
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], Alias] = {}
         """By unit and parameter, what shows a gradient in place."""
+        self._sums: dict[int, tuple[Op, object, Known]] = {}
+        """By unit, its last op that adds, of which parameters, made for compiled lanes."""
         self.units: list[UnitGradient] = []
         here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
         left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
@@ -148,8 +151,7 @@ class Gradients:
         ):
             run = None
             if known.op.verb is Verb.ADD:
-                reads = known.op.reads
-                run = self._adder(unit, reads[0], reads[1], arrived, set(one.kept))
+                known, run = self._adding(known, arrived, one.kept)
             self._executor.issue_known(known, self._passes.number, run)
         one.kept |= arrived
 
@@ -162,6 +164,7 @@ class Gradients:
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
+        self._sums.clear()
         for one in self.units:
             one.views.clear()
 
@@ -183,10 +186,20 @@ class Gradients:
         self.units[unit].task = task
         self._collecting.add(unit)
 
-    def _adder(
-        self, unit: int, stage: Use, deposit: Use, arrived: set[int], kept: set[int]
-    ) -> Callable[[], None]:
+    def _adding(
+        self, known: Known, arrived: set[int], kept: set[int]
+    ) -> tuple[Known, Callable[[], None] | None]:
         """The op that adds the staged gradients to those kept; what is new is copied."""
+        op, works = known.op, self._executor.works
+        stage, deposit = op.reads
+        unit, which = op.value.unit, (frozenset(arrived), frozenset(kept))
+        if works is not None:
+            made = self._sums.get(unit)
+            if made is None or made[:2] != (op, which):
+                work = works.add(self._plan.profile.units[unit], stage, deposit, arrived, kept)
+                made = self._sums[unit] = op, which, self._executor.known_as(op, work)
+            return made[2], None
+        kept = set(kept)
 
         def run() -> None:
             for parameter in sorted(arrived):
@@ -197,7 +210,7 @@ class Gradients:
                 else:
                     into.copy_(gradient)
 
-        return run
+        return known, run
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from offload.program.ops import Op, Verb
 from offload.program.schedule import Fence, Run, Task
 from offload.runtime.entry import entry, uncompiled
 from offload.runtime.executor import BytesOf, Executor
+from offload.runtime.native_work import Flat
 from offload.runtime.torch_internals import no_trap
 
 _T: Any = torch.Tensor
@@ -121,16 +122,19 @@ class PendingUnit:
         """By parameter, the gradient that it gets back."""
         self._tasks: list[Task] = []
         """What brings the weights back."""
-        self.carrier = Carrier(
-            executor,
-            weight={i: p.detach().view(-1) for i, p in self._parameters.items()},
-            gradient={i: _gradient(p).detach().reshape(-1) for i, p in self._parameters.items()},
-        )
+        self.flat: Flat = {
+            "weight": {i: p.detach().view(-1) for i, p in self._parameters.items()},
+            "gradient": {i: _gradient(p).detach().reshape(-1) for i, p in self._parameters.items()},
+        }
+        """Weights and gradients, by kind and parameter, in torch's memory."""
+        self.carrier = Carrier(executor, self.flat)
 
-    def queued(self, tasks: Sequence[Task]) -> None:
-        """Tasks of a chunk were issued: whoever waits for the unit waits for its weights."""
-        place = self._executor.plan.home("weight", self.index)
-        self._tasks += [t for t in tasks if any(use.place == place for use in t.op.writes)]
+    def queued(self, ops: Sequence[Op], tasks: Sequence[Task]) -> None:
+        """Ops of a chunk were issued: whoever waits for the unit waits for its weights."""
+        home = self._executor.plan.home("weight", self.index)
+        for op, task in zip(ops, tasks, strict=True):
+            if any((use.place, use.value.kind) == (home, "weight") for use in op.writes):
+                self._tasks.append(task)
 
     def start(self) -> None:
         """Let the parameters be pending, and the gradients be the lanes'."""
@@ -209,8 +213,8 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 class Carrier:
     """Moves the values of a unit between torch's memory and the lanes."""
 
-    def __init__(self, executor: Executor, **flat: dict[int, torch.Tensor]):
-        """Of the weights and gradients in `flat`, by kind and parameter."""
+    def __init__(self, executor: Executor, flat: Flat):
+        """Of the weights and gradients in `flat`."""
         self._executor, self._flat = executor, flat
         self.fence: Fence | None = None
         """What the user's stream had still to do at `step()`."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,7 +25,9 @@ from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_ops
 from offload.program.ops import Lane, Op, Use, Verb
 from offload.program.schedule import Fence, Task
+from offload.runtime.books import Known
 from offload.runtime.executor import BytesOf, Executor
+from offload.runtime.native_work import Flat, NativeWorks
 
 CLIP_EPS = 1e-6
 """Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
@@ -50,18 +54,37 @@ class _Due:
     """Of streamed units."""
 
 
+class Clip(Protocol):
+    """The norm of one step's gradient, while it is computed."""
+
+    norm: float
+    factor: float
+
+    def put(self, ordinal: int, total: float) -> None:
+        """A sum of squares, by its place in the order in which all are added up."""
+
+    def combine(self) -> None:
+        """The norm from the sums of squares in their order, and the factor that clips it."""
+
+
 @dataclass(slots=True)
 class _Clip:
     """The norm of one step's gradient, while it is computed."""
 
     max_norm: float
-    partials: dict[int, float] = field(default_factory=dict)
+    chunks: int
+    """How many sums of squares there may be."""
     norm: float = 0.0
     factor: float = 1.0
+    _partials: dict[int, float] = field(default_factory=dict)
+
+    def put(self, ordinal: int, total: float) -> None:
+        """A sum of squares, by its place in the order in which all are added up."""
+        self._partials[ordinal] = total
 
     def combine(self) -> None:
         """The norm from the sums of squares in their order, and the factor that clips it."""
-        total = in_order(self.partials[ordinal] for ordinal in sorted(self.partials))
+        total = in_order(self._partials[ordinal] for ordinal in sorted(self._partials))
         self.norm = math.sqrt(total) if total == total else math.nan
         ratio = self.max_norm / (self.norm + CLIP_EPS)
         self.factor = ratio if not ratio >= 1.0 else 1.0
@@ -77,13 +100,18 @@ class Updates:
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
         self._chunks: dict[int, list[_Chunk]] = {}
+        self._chunk_count = 0
         for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
             self._chunks.setdefault(unit, []).append(_Chunk(ordinal, unit, chunk, deadline))
+            self._chunk_count += 1
+        works = executor.works
+        self._make_clip: Callable[[float, int], Clip] = _Clip if works is None else works.clip
+        self._native = None if works is None else _NativeOps(executor, works)
         self._lane_shares = _lane_shares(self._plan)
         self._pending: list[Task] = []
         self._queued: Fence | None = None
         """Updates that the user's stream may still have to do."""
-        self._clip: _Clip | None = None
+        self._clip: Clip | None = None
         self._normed: Task | None = None
 
     def settle(self) -> None:
@@ -112,9 +140,12 @@ class Updates:
         due, pending = self._due(step), self._residents.pending
         if self._lane_shares and (due.at_once or due.pending):
             self.settle()  # The user's stream is about to use the workspace.
-        clip = None if self._max_grad_norm is None else _Clip(self._max_grad_norm)
-        if clip is not None:
-            clip.partials |= self._squares_at_once([*due.at_once, *due.pending], step)
+        clip = None
+        if self._max_grad_norm is not None:
+            clip = self._make_clip(self._max_grad_norm, self._chunk_count)
+            found = self._squares_at_once([*due.at_once, *due.pending], step)
+            for ordinal, total in found.items():
+                clip.put(ordinal, total)
         prepared = pending.prepare(list(dict.fromkeys(one.unit for one in due.pending)), step)
         try:
             if clip is not None:
@@ -143,9 +174,13 @@ class Updates:
         return self._chunks[unit][0].ordinal
 
     def _find_norm(
-        self, streamed: Sequence[_Chunk], step: Step, clip: _Clip, pass_number: int
+        self, streamed: Sequence[_Chunk], step: Step, clip: Clip, pass_number: int
     ) -> None:
         """Queue the norm, and what of it lanes sum."""
+        self._clip = clip
+        if self._native is not None:
+            self._normed = self._native.find_norm(streamed, step, clip, pass_number)
+            return
         partials = []
         for ordinal, unit, chunk, _ in streamed:
             ops = square(self._plan, unit, chunk, ordinal)
@@ -153,7 +188,6 @@ class Updates:
             self._executor.issue_chunk(ops, pass_number, run)
             partials.append(ops[-1].writes[0])
         self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
-        self._clip = clip
 
     def _squares_at_once(self, here: Sequence[_Chunk], step: Step) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""
@@ -165,7 +199,7 @@ class Updates:
             found[ordinal], since = total, self._executor.lanes.count(op, since)
         return found
 
-    def _update_at_once(self, here: Sequence[_Chunk], step: Step, clip: _Clip | None) -> None:
+    def _update_at_once(self, here: Sequence[_Chunk], step: Step, clip: Clip | None) -> None:
         if here and clip is not None and self._normed is not None:
             self._executor.lanes.wait([self._normed])
         for _, unit, chunk, deadline in here:
@@ -182,10 +216,14 @@ class Updates:
         self,
         due: Sequence[_Chunk],
         step: Step,
-        clip: _Clip | None,
+        clip: Clip | None,
         pass_number: int,
         prepared: Mapping[int, PendingUnit],
     ) -> None:
+        if self._native is not None:
+            self._pending += self._native.update(due, step, clip, pass_number, prepared)
+            self._residents.pending.start(prepared)
+            return
         for _, unit, chunk, deadline in due:
             ops = update_ops(self._plan, unit, chunk, deadline)
             op = next(op for op in ops if op.verb is Verb.UPDATE)
@@ -194,11 +232,11 @@ class Updates:
             tasks = self._executor.issue_chunk(ops, pass_number, run, carrying)
             self._pending += tasks
             if one is not None:
-                one.queued(tasks)
+                one.queued(ops, tasks)
         self._residents.pending.start(prepared)
 
     def _squarer(
-        self, op: Op, ordinal: int, steps: Mapping[int, ParameterStep], clip: _Clip
+        self, op: Op, ordinal: int, steps: Mapping[int, ParameterStep], clip: Clip
     ) -> Callable[[BytesOf], None]:
         plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
 
@@ -211,12 +249,12 @@ class Updates:
                     part = gradient[span.chunk_start : span.chunk_start + span.elements]
                     workspace = executor.memory.workspace(op)
                     total += sum_of_squares(part, workspace, executor.device.drain)
-            clip.partials[ordinal] = total
+            clip.put(ordinal, total)
 
         return run
 
     def _updater(
-        self, op: Op, steps: Mapping[int, ParameterStep], clip: _Clip | None
+        self, op: Op, steps: Mapping[int, ParameterStep], clip: Clip | None
     ) -> Callable[[BytesOf], None]:
         _, unit, chunk = op.value
         spec = self._plan.profile.units[unit]
@@ -244,6 +282,119 @@ class Updates:
             )
 
         return run
+
+
+class _NativeOps:
+    """The same for compiled lanes: each op is made once, and issued in every step."""
+
+    def __init__(self, executor: Executor, works: NativeWorks):
+        """None is made yet."""
+        self._executor, self._works, self._plan = executor, works, executor.plan
+        self._arenas = executor.memory.taken
+        self._updates: dict[int, tuple[_Members, list[list[Known]]]] = {}
+        self._squares: dict[int, tuple[_Members, list[list[Known]]]] = {}
+        self._norm: tuple[list[Use], Known] | None = None
+
+    def find_norm(
+        self, streamed: Sequence[_Chunk], step: Step, clip: Clip, pass_number: int
+    ) -> Task:
+        """Queue the sums of squares and the norm."""
+        settings, partials = self._works.settings([], clip), []
+        for unit, chunks in _by_unit(streamed):
+            for known in self._made(self._squares, unit, step, chunks, self._square):
+                self._executor.issue_known_chunk(known, pass_number, settings)
+                partials.append(known[-1].op.writes[0])
+        if self._norm is None or self._norm[0] != partials:
+            known_norm = self._executor.known_as(norm(partials), self._works.norm())
+            self._norm = partials, known_norm
+        return self._executor.issue_known_chunk([self._norm[1]], pass_number, settings)[0]
+
+    def update(
+        self,
+        due: Sequence[_Chunk],
+        step: Step,
+        clip: Clip | None,
+        pass_number: int,
+        prepared: Mapping[int, PendingUnit],
+    ) -> list[Task]:
+        """Queue the updates of all chunks that are due, in their order."""
+        tasks = []
+        for unit, chunks in _by_unit(due):
+            steps, one = step[unit], prepared.get(unit)
+            frozen = [(steps[at].hyper, steps[at].number) for at in sorted(steps)]
+            settings = self._works.settings(frozen, clip)
+            if one is None:
+                made = self._made(self._updates, unit, step, chunks, self._update)
+            else:  # Torch's memory is another one in each step.
+                made = [self._update(chunk, sorted(steps), one.flat) for chunk in chunks]
+            for known in made:
+                queued = self._executor.issue_known_chunk(known, pass_number, settings)
+                tasks += queued
+                if one is not None:
+                    one.queued([each.op for each in known], queued)
+        return tasks
+
+    def _made(
+        self,
+        kept: dict[int, tuple[_Members, list[list[Known]]]],
+        unit: int,
+        step: Step,
+        chunks: Sequence[_Chunk],
+        make: Callable[[_Chunk, Sequence[int]], list[Known]],
+    ) -> list[list[Known]]:
+        """The ops of each chunk of a unit, in memory that is still that of the arenas."""
+        if self._arenas != self._executor.memory.taken:
+            self._arenas = self._executor.memory.taken
+            self._updates.clear()
+            self._squares.clear()
+        members = tuple(sorted(step[unit]))
+        if unit not in kept or kept[unit][0] != members:
+            kept[unit] = members, [make(chunk, members) for chunk in chunks]
+        return kept[unit][1]
+
+    def _square(self, one: _Chunk, members: Sequence[int]) -> list[Known]:
+        ops = square(self._plan, one.unit, one.chunk, one.ordinal)
+        spec = self._plan.profile.units[one.unit]
+        work = self._works.squares(ops[-1], one.ordinal, members, spec, spec.chunks[one.chunk])
+        return [*map(self._executor.known, ops[:-1]), self._executor.known_as(ops[-1], work)]
+
+    def _update(self, one: _Chunk, members: Sequence[int], flat: Flat | None = None) -> list[Known]:
+        """The ops of a chunk; with `flat` its weights and gradients are there, and do not move."""
+        ops = update_ops(self._plan, one.unit, one.chunk, one.deadline)
+        if flat is not None:
+            ops = [_in_place(self._plan, op) for op in ops if op.value.kind == "state"]
+        spec = self._plan.profile.units[one.unit]
+        rows = {parameter: row for row, parameter in enumerate(members)}
+        found = []
+        for op in ops:
+            if op.verb is Verb.MOVE:
+                found.append(self._executor.known(op))
+            else:
+                work = self._works.update(op, rows, spec, spec.chunks[one.chunk], flat)
+                found.append(self._executor.known_as(op, work))
+        return found
+
+
+_Members = tuple[int, ...]
+"""Parameters of a unit that take part in a step."""
+
+
+def _by_unit(chunks: Iterable[_Chunk]) -> Iterator[tuple[int, list[_Chunk]]]:
+    for unit, some in groupby(chunks, attrgetter("unit")):
+        yield unit, list(some)
+
+
+def _in_place(plan: Plan, op: Op) -> Op:
+    """An update whose weight and gradient are at home."""
+
+    def at_home(use: Use) -> Use:
+        kind, unit, _ = use.value
+        return use if kind == "state" else Use(plan.home(kind, unit), use.value)
+
+    if op.verb is Verb.MOVE:
+        return op
+    reads = (*map(at_home, op.reads[:3]), *op.reads[3:])
+    return replace(op, reads=reads, writes=tuple(map(at_home, op.writes)))
 
 
 def _typed(plan: Plan, use: Use, bytes_of: BytesOf) -> torch.Tensor:

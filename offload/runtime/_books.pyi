@@ -19,12 +19,17 @@ class Known: ...
 def make_known(
     lane: int,
     deadline: int,
+    bytes: int,
     op: Op,
-    spans: tuple[int, int, int] | None,
+    work: Work | None,
     reads: list[int],
     writes: list[int],
 ) -> Known:
-    """An op that comes again, by numbers; with `spans` a copy that its lane does."""
+    """An op that comes again, by numbers; `work` its lane does by itself."""
+
+class Work: ...
+class Settings: ...
+class TransferFailed(OSError): ...
 
 class Books:
     """For so many lanes and staging slots; of what ran without Python the last is told."""
@@ -37,8 +42,13 @@ class Books:
         run: Run | None,
         passage: Passage | None,
         waits: Iterable[Task] | None,
+        settings: Settings | None = None,
     ) -> Task:
         """A task, queued; `ran` tells of it where there is no `run`."""
+    def issue_chunk(
+        self, known: list[Known], pass_number: int, staged: bool, settings: Settings | None
+    ) -> list[Task]:
+        """The tasks of a chunk, with a passage where it is `staged`."""
     def issue_all(
         self,
         known: list[Known],
@@ -57,9 +67,8 @@ class Books:
     def look(self, task: Task) -> tuple[Key, list[int], list[tuple[int, float]]]:
         """Its urgency, the serials of what it waits for, and the lanes that led to it."""
     def take(self, lane: int, wait: bool) -> Task | None: ...
-    def overtaking(self, lane: int, than: Task) -> Task | None: ...
     def stop(self, closing: bool) -> None: ...
     def forget(self) -> None:
         """Let go of what lanes would have called."""
-    def copied(self, lane: int) -> tuple[float, int, int]: ...
+    def used(self, lane: int) -> tuple[float, int, int]: ...
     def ran(self) -> list[tuple[Op, float, float]]: ...

@@ -8,10 +8,10 @@ queues. What is raised under the lock leaves the books half written, and ends ev
 [Note: Compiled books]
 The books are kept in C++ (`src`) where the compiler was there and the device is the host,
 but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
-against those here for random ops. Lanes then wait without the GIL, and copy within CPU memory
-without Python at all, so the user's thread pays for a copy only when it is queued; a small one it
-does itself where the lane sleeps, as waking it takes as long. Fences of a device are Python's, so
-its books are.
+against those here for random ops. Lanes then wait without the GIL and do their works without Python
+([Note: Native work] of `native_work`), so the user's thread pays for one only when it is queued; a
+small copy it does itself where the lane sleeps, as waking it takes as long. Fences of a device are
+Python's, so its books are.
 """
 
 from __future__ import annotations
@@ -35,9 +35,6 @@ HISTORY_MAX = 16
 """How many tasks back a wait is traced to the lanes that caused it: an update is three or more on
 the way through the tiers, and waits for a slot that another chunk had."""
 
-Spans = tuple[int, int, int]
-"""A copy within CPU memory: the addresses of its target and its source, and its bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -46,22 +43,20 @@ class Known:
     op: Op
     run: Run | None
     """What it does, where that is always the same."""
-    copies: bool
-    """Whether its lane does it on its own."""
     booked: Any
     """What the books keep of it: here the cells that it reads and those that it writes, see
     `program.cells`; an object of C++ in the compiled ones."""
     ready: bool
-    """Whether it may be issued without a `run`: it has one, its lane copies, or it is the user's
-    own compute."""
+    """Whether it may be issued without a `run`: it has one, its lane does it on its own, or it is
+    the user's own compute."""
 
 
 class Books:
     """The books of some lanes, by `Schedule` and `Scoreboard`."""
 
-    copies = False
-    """Whether lanes copy within CPU memory by themselves; what they and the user's computes did is
-    then told by `copied` and `ran`."""
+    native: Any = None
+    """The extension whose lanes do works by themselves; what they and the user's computes did is
+    then told by `used` and `ran`."""
 
     def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
         """Of these lanes; `fail` ends everything with an error."""
@@ -95,11 +90,11 @@ class Books:
         reads: Sequence[object],
         writes: Sequence[object],
         run: Run | None = None,
-        spans: Spans | None = None,
+        work: Any = None,
     ) -> Known:
         """Write an op down, to be issued any number of times; see `program.cells`."""
         ready = run is not None or op.verb in OF_USER
-        return Known(op, run, False, (reads, writes), ready)
+        return Known(op, run, (reads, writes), ready)
 
     def issue(
         self, known: Known, number: int, run: Run | None, passage: Passage | None = None
@@ -110,7 +105,7 @@ class Books:
         """
         (reads, writes), key = known.booked, (number, known.op.deadline)
         waits = self._board.waits(reads, writes)
-        task = self.submit(known.op, waits, key, run, passage, None)
+        task = self.submit(known.op, waits, key, run, passage)
         self._board.note(task, reads, writes)
         return task
 
@@ -119,6 +114,12 @@ class Books:
     ) -> list[Task]:
         """The same for several."""
         return [self.issue(one, number, run) for one, run in zip(known, runs)]
+
+    def issue_chunk(
+        self, known: Sequence[Known], number: int, settings: Any, *, staged: bool
+    ) -> list[Task]:
+        """Of compiled books alone: here ops have no works."""
+        raise NotImplementedError
 
     def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -140,7 +141,7 @@ class Books:
         key: Key,
         run: Run | None,
         passage: Passage | None,
-        spans: Spans | None,
+        work: Any = None,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute."""
         with self.lock, self:
@@ -208,16 +209,8 @@ class Books:
                 self._wake[lane].wait()
             return None
 
-    def overtaking(self, lane: Lane, task: Task) -> Task | None:
-        """Begin what may start at once and is more urgent than `task`, if there is any."""
-        with self.lock:
-            other = self._schedule.first(lane)
-            if other is None or other.key >= task.key or self._stopped:
-                return None
-            return None if other.fenced else self._schedule.take(lane)
-
-    def copied(self, lane: Lane) -> tuple[float, int, int]:
-        """Seconds, bytes and number of copies that a lane has done on its own since last asked."""
+    def used(self, lane: Lane) -> tuple[float, int, int]:
+        """Seconds, bytes and number of works that a lane has done on its own since last asked."""
         return 0.0, 0, 0
 
     def ran(self) -> list[Ran]:
@@ -300,7 +293,7 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 1
+BOOKS_VERSION = 2
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -317,7 +310,7 @@ except ImportError:  # Not compiled: the reference serves.
 class CompiledBooks:
     """The books of all lanes; see `Books` for what each call does."""
 
-    copies = True
+    native: Any = _native
 
     def __init__(self, kept: int = SPANS_MAX) -> None:
         """Nothing is queued; of what has run, remember the last so many."""
@@ -330,6 +323,7 @@ class CompiledBooks:
         self.finish: Callable[..., None] = books.finish
         self.all = books.all
         self._issue, self._issue_all = books.issue, books.issue_all
+        self._issue_chunk = books.issue_chunk
 
     def know(
         self,
@@ -337,13 +331,13 @@ class CompiledBooks:
         reads: Iterable[object],
         writes: Iterable[object],
         run: Run | None = None,
-        spans: Spans | None = None,
+        work: Any = None,
     ) -> Known:
-        """Write an op down; what has `spans` its lane copies on its own."""
+        """Write an op down; `work` its lane does on its own."""
         cells = self._numbers(reads), self._numbers(writes)
-        ready = bool(spans or run) or op.verb in OF_USER
-        booked = _native.make_known(_NUMBER[op.lane], op.deadline, op, spans, *cells)
-        return Known(op, None if spans else run, spans is not None, booked, ready)
+        ready = bool(work or run) or op.verb in OF_USER
+        booked = _native.make_known(_NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells)
+        return Known(op, None if work else run, booked, ready)
 
     def _numbers(self, cells: Iterable[object]) -> list[int]:
         return [self._cells.setdefault(cell, len(self._cells)) for cell in cells]
@@ -359,6 +353,12 @@ class CompiledBooks:
     ) -> list[Task]:
         """The same for several, in one call."""
         return self._issue_all([one.booked for one in known], number, list(runs))
+
+    def issue_chunk(
+        self, known: Sequence[Known], number: int, settings: Any, *, staged: bool
+    ) -> list[Task]:
+        """The ops of a chunk, whose works are given `settings`, in one call."""
+        return self._issue_chunk([one.booked for one in known], number, staged, settings)
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -376,10 +376,10 @@ class CompiledBooks:
         key: Key,
         run: Run | None,
         passage: Passage | None,
-        spans: Spans | None,
+        work: Any = None,
     ) -> Task:
-        """Queue an op behind `waits`; what has `spans` its lane copies on its own."""
-        known = self.know(replace(op, deadline=key[1]), (), (), run, spans)
+        """Queue an op behind `waits`; `work` its lane does on its own."""
+        known = self.know(replace(op, deadline=key[1]), (), (), run, work)
         return self._issue(known.booked, key[0], run, passage, waits)
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
@@ -395,16 +395,12 @@ class CompiledBooks:
         """Begin the most urgent task of `lane`; without `wait` only if there is one now."""
         return self._books.take(_NUMBER[lane], wait)
 
-    def overtaking(self, lane: Lane, task: Task) -> Task | None:
-        """Begin what is more urgent than `task`, if there is any."""
-        return self._books.overtaking(_NUMBER[lane], task)
-
-    def copied(self, lane: Lane) -> tuple[float, int, int]:
-        """What a lane has copied on its own."""
-        return self._books.copied(_NUMBER[lane])
+    def used(self, lane: Lane) -> tuple[float, int, int]:
+        """What a lane has done on its own."""
+        return self._books.used(_NUMBER[lane])
 
     def ran(self) -> list[Ran]:
-        """The last copies and computes of the user since that was asked."""
+        """The last works and computes of the user since that was asked."""
         return [Ran(op.lane, op, start, stop) for op, start, stop in self._books.ran()]
 
     def stop(self, *, closing: bool) -> None:

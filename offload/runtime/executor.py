@@ -3,63 +3,30 @@
 The executor owns the memory, the store and the lanes of an engine. It knows places and values, and
 nothing of parameters or modules. The user's thread reads and writes homes through `read_home` and
 `write_home`, after `quiesce`.
-
-[Note: Pieces]
-A device moves bytes in each direction one copy after the other, in the order in which it was given
-them: a unit of 400 MB holds up whatever comes behind it, however urgent, for 8 ms at 50 GB/s. So a
-long copy is queued piece by piece. Two are under way at once, the one that moves and the one that
-follows it, so that nothing stands still between them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
 
 import torch
 
+from cpu_adam.choice import kernel
 from offload.planning.layout import Plan
-from offload.planning.profile import BLOCK_BYTES, Kind
+from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells, staged
-from offload.program.schedule import Fence, Passage, Run, Task, in_slot
-from offload.runtime.books import Known, Spans
+from offload.program.schedule import Passage, Run, Task, in_slot
+from offload.runtime.books import Known
 from offload.runtime.device import Device
 from offload.runtime.lanes import Lanes
 from offload.runtime.memory import Memory, host_tensor
+from offload.runtime.native_work import NativeWorks, Settings, Work
 from offload.runtime.shared_budget import Share
 from offload.runtime.store import Store
 from offload.runtime.trace import Trace
-
-PIECE_BYTES_MAX = 64 << 20
-"""Most bytes of a piece: a millisecond or two, and long enough to reach the full speed. The pieces
-of a copy are of one size, so more than half of it."""
-
-UNDER_WAY_MAX = 2
-"""Pieces that are queued and not done."""
-
-
-def in_pieces(device: Device, into: torch.Tensor, source: torch.Tensor) -> Iterator[None]:
-    """Queue a copy of flat bytes on the current stream; yields between two pieces.
-
-    When it ends, all is queued, and of the pieces the last `UNDER_WAY_MAX` may not be done.
-    """
-    size = into.numel()
-    count = max(1, -(-size // PIECE_BYTES_MAX))
-    step = -(-size // (count * BLOCK_BYTES)) * BLOCK_BYTES or BLOCK_BYTES
-    under_way: deque[Fence | None] = deque()
-    for start in range(0, size, step):
-        if start:
-            under_way.append(device.fence(device.stream()))
-            if len(under_way) == UNDER_WAY_MAX:
-                fence = under_way.popleft()
-                if fence is not None:
-                    fence.synchronize()
-            yield
-        device.copy(into[start : start + step], source[start : start + step])
-
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
@@ -108,8 +75,33 @@ class Executor:
         except BaseException:
             self._release()
             raise
-        self.step = 0
+        self.works = self._native_works()
+        """Makes what lanes do by themselves; None where all is done in Python."""
+        self._step = 0
+
+    def _native_works(self) -> NativeWorks | None:
+        native = self.lanes.native
+        if native is None or kernel().native is None:
+            return None
+        if self.store is not None:
+            if not self.store.native:
+                return None
+            explain = self.store.explain
+            self.lanes.explain = lambda error: (
+                explain(error.args) if isinstance(error, native.TransferFailed) else error
+            )
+        return NativeWorks(native, self.plan, self.memory.at, self.store)
+
+    @property
+    def step(self) -> int:
         """Steps taken: stamped on what is written to the store."""
+        return self._step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self._step = number
+        if self.store is not None:
+            self.store.step[0] = number
 
     def check(self) -> None:
         """Raise unless values can be had.
@@ -137,21 +129,19 @@ class Executor:
 
     def known(self, op: Op) -> Known:
         """`op`, to be issued any number of times."""
-        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
-        if op.verb is not Verb.MOVE or "nvme" in (
-            use.place.tier for use in (*op.reads, *op.writes)
-        ):
-            return self.lanes.know(op, reads, writes)
-        if op.bytes > PIECE_BYTES_MAX:
-            return self.lanes.know(op, reads, writes, self._mover(op, None))
-        run = partial(self._copy, *op.reads, *op.writes)
-        spans = self._spans(op) if self.lanes.copies else None
-        return self.lanes.know(op, reads, writes, run, spans)
+        if op.verb is not Verb.MOVE:
+            return self.known_as(op, None)
+        if self.works is not None and (work := self.works.move(op)) is not None:
+            return self.known_as(op, work)
+        run = None
+        if "nvme" not in (use.place.tier for use in (*op.reads, *op.writes)):
+            run = partial(self._copy, *op.reads, *op.writes)
+        return self.known_as(op, None, run)
 
-    def _spans(self, op: Op) -> Spans | None:
-        into, source = (self.memory.at(use) for use in (*op.writes, *op.reads))
-        assert into.numel() == source.numel()
-        return (into.data_ptr(), source.data_ptr(), into.numel()) if into.numel() else None
+    def known_as(self, op: Op, work: Work | None, run: Run | None = None) -> Known:
+        """`op`, which is `work` for a lane that does such by itself, else `run`."""
+        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
+        return self.lanes.know(op, reads, writes, run, work)
 
     def issue_known(
         self, known: Known, pass_number: int, run: Callable[[], None] | None = None
@@ -205,6 +195,17 @@ class Executor:
             raise
         return tasks
 
+    def issue_known_chunk(
+        self, known: Sequence[Known], pass_number: int, settings: Settings
+    ) -> list[Task]:
+        """Queue the ops of a chunk, all with works, which are given `settings`."""
+        try:
+            passes = staged(one.op for one in known)
+            return self.lanes.issue_chunk(known, pass_number, settings, staged=passes)
+        except BaseException as error:
+            self.lanes.fail(error)  # As in `issue_chunk`.
+            raise
+
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else in_slot(use, passage.slot))
 
@@ -225,9 +226,9 @@ class Executor:
             assert self.store is not None
             self.store.write(value.kind, unit, self._bytes_of(passage, source), step, part)
 
-        def copy() -> Iterator[None]:
+        def copy() -> None:
             here = self._bytes_of(passage, source)
-            return in_pieces(self.device, self._bytes_of(passage, target), here)
+            self.device.copy(self._bytes_of(passage, target), here)
 
         if source.place.tier == "nvme":
             return read
@@ -325,7 +326,7 @@ class ChunkCache:
         """The bytes of a chunk at home as it is now, to be changed only by who writes it next."""
         written = self._written(value)
         last, self._last = self._last, None
-        if last is not None and last[0] == value and last[1] is written:
+        if last is not None and last[0] == value and last[1] == written:
             found = last[2]
         else:
             del last  # Before the next one takes memory.

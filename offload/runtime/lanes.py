@@ -21,7 +21,7 @@ import torch
 from offload.program.ops import Lane, Op
 from offload.program.schedule import Fence, Key, Passage, Run, Task
 from offload.runtime import entry
-from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks, Spans, books_of
+from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks, books_of
 from offload.runtime.device import Device
 from offload.runtime.entry import EngineError
 from offload.runtime.trace import LaneUse, Ran, Stepped, Trace, Waited
@@ -63,7 +63,7 @@ class LaneStats:
         """What each lane has done so far; it stays what it was when it was asked for."""
         with self._lock:
             for lane, use in self._use.items():
-                seconds, moved, operations = self._books.copied(lane)
+                seconds, moved, operations = self._books.used(lane)
                 use.busy_s += seconds
                 use.bytes += moved
                 use.operations += operations
@@ -101,8 +101,8 @@ class LaneStats:
         with self._lock:
             if self.trace is None:
                 return None
-            if copied := self._books.ran():
-                ran = sorted([*self.trace.ran, *copied], key=attrgetter("stop"))
+            if found := self._books.ran():
+                ran = sorted([*self.trace.ran, *found], key=attrgetter("stop"))
                 self.trace.ran.clear()
                 self.trace.ran.extend(ran)
             return self.trace.copy()
@@ -144,16 +144,18 @@ class Lanes:
         self.count, self.waited, self.note = stats.count, stats.waited, stats.note
         self._lock = threading.Lock()
         """Guards `_failure` and `ended`."""
-        self.copies = self._books.copies and pace is None
-        """Whether copies within CPU memory need no more than `spans`."""
+        self.native: Any = self._books.native if pace is None else None
+        """The extension of lanes that do works by themselves; None where all is done in Python."""
+        self.explain: Callable[[BaseException], BaseException] = lambda error: error
+        """What a failed work of such a lane is to the user."""
         # What these do is said there; no call is so frequent as these.
         self.know, self.issue = self._books.know, self._books.issue
-        self.issue_all = self._books.issue_all
+        self.issue_all, self.issue_chunk = self._books.issue_all, self._books.issue_chunk
         self.touching, self.all = self._books.touching, self._books.all
         self.passage, self.seal = self._books.passage, self._books.seal
         self.cancel, self.together = self._books.cancel, self._books.together
         self.finish: Callable[[Task], None] = (
-            self._books.finish if self._books.copies else self._finish
+            self._books.finish if self._books.native else self._finish
         )
         """The user's compute is over (on the host; the device may have work left)."""
         self._pace = pace
@@ -196,15 +198,13 @@ class Lanes:
         key: Key,
         run: Run | None = None,
         passage: Passage | None = None,
-        spans: Spans | None = None,
     ) -> Task:
         """Queue an op behind `waits`; without `run` it is the user's own compute.
 
-        With `passage` it is one of the ops of a chunk, and starts after `seal`; with `spans`, where
-        lanes copy, it is that copy.
+        With `passage` it is one of the ops of a chunk, and starts after `seal`.
         """
         entry.owner = self.owner
-        return self._books.submit(op, waits, key, run, passage, spans)
+        return self._books.submit(op, waits, key, run, passage)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""
@@ -328,7 +328,7 @@ class Lanes:
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
-            self.fail(error)
+            self.fail(self.explain(error))
             self._started.abort()
 
     def _prepare(self) -> None:
@@ -349,7 +349,6 @@ class Lanes:
                 for fence in work:
                     if fence is not None:
                         start += self._come(task, [fence])
-                    start += self._let_pass(lane, task)
             self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
@@ -374,10 +373,3 @@ class Lanes:
         task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
         task.ready_at = time.perf_counter()
         return task.ready_at - since
-
-    def _let_pass(self, lane: Lane, task: Task) -> float:
-        """Between two pieces of `task`: do what is more urgent; the seconds that it took."""
-        since = time.perf_counter()
-        while (other := self._books.overtaking(lane, task)) is not None:
-            self._run(lane, other)
-        return time.perf_counter() - since

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +28,21 @@ CHECK_BYTES = 8 << 20
 Bytes = npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEntry:
-    """What the last write of a chunk left: its step, and the CRC32C of its bytes."""
+class ChunkEntry(NamedTuple):
+    """What the last write of a chunk left: its step, the CRC32C of its bytes, and which it was."""
 
     step: int
     crc: int
+    write: int
+
+
+_BEGUN, _ENDED, _STEP, _CRC = range(4)
+"""Of a chunk: how many writes have begun, and how many had at the end of the last; the step and the
+CRC32C of that. Compiled lanes have them as `Check`."""
+
+NativeChunk = tuple[int, int, int, int, list["aio.NativePart"]]
+"""A chunk for compiled lanes: its number, start and bytes in the value, the address of what is kept
+of it, and where it lies."""
 
 
 class Store:
@@ -69,8 +79,16 @@ class Store:
         self._extents = layout.index()
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        """Guards `_entries`."""
-        self._entries: dict[tuple[str, str, int], ChunkEntry] = {}
+        """Guards what is kept of chunks; that of a chunk on a lane is the lane's."""
+        self._first: dict[tuple[str, str], int] = {}
+        """By value, the number of its first chunk."""
+        numbers = itertools.accumulate((len(e.chunk_bytes) for e in layout.extents), initial=0)
+        self._first = dict(zip(self._extents, numbers))
+        self._checks = np.zeros((sum(len(e.chunk_bytes) for e in layout.extents), 4), np.int64)
+        self._moved = np.zeros(2, np.int64)
+        """Bytes that compiled lanes have read and written."""
+        self.step = np.zeros(1, np.int64)
+        """Stamped on what compiled lanes write."""
         self._volume = aio.create_volume(
             directories,
             layout.bytes,
@@ -103,12 +121,12 @@ class Store:
     @property
     def bytes_read(self) -> int:
         """Bytes read so far."""
-        return self._volume.bytes_read
+        return self._volume.bytes_read + int(self._moved[0])
 
     @property
     def bytes_written(self) -> int:
         """Bytes written so far."""
-        return self._volume.bytes_written
+        return self._volume.bytes_written + int(self._moved[1])
 
     def counters(self) -> tuple[aio.Counters, ...]:
         """The backend's counters for each of `files`."""
@@ -158,9 +176,9 @@ class Store:
         """
         extent = self._extents[kind, unit]
         numbers, start, data = self._chunks_of(extent, chunk, source)
+        checks = self._checks[self._first[kind, unit] :]
         with self._lock:
-            for number in numbers:
-                self._entries.pop((kind, unit, number), None)
+            checks[list(numbers), _BEGUN] += 1
         with self._transfers(extent, numbers, start, data, writing=True) as by_chunk:
             for number, transfers in zip(numbers, by_chunk):
                 crc = 0
@@ -169,12 +187,57 @@ class Store:
                 for _, ticket in transfers:
                     self._wait(ticket, extent, number)
                 with self._lock:
-                    self._entries[kind, unit, number] = ChunkEntry(step, crc)
+                    checks[number, _STEP:] = step, crc
+                    checks[number, _ENDED] = checks[number, _BEGUN]
 
     def entry(self, kind: str, unit: str, chunk: int) -> ChunkEntry | None:
-        """The entry of a chunk, one object until the next write begins; None if not readable."""
+        """The entry of a chunk; None if it is not readable."""
         with self._lock:
-            return self._entries.get((kind, unit, chunk))
+            begun, ended, step, crc = self._checks[self._first[kind, unit] + chunk].tolist()
+        return ChunkEntry(step, crc, begun) if begun == ended > 0 else None
+
+    # -- for compiled lanes ------------------------------------------------------------------------
+
+    @property
+    def native(self) -> bool:
+        """Whether compiled lanes can do the transfers."""
+        return self._volume.native
+
+    def native_chunks(self, kind: str, unit: str, chunk: int | None) -> list[NativeChunk]:
+        """A chunk, or all of a value, for compiled lanes."""
+        extent = self._extents[kind, unit]
+        numbers = range(len(extent.chunk_bytes)) if chunk is None else range(chunk, chunk + 1)
+        start, found = extent.chunk_offsets[numbers[0]], []
+        for number in numbers:
+            at, size = extent.chunk_offsets[number], extent.chunk_bytes[number]
+            parts = self._volume.native_parts(extent.offset + at, size)
+            row = self._first[kind, unit] + number
+            address = self._checks[row : row + 1].ctypes.data
+            found.append((row, at - start, size, address, parts))
+        return found
+
+    def native_counts(self) -> tuple[int, int]:
+        """Addresses of what compiled lanes count, and of the step that they stamp."""
+        return self._moved.ctypes.data, self.step.ctypes.data
+
+    def explain(self, failure: Sequence[int]) -> Exception:
+        """What became of a transfer of a compiled lane, in the words of `read` and `write`."""
+        from aio.native import explained  # There, as a compiled lane was.
+
+        writing, row, code, cause, offset, count, last_code, found = failure
+        key = next(key for key in reversed(self._first) if self._first[key] <= row)
+        extent, number = self._extents[key], row - self._first[key]
+        at, size = extent.offset + extent.chunk_offsets[number], extent.chunk_bytes[number]
+        if code:
+            path = self._volume.path_of(at, size)
+            return self._failed(
+                explained(path, bool(writing), (code, cause, offset, count, last_code)),
+                extent,
+                number,
+            )
+        if found < 0:
+            return self._never_written(extent, number)
+        return self._mismatch(extent, number, int(self._checks[row, _CRC]), found)
 
     def close(self) -> None:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
@@ -246,17 +309,23 @@ class Store:
         try:
             ticket.wait()
         except OSError as error:
-            text = f"chunk {number} of {extent.kind} of {extent.unit!r}: {error.strerror}"
-            raise OSError(error.errno, text, error.filename) from error
+            raise self._failed(error, extent, number) from error
+
+    def _failed(self, error: OSError, extent: Extent, number: int) -> OSError:
+        text = f"chunk {number} of {extent.kind} of {extent.unit!r}: {error.strerror}"
+        return OSError(error.errno, text, error.filename)
 
     def _entry(self, extent: Extent, number: int) -> ChunkEntry:
         entry = self.entry(extent.kind, extent.unit, number)
         if entry is None:
-            raise ValueError(
-                f"chunk {number} of {extent.kind} of {extent.unit!r} in {self.path} was asked for "
-                "but never completely written: likely an earlier write failed; write it first"
-            )
+            raise self._never_written(extent, number)
         return entry
+
+    def _never_written(self, extent: Extent, number: int) -> ValueError:
+        return ValueError(
+            f"chunk {number} of {extent.kind} of {extent.unit!r} in {self.path} was asked for "
+            "but never completely written: likely an earlier write failed; write it first"
+        )
 
     def _mismatch(self, extent: Extent, number: int, expected: int, found: int) -> OSError:
         offset = extent.offset + extent.chunk_offsets[number]

@@ -1,9 +1,9 @@
 #include "books.h"
 
+#include "turn.h"
+
 #include <algorithm>
 #include <chrono>
-#include <cstring>
-#include <exception>
 #include <stdexcept>
 
 namespace books {
@@ -16,61 +16,6 @@ static void require_new(const Task& task) {
     require(task.serial == 0, "a task is queued once");
     require(!task.passage || !task.passage->started(), "a passage is sealed before it starts");
 }
-
-class Books::Turn {
-public:
-    explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
-    Turn(const Turn&) = delete;
-    ~Turn() {
-        if (writing_ && std::uncaught_exceptions() > before_) {
-            books_.torn_ = books_.stopped_ = books_.told_ = true;
-            for (Lane& lane : books_.lanes_) lane.wake.notify_all();
-        }
-        tell();
-    }
-
-    // From here on an error leaves the books half written.
-    void write() {
-        books_.require_whole();
-        writing_ = true;
-    }
-
-    // Do something without the lock; nothing that may fail.
-    template <typename Function>
-    void without(Function function) {
-        lock_.unlock();
-        function();
-        lock_.lock();
-        write();  // Somebody else may have torn them meanwhile.
-    }
-
-    // Wait until somebody tells, or the time is up; whether it is not.
-    bool sleep(std::chrono::steady_clock::time_point until) {
-        return books_.changed_.wait_until(lock_, until) != std::cv_status::timeout;
-    }
-    // Wait until the lane may have something to do.
-    void sleep(Lane& lane) {
-        tell();
-        lane.asleep = true;
-        lane.wake.wait(lock_);
-        lane.asleep = false;
-    }
-    // Wake whom it concerns.
-    void tell() {
-        if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
-        for (Lane& lane : books_.lanes_) {
-            if (!lane.asleep || lane.ready.empty() || books_.stopped_) continue;
-            lane.asleep = false;
-            lane.wake.notify_one();
-        }
-    }
-
-private:
-    Books& books_;
-    std::unique_lock<std::mutex> lock_;
-    const int before_ = std::uncaught_exceptions();
-    bool writing_ = false;
-};
 
 void Books::require_whole() const {
     if (torn_) {
@@ -94,7 +39,7 @@ void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
     require_new(*task);
     turn.write();
     queue(task, waits);
-    copy_at_hand(turn);
+    work_at_hand(turn);
 }
 
 void Books::issue(const TaskPtr& task, const Cells& reads, const Cells& writes) {
@@ -103,7 +48,7 @@ void Books::issue(const TaskPtr& task, const Cells& reads, const Cells& writes) 
     turn.write();
     queue(task, board_.waits(reads, writes));
     board_.note(task, reads, writes);
-    copy_at_hand(turn);
+    work_at_hand(turn);
 }
 
 std::vector<TaskPtr> Books::touching(const Cells& reads, const Cells& writes) {
@@ -131,7 +76,7 @@ void Books::seal(const PassagePtr& passage) {
         }
     }
     came(passage.get(), nullptr);
-    copy_at_hand(turn);
+    work_at_hand(turn);
 }
 
 void Books::cancel(const std::vector<TaskPtr>& tasks) {
@@ -192,7 +137,7 @@ void Books::finish(Task& task) {
     turn.write();
     if (task.of_user) record(task.number, task.began_at, now());
     done(&task);
-    copy_at_hand(turn);
+    work_at_hand(turn);
 }
 
 Seen Books::look(const Task& task) {
@@ -218,13 +163,24 @@ void Books::stop(bool closing) {
 TaskPtr Books::take(int number, bool wait) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
-    while (!closing_) {
+    while (!closing_ || !lane.flights.empty()) {
         turn.write();
-        if (Task* task = stopped_ ? nullptr : first(lane)) {
-            if (task->copy.bytes == 0) return task->shared_from_this();
+        if (!lane.landed.empty()) {
+            land(turn, lane);
+            continue;
+        }
+        if (lane.failure && lane.flights.empty()) {
+            turn.written();
+            std::rethrow_exception(lane.failure);
+        }
+        const bool may_begin =
+            !stopped_ && !lane.failure && lane.flying_bytes < FLYING_BYTES_MAX;
+        if (Task* task = may_begin ? first(lane) : nullptr) {
+            if (task->work == nullptr) return task->shared_from_this();
             turn.tell();
-            run_copy(turn, lane, task);
-        } else if (wait) {
+            if (task->work->transfers() != nullptr) take_off(turn, lane, task);
+            else run_work(turn, lane, task);
+        } else if (wait || !lane.flights.empty()) {
             turn.sleep(lane);
         } else {
             break;
@@ -233,22 +189,14 @@ TaskPtr Books::take(int number, bool wait) {
     return nullptr;
 }
 
-TaskPtr Books::overtaking(int number, const Task& than) {
-    Turn turn(*this);
-    Lane& lane = lanes_[number];
-    turn.write();
-    while (!stopped_ && !lane.ready.empty() && lane.ready.begin()->second->key < than.key) {
-        Task* task = first(lane);
-        if (task->copy.bytes == 0) return task->shared_from_this();
-        turn.tell();
-        run_copy(turn, lane, task);
-    }
-    return nullptr;
-}
-
-Copied Books::copied(int lane) {
+Used Books::used(int lane) {
     const Turn turn(*this);
-    return std::exchange(lanes_[lane].copied, {});
+    Lane& one = lanes_[lane];
+    if (one.flying_bytes > 0) {
+        const double until = now();
+        one.used.busy_s += until - std::exchange(one.flying_since, until);
+    }
+    return std::exchange(one.used, {});
 }
 
 std::deque<Ran> Books::ran() {
@@ -264,28 +212,41 @@ Task* Books::first(Lane& lane) {
     return task;
 }
 
-void Books::run_copy(Turn& turn, Lane& lane, Task* task) {
+void Books::count(Lane& lane, const Task& task, double since, double until) {
+    record(task.number, since, until);
+    lane.used.bytes += task.bytes;
+    lane.used.operations++;
+}
+
+void Books::run_work(Turn& turn, Lane& lane, Task* task) {
     const double since = now();
-    turn.without([task] {
-        std::memcpy(task->copy.into, task->copy.source, task->copy.bytes);
+    std::exception_ptr failure;
+    turn.without([&] {
+        try {
+            task->work->run(task->slot(), task->settings.get());
+        } catch (...) {
+            failure = std::current_exception();
+        }
     });
+    if (failure) {
+        turn.written();
+        std::rethrow_exception(failure);
+    }
     const double until = now();
-    record(task->number, since, until);
-    lane.copied.busy_s += until - since;
-    lane.copied.bytes += int64_t(task->copy.bytes);
-    lane.copied.operations++;
+    count(lane, *task, since, until);
+    lane.used.busy_s += until - since;
     done(task);
 }
 
 // Spare lanes that sleep what takes no longer than to wake them.
-void Books::copy_at_hand(Turn& turn) {
+void Books::work_at_hand(Turn& turn) {
     size_t left = AT_HAND_BYTES_MAX;
     for (Lane& lane : lanes_) {
         while (lane.asleep && !lane.ready.empty() && !stopped_) {
-            const size_t bytes = lane.ready.begin()->second->copy.bytes;
-            if (bytes == 0 || bytes > left) break;
-            left -= bytes;
-            run_copy(turn, lane, first(lane));
+            const Work* work = lane.ready.begin()->second->work.get();
+            if (work == nullptr || work->bytes_at_hand() > left) break;
+            left -= work->bytes_at_hand();
+            run_work(turn, lane, first(lane));
         }
     }
 }

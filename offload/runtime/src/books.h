@@ -1,12 +1,14 @@
 // The lanes' books without Python: what `program/schedule.py` and `books.py` do, which
-// are the reference and say why. Here lanes copy within CPU memory on their own, so that a copy
-// costs the user's thread neither its Python nor the wait for the GIL.
+// are the reference and say why. Here lanes do their work (`work.h`) on their own, so that it costs
+// the user's thread neither Python nor the wait for the GIL.
 #pragma once
 
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <tuple>
@@ -16,6 +18,7 @@
 
 #include "board.h"
 #include "task.h"
+#include "work.h"
 
 namespace books {
 
@@ -28,9 +31,29 @@ double now();  // as Python's time.perf_counter
 // takes as long (14 us beside 8 us for 64 KiB and 17 us for 128 KiB, measured).
 constexpr size_t AT_HAND_BYTES_MAX = 128 << 10;
 
-struct Copied {
+// Transfers of files are begun as long as those under way are of fewer bytes: that keeps a drive
+// busy, and what is urgent waits for no more.
+constexpr int64_t FLYING_BYTES_MAX = 64 << 20;
+
+struct Used {
     double busy_s = 0;
     int64_t bytes = 0, operations = 0;
+};
+
+// An op whose transfers are under way.
+struct Flight {
+    TaskPtr task;
+    double since = 0;
+    size_t open = 0;                 // chunks
+    std::vector<size_t> parts_open;  // by chunk
+    std::vector<int64_t> crcs;       // by chunk, that expected or written
+};
+
+// A part of a chunk whose transfer is over.
+struct Landed {
+    Flight* flight;
+    size_t chunk;
+    aio::Failure failure;
 };
 
 struct Ran {
@@ -69,17 +92,16 @@ public:
     // Wait at most so long until a task is over. Whether it is.
     bool over(Task& task, double seconds);
     Seen look(const Task& task);
-    // Begin the most urgent task of a lane that is not a copy, and do the copies before it. With
-    // `wait` as soon as there is one; none where the books are closed.
+    // Begin the most urgent task of a lane that has no work of its own, and do the works before it.
+    // With `wait` as soon as there is one; none where the books are closed. What a work throws
+    // comes when no transfer of the lane is under way any more.
     TaskPtr take(int lane, bool wait);
-    // Begin what may start at once and is more urgent, and is not a copy; do the copies before it.
-    TaskPtr overtaking(int lane, const Task& than);
     // Start nothing more, and end all waits; those of lanes only where the books are closed.
     // For the end, so it raises nothing.
     void stop(bool closing);
-    // What copies have done on a lane since the last time that this was asked.
-    Copied copied(int lane);
-    // The last copies and computes of the user since that was asked, in the order of their end.
+    // What works have done on a lane since the last time that this was asked.
+    Used used(int lane);
+    // The last works and computes of the user since that was asked, in the order of their end.
     std::deque<Ran> ran();
 
 private:
@@ -89,14 +111,24 @@ private:
         std::set<std::pair<Place, Task*>> ready;
         std::condition_variable wake;
         bool asleep = false;
-        Copied copied;
+        Used used;
+        std::vector<std::unique_ptr<Flight>> flights;
+        std::vector<Landed> landed;
+        int64_t flying_bytes = 0;
+        double flying_since = 0;
+        std::exception_ptr failure;  // of a flight; nothing more begins
     };
     // The lock; who is to be woken is told when it is let go.
     class Turn;
 
     Task* first(Lane& lane);
-    void run_copy(Turn& turn, Lane& lane, Task* task);
-    void copy_at_hand(Turn& turn);
+    void run_work(Turn& turn, Lane& lane, Task* task);
+    void work_at_hand(Turn& turn);
+    void take_off(Turn& turn, Lane& lane, Task* task);
+    void submit(Lane& lane, Flight& flight) noexcept;
+    void land(Turn& turn, Lane& lane);
+    void check(const Flight& flight, const Landed& landed);
+    void count(Lane& lane, const Task& task, double since, double until);
     void require_whole() const;
     void queue(const TaskPtr& task, const std::vector<TaskPtr>& waits);
     void record(int64_t number, double since, double until);

@@ -1,5 +1,6 @@
 // What Python sees of the books: `_books.pyi` says what each call does.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -12,6 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../../../cpu_adam/src/crc32c.h"
+#include "../../../cpu_adam/src/pool.h"
 #include "books.h"
 #include "without_gil.h"
 
@@ -19,22 +22,105 @@ namespace nb = nanobind;
 using namespace books;
 using without_gil::WithoutGil;
 
-using Spans = std::tuple<uintptr_t, uintptr_t, size_t>;  // see `books.py`
-
 // An op that comes again, by numbers: see `Known` in `books.py`.
 struct Known {
     int lane;
-    int64_t deadline;
+    int64_t deadline, bytes;
     nb::object op;
-    Copy copy;
+    WorkPtr work;
     Cells reads, writes;
 };
 
-static Copy copy_of(std::optional<Spans> spans) {
-    if (!spans) return {};
-    const auto [into, source, bytes] = *spans;
-    if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
-    return {reinterpret_cast<void*>(into), reinterpret_cast<void*>(source), bytes};
+// What a lane does, as Python holds it: nothing in it is Python's, so whoever lets go needs no GIL.
+struct PythonWork {
+    WorkPtr inner;
+};
+
+struct PythonSettings {
+    std::shared_ptr<const Settings> inner;
+};
+
+using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Factors =
+    nb::ndarray<const float, nb::shape<-1, cpu_adam::FACTORS>, nb::c_contig, nb::device::cpu>;
+using Place = std::pair<uintptr_t, int64_t>;  // as `Where`
+
+static Where where(const Place& place) {
+    if (place.first == 0) throw nb::value_error("a lane was given no memory");
+    return {reinterpret_cast<Byte*>(place.first), place.second};
+}
+
+static const cpu_adam::Kernel& kernel_at(int index) {
+    int count = 0;
+    const cpu_adam::Kernel* const* found = cpu_adam::kernels(count);
+    if (index < 0 || index >= count) throw nb::index_error("no such kernel");
+    return *found[index];
+}
+
+static cpu_adam::Gradient gradient_of(int number) {
+    if (number < 0 || number >= cpu_adam::GRADIENTS) throw nb::index_error("no such gradient");
+    return cpu_adam::Gradient(number);
+}
+
+static PythonWork copies(const std::vector<std::tuple<Place, Place, size_t>>& given) {
+    std::vector<Copy> found;
+    for (const auto& [into, source, bytes] : given) {
+        if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
+        found.push_back({where(into), where(source), bytes});
+    }
+    return {std::make_shared<Copies>(std::move(found))};
+}
+
+static PythonWork several(const std::vector<const PythonWork*>& given) {
+    std::vector<WorkPtr> found;
+    for (const PythonWork* one : given) found.push_back(one->inner);
+    return {std::make_shared<Several>(std::move(found))};
+}
+
+static PythonWork sweep_of(int kernel, int operation, int gradient, const Rows& rows,
+                           std::vector<int64_t> strides) {
+    if (operation < 0 || operation >= cpu_adam::OPERATIONS_COUNT)
+        throw nb::index_error("no such operation");
+    const auto& action = kernel_at(kernel).operations[operation].of[gradient_of(gradient)];
+    const int64_t columns = cpu_adam::ADDRESS_COLUMNS + action.arrays;
+    if (action.call == nullptr || int64_t(rows.shape(1)) != columns)
+        throw nb::value_error("the table does not fit the operation");
+    std::vector<int64_t> all(rows.data(), rows.data() + rows.size());
+    return {std::make_shared<Sweep>(action, std::move(all), std::move(strides))};
+}
+
+static PythonWork squares_of(int kernel, int gradient,
+                             const std::vector<std::tuple<size_t, Place, int64_t>>& given) {
+    std::vector<Stretch> found;
+    for (const auto& [ordinal, at, elements] : given)
+        found.push_back({ordinal, where(at), elements});
+    return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient), std::move(found))};
+}
+
+using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;  // `Stored`
+using PythonChunk =
+    std::tuple<int64_t, Place, int64_t, uintptr_t, std::vector<PythonPart>>;  // `StoredChunk`
+
+static PythonWork transfers_of(bool writing, const std::vector<PythonChunk>& given, int kernel,
+                               uintptr_t moved, uintptr_t step) {
+    std::vector<StoredChunk> chunks;
+    for (const auto& [number, at, bytes, check, parts] : given) {
+        StoredChunk& chunk = chunks.emplace_back();
+        chunk = {number, where(at), bytes, reinterpret_cast<Check*>(check), {}};
+        for (const auto& [engine, fd, align, start, count, offset] : parts)
+            chunk.parts.push_back(
+                {reinterpret_cast<aio::Engine*>(engine), fd, align, start, count, offset});
+        if (chunk.parts.empty()) throw nb::value_error("a chunk lies nowhere");
+    }
+    return {std::make_shared<Transfers>(writing, std::move(chunks),
+                                        cpu_adam::crc32c_of(kernel_at(kernel)),
+                                        reinterpret_cast<Moved*>(moved),
+                                        reinterpret_cast<const int64_t*>(step))};
+}
+
+static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
+    std::vector<float> all(factors.data(), factors.data() + factors.size());
+    return {std::make_shared<Settings>(Settings{std::move(all), clip})};
 }
 
 // So many ops are kept for each one of which is remembered that it ran: of those that are queued
@@ -54,19 +140,22 @@ public:
 
     // Queue a task; `waits` where the caller says for whom it waits, else by what it touches.
     nb::object issue(const Known& known, int64_t pass, nb::object run, const PassagePtr& passage,
-                     const std::optional<std::vector<TaskPtr>>& waits) {
+                     const std::optional<std::vector<TaskPtr>>& waits,
+                     const PythonSettings* settings = nullptr) {
         const auto task = std::make_shared<Task>();
         task->lane = known.lane;
-        task->of_user = run.is_none() && known.copy.bytes == 0;
+        task->of_user = run.is_none() && known.work == nullptr;
         task->key = {pass, known.deadline};
-        task->copy = known.copy;
+        task->work = known.work;
+        task->bytes = known.bytes;
+        if (settings != nullptr) task->settings = settings->inner;
         if (run.is_none() && !ops_.empty()) {
             task->number = number_++;
             ops_[size_t(task->number) % ops_.size()] = known.op;
         }
         task->passage = passage;
         nb::object handle = nb::cast(task);
-        if (known.copy.bytes == 0 && !task->of_user) {
+        if (known.work == nullptr && !task->of_user) {
             handle.attr("op") = known.op;
             handle.attr("run") = run;
             handles_.emplace(task.get(), handle);
@@ -84,6 +173,16 @@ public:
         for (size_t at = 0; at < known.size(); at++) {
             tasks.append(issue(*known[at], pass, runs[at], nullptr, std::nullopt));
         }
+        return tasks;
+    }
+    // The ops of a chunk, in their order, with a passage of their own where they are staged.
+    nb::list issue_chunk(const std::vector<const Known*>& known, int64_t pass, bool staged,
+                         const PythonSettings* settings) {
+        nb::list tasks;
+        const PassagePtr passage = staged ? std::make_shared<Passage>() : nullptr;
+        for (const Known* one : known)
+            tasks.append(issue(*one, pass, nb::none(), passage, std::nullopt, settings));
+        if (staged) seal(passage);
         return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
@@ -124,18 +223,10 @@ public:
         }
         return handed(task);
     }
-    nb::object overtaking(int lane, const Task& than) {
-        TaskPtr task;
-        {
-            const WithoutGil released;
-            task = books_->overtaking(lane, than);
-        }
-        return handed(task);
-    }
     void stop(bool closing) { books_->stop(closing); }
     void forget() { const auto gone = std::exchange(handles_, {}); }
-    std::tuple<double, int64_t, int64_t> copied(int lane) {
-        const Copied now = books_->copied(lane);
+    std::tuple<double, int64_t, int64_t> used(int lane) {
+        const Used now = books_->used(lane);
         return {now.busy_s, now.bytes, now.operations};
     }
     std::vector<std::tuple<nb::object, double, double>> ran() {
@@ -163,7 +254,7 @@ private:
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 1;  // as offload/runtime/books.py has it
+    module.attr("VERSION") = 2;  // as offload/runtime/books.py has it
     nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
@@ -179,15 +270,52 @@ NB_MODULE(_books, module) {
         });
     module.def("make_passage", [] { return std::make_shared<Passage>(); });
     nb::class_<Known>(module, "Known");
-    module.def("make_known", [](int lane, int64_t deadline, nb::object op,
-                                std::optional<Spans> spans, Cells reads, Cells writes) {
-        return Known{lane, deadline, op, copy_of(spans), std::move(reads), std::move(writes)};
-    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("op"), nb::arg("spans").none(),
-       nb::arg("reads"), nb::arg("writes"));
+    module.def("make_known", [](int lane, int64_t deadline, int64_t bytes, nb::object op,
+                                const PythonWork* work, Cells reads, Cells writes) {
+        return Known{lane, deadline, bytes, op, work == nullptr ? nullptr : work->inner,
+                     std::move(reads), std::move(writes)};
+    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("bytes"), nb::arg("op"),
+       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"));
+    nb::class_<PythonWork>(module, "Work");
+    nb::class_<PythonSettings>(module, "Settings");
+    nb::class_<Clip>(module, "Clip")
+        .def(nb::new_([](double max_norm, size_t chunks) {
+            return std::make_shared<Clip>(max_norm, chunks);
+        }))
+        .def("put", &Clip::put)
+        .def("combine", &Clip::combine)
+        .def_ro("norm", &Clip::norm)
+        .def_ro("factor", &Clip::factor);
+    module.def("share_pool", [](uintptr_t pool) {
+        cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
+    });
+    module.def("copies", &copies);
+    module.def("several", &several);
+    module.def("sweep", &sweep_of);
+    module.def("squares", &squares_of);
+    module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
+    module.def("transfers", &transfers_of);
+    module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
+    static nb::exception<TransferFailed> failed(module, "TransferFailed", PyExc_OSError);
+    nb::register_exception_translator(
+        [](const std::exception_ptr& thrown, void*) {
+            try {
+                std::rethrow_exception(thrown);
+            } catch (const TransferFailed& one) {
+                const auto& [code, cause, offset, bytes, last_code] = one.failure;
+                const auto* transfers = one.work->transfers();
+                PyErr_SetObject(failed.ptr(), nb::make_tuple(
+                    transfers->writing, one.number, code, int(cause), offset, bytes, last_code,
+                    one.found).ptr());
+            }
+        });
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
         .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"),
-             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("waits").none())
+             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("waits").none(),
+             nb::arg("settings").none() = nb::none())
+        .def("issue_chunk", &Shared::issue_chunk, nb::arg("known"), nb::arg("pass_number"),
+             nb::arg("staged"), nb::arg("settings").none())
         .def("issue_all", &Shared::issue_all)
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
@@ -199,10 +327,9 @@ NB_MODULE(_books, module) {
         .def("finish", &Shared::finish)
         .def("look", &Shared::look)
         .def("take", &Shared::take)
-        .def("overtaking", &Shared::overtaking)
         .def("stop", &Shared::stop)
         .def("forget", &Shared::forget)
-        .def("copied", &Shared::copied)
+        .def("used", &Shared::used)
         .def("ran", &Shared::ran);
     without_gil::prepare_for_the_end();
 }

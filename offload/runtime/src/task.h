@@ -28,17 +28,16 @@ struct Passage : std::enable_shared_from_this<Passage> {
     bool started() const { return slot >= 0; }
 };
 
-struct Copy {
-    void* into = nullptr;
-    const void* source = nullptr;
-    size_t bytes = 0;
-};
+class Work;
+struct Settings;
 
 struct Task : std::enable_shared_from_this<Task> {
     int lane = 0;
     bool of_user = false;
     Key key = LAST;
-    Copy copy;  // none where its lane has to call Python
+    std::shared_ptr<const Work> work;  // none where its lane has to call Python
+    std::shared_ptr<const Settings> settings;  // of the step
+    int64_t bytes = 0;                         // that it counts for
     int64_t number = -1;  // by which Python knows what has run; less than zero: it need not
     std::shared_ptr<Passage> passage;
 
@@ -50,6 +49,7 @@ struct Task : std::enable_shared_from_this<Task> {
     double ready_at = 0, began_at = 0;
     std::vector<std::pair<int, double>> history;  // lane, since when it was ready; latest first
 
+    int slot() const { return passage ? passage->slot : 0; }
     bool over() const { return state >= State::DONE; }
     bool begun() const { return state == State::RUNNING || state == State::DONE; }
 };

@@ -1,0 +1,192 @@
+"""What compiled lanes do by themselves, made from ops: copies, sums, updates, transfers of files.
+
+[Note: Native work]
+A lane of the compiled books runs a *work* without Python and without the GIL: a copy within CPU
+memory, the transfers of a value on nvme with their checksums, the sum of two gradients, sums of
+squares and their norm, an update. A work holds addresses, which stay as long as the arenas do. It
+is made once for an op that comes again. What differs between steps, the factors of the update and
+the clipping, are the *settings* that an op is issued with.
+
+Each work does what the Python beside it does: `Store` for transfers, `optim.update` for the rest,
+to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cpu_adam.choice import kernel
+from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
+from cpu_adam.spans import Steps
+from offload.planning.layout import Plan
+from offload.planning.profile import Chunk, Unit
+from offload.program.ops import ALL_CHUNKS, IN_RING, Op, Use
+from offload.runtime.store import Store
+
+Work = Any
+"""An object of C++."""
+
+Settings = Any
+"""What of a step the works of an op are given; an object of C++."""
+
+Taking = Mapping[int, int]
+"""The parameters of a unit that take part in a step, each with its row of factors."""
+
+
+Flat = Mapping[str, Mapping[int, torch.Tensor]]
+"""By kind and parameter, values in torch's own memory."""
+
+
+class Where(NamedTuple):
+    """An address; in a staging ring that of its first slot, and the way from a slot to the next."""
+
+    base: int
+    stride: int = 0
+
+    def plus(self, offset: int) -> Where:
+        """So many bytes further."""
+        return Where(self.base + offset, self.stride)
+
+
+class NativeWorks:
+    """Makes the works of an engine's ops."""
+
+    def __init__(
+        self, native: Any, plan: Plan, at: Callable[[Use], torch.Tensor], store: Store | None
+    ):
+        """With the extension module, a kernel that is compiled, and `Memory.at`."""
+        self._native = native
+        self._plan, self._at = plan, at
+        self._kernel = chosen = kernel()
+        assert chosen.native is not None
+        native.share_pool(chosen.native.pool())
+        self._operations = {name: at for at, name in enumerate(chosen.native.OPERATIONS)}
+        self._store = store
+        self.clip = native.Clip
+        """Of a largest norm and a number of chunks: the clipping of a step."""
+
+    def where(self, use: Use) -> Where:
+        """Where a use lies in a memory tier."""
+        if use.place.number != IN_RING:
+            return Where(self._at(use).data_ptr())
+        slots = [use.place._replace(number=number) for number in (0, 1)]
+        first, second = (self._at(Use(slot, use.value)).data_ptr() for slot in slots)
+        return Where(first, second - first)
+
+    def move(self, op: Op) -> Work | None:
+        """What a move does; None where nothing is moved."""
+        (source,), (into,) = op.reads, op.writes
+        if "nvme" not in (source.place.tier, into.place.tier):
+            if not op.bytes:
+                return None
+            return self._native.copies([(self.where(into), self.where(source), op.bytes)])
+        assert self._store is not None
+        writing = into.place.tier == "nvme"
+        chunks = self._store.native_chunks(
+            op.value.kind,
+            self._plan.profile.units[op.value.unit].name,
+            None if op.value.chunk == ALL_CHUNKS else op.value.chunk,
+        )
+        at = self.where(source if writing else into)
+        given = [
+            (number, at.plus(start), size, check, parts)
+            for number, start, size, check, parts in chunks
+        ]
+        moved, step = self._store.native_counts()
+        return self._native.transfers(writing, given, self._kernel.index, moved, step)
+
+    def copies(self, spans: Iterable[tuple[Where, Where, int]]) -> Work | None:
+        """Copies of so many bytes from the second place to the first; None where there are none."""
+        given = list(spans)
+        return self._native.copies(given) if given else None
+
+    def add(self, unit: Unit, stage: Use, deposit: Use, arrived: set[int], kept: set[int]) -> Work:
+        """Add the staged gradients to those kept; what is new is copied."""
+        source, into = self.where(stage), self.where(deposit)
+        rows: dict[str, list[Sequence[int]]] = {}
+        new: list[tuple[Where, Where, int]] = []
+        for parameter in sorted(arrived):
+            dtype, offset = unit.gradient_dtype(parameter), unit.gradient_offset(parameter)
+            elements = unit.parameters[parameter].elements
+            if parameter in kept:
+                addresses = source.base + offset, into.base + offset
+                rows.setdefault(dtype, []).append((elements, 0, 0, *addresses))
+            else:
+                size = elements * getattr(torch, dtype).itemsize
+                new.append((into.plus(offset), source.plus(offset), size))
+        works = [self._native.copies(new)] if new else []
+        for dtype, table in rows.items():
+            works.append(self._sweep(f"accumulate_{dtype}", dtype, table, [0, 0]))
+        return self._native.several(works)
+
+    def squares(
+        self, op: Op, ordinal: int, taking: Iterable[int], unit: Unit, chunk: Chunk
+    ) -> Work:
+        """The sum of the squares of the parameters in `taking`, to an ordinal of the clipping."""
+        dtype = unit.segments[chunk.segment].gradient_dtype
+        item, at, mine = getattr(torch, dtype).itemsize, self.where(op.reads[0]), set(taking)
+        stretches = [
+            (ordinal, at.plus(span.chunk_start * item), span.elements)
+            for span in chunk.slices
+            if span.parameter in mine
+        ]
+        number = GRADIENT_NUMBERS[getattr(torch, dtype)]
+        return self._native.squares(self._kernel.index, number, stretches)
+
+    def norm(self) -> Work:
+        """The norm and the factor of the clipping, from all sums."""
+        return self._native.combine()
+
+    def update(
+        self, op: Op, taking: Taking, unit: Unit, chunk: Chunk, flat: Flat | None = None
+    ) -> Work:
+        """The update of the parameters in `taking`, each by its row of factors.
+
+        With `flat` weights and gradients lie there.
+        """
+        segment = unit.segments[chunk.segment]
+        fmt = self._plan.states.format(segment.dtype)
+        uses = {use.value.kind: use for use in op.reads[:3]}
+        places: dict[str, Where] = {
+            kind: Where(0) if flat is not None and kind in flat else self.where(use)
+            for kind, use in uses.items()
+        }
+        items = {
+            "gradient": getattr(torch, segment.gradient_dtype).itemsize,
+            "weight": getattr(torch, segment.dtype).itemsize,
+        }
+        offsets = fmt.slot_offsets(chunk.elements)
+        rows = []
+        for span in chunk.slices:
+            if span.parameter not in taking:
+                continue
+            row = [span.elements, taking[span.parameter], span.parameter_start]
+            for kind, item in items.items():
+                if flat is None:
+                    row.append(places[kind].base + span.chunk_start * item)
+                else:
+                    mine = flat[kind][span.parameter]
+                    row.append(mine.data_ptr() + span.parameter_start * item)
+            for slot, offset in zip(fmt.slots, offsets):
+                first = span.chunk_start // slot.elements_per_item * slot.bytes_per_item
+                row.append(places["state"].base + offset + first)
+            rows.append(row)
+        strides = [places["gradient"].stride, places["weight"].stride]
+        strides += [places["state"].stride] * len(fmt.slots)
+        return self._sweep(fmt.name, segment.gradient_dtype, rows, strides)
+
+    def settings(self, steps: Steps, clip: Any) -> Settings:
+        """Of the steps of some parameters, in the order of their rows of factors."""
+        return self._native.settings(factor_rows(self._kernel, steps, 1.0), clip)
+
+    def _sweep(
+        self, name: str, dtype: str, rows: Sequence[Sequence[int]], strides: Sequence[int]
+    ) -> Work:
+        number = GRADIENT_NUMBERS[getattr(torch, dtype)]
+        table = np.array(rows, np.int64).reshape(len(rows), 3 + len(strides))
+        operation = self._operations[name]
+        return self._native.sweep(self._kernel.index, operation, number, table, list(strides))

@@ -1,0 +1,71 @@
+// The lock of the books; who is to be woken is told when it is let go.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "books.h"
+
+namespace books {
+
+class Books::Turn {
+public:
+    explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
+    Turn(const Turn&) = delete;
+    ~Turn() {
+        if (writing_ && std::uncaught_exceptions() > before_) {
+            books_.torn_ = books_.stopped_ = books_.told_ = true;
+            for (Lane& lane : books_.lanes_) lane.wake.notify_all();
+        }
+        tell();
+    }
+
+    // From here on an error leaves the books half written.
+    void write() {
+        books_.require_whole();
+        writing_ = true;
+    }
+
+    // The books are whole again.
+    void written() { writing_ = false; }
+
+    // Do something without the lock; nothing that may fail.
+    template <typename Function>
+    void without(Function function) {
+        lock_.unlock();
+        function();
+        lock_.lock();
+        write();  // Somebody else may have torn them meanwhile.
+    }
+
+    // Wait until somebody tells, or the time is up; whether it is not.
+    bool sleep(std::chrono::steady_clock::time_point until) {
+        return books_.changed_.wait_until(lock_, until) != std::cv_status::timeout;
+    }
+    // Wait until the lane may have something to do.
+    void sleep(Lane& lane) {
+        tell();
+        lane.asleep = true;
+        lane.wake.wait(lock_);
+        lane.asleep = false;
+    }
+    // Wake whom it concerns.
+    void tell() {
+        if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
+        for (Lane& lane : books_.lanes_) {
+            if (!lane.asleep || lane.ready.empty() || books_.stopped_) continue;
+            lane.asleep = false;
+            lane.wake.notify_one();
+        }
+    }
+
+private:
+    Books& books_;
+    std::unique_lock<std::mutex> lock_;
+    const int before_ = std::uncaught_exceptions();
+    bool writing_ = false;
+};
+
+}  // namespace books

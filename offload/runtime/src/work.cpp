@@ -1,0 +1,79 @@
+#include "work.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace books {
+
+using namespace cpu_adam;
+
+constexpr double CLIP_EPS = 1e-6;  // as optim/update.py has it
+
+void Clip::combine() {
+    double total = 0;
+    for (size_t ordinal = 0; ordinal < partials.size(); ordinal++)
+        if (taken[ordinal]) total += partials[ordinal];
+    norm = std::sqrt(total);
+    const double ratio = max_norm / (norm + CLIP_EPS);
+    factor = ratio >= 1.0 ? 1.0 : ratio;  // What is not a number stays that.
+}
+
+void Several::run(int slot, const Settings* settings) const {
+    for (const WorkPtr& work : works_) work->run(slot, settings);
+}
+
+Copies::Copies(std::vector<Copy> copies) : copies_(std::move(copies)) {
+    for (const Copy& one : copies_) bytes_ += one.bytes;
+}
+
+void Copies::run(int slot, const Settings*) const {
+    for (const Copy& one : copies_) std::memcpy(one.into.at(slot), one.source.at(slot), one.bytes);
+}
+
+Sweep::Sweep(const Action& action, std::vector<int64_t> rows, std::vector<int64_t> strides)
+    : action_(action), rows_(std::move(rows)), strides_(std::move(strides)),
+      columns_(ADDRESS_COLUMNS + action.arrays) {
+    if (action.call == nullptr || rows_.size() % size_t(columns_) != 0 ||
+        strides_.size() != size_t(action.arrays))
+        throw std::logic_error("the table does not fit the operation");
+    for (size_t at = 0; at < rows_.size(); at += size_t(columns_))
+        factors_ = std::max(factors_, rows_[at + FACTORS_COLUMN] + 1);
+}
+
+void Sweep::run(int slot, const Settings* settings) const {
+    static const std::vector<float> NONE(FACTORS);
+    std::vector<float> factors = settings == nullptr ? NONE : settings->factors;
+    if (int64_t(factors.size()) < factors_ * FACTORS)
+        throw std::logic_error("a step has too few factors");
+    if (settings != nullptr && settings->clip != nullptr)
+        for (size_t at = 0; at < factors.size(); at += FACTORS)
+            factors[at] *= float(settings->clip->factor);  // Of which it was 1 or -1.
+    std::vector<int64_t> moved;
+    if (slot != 0) {
+        moved = rows_;
+        for (size_t row = 0; row < moved.size(); row += size_t(columns_))
+            for (size_t array = 0; array < strides_.size(); array++)
+                moved[row + ADDRESS_COLUMNS + array] += slot * strides_[array];
+    }
+    const std::vector<int64_t>& rows = slot != 0 ? moved : rows_;
+    sweep(action_, {rows.data(), int64_t(rows.size()) / columns_, columns_, factors.data()});
+}
+
+void Squares::run(int slot, const Settings* settings) const {
+    for (size_t at = 0; at < all_.size();) {
+        const size_t ordinal = all_[at].ordinal;
+        double total = 0;
+        for (; at < all_.size() && all_[at].ordinal == ordinal; at++)
+            total += sum_of_squares(kernel_, dtype_, all_[at].at.at(slot), all_[at].elements);
+        settings->clip->put(ordinal, total);
+    }
+}
+
+Transfers::Transfers(bool writing, std::vector<StoredChunk> given, Crc32c crc, Moved* moved,
+                     const int64_t* step)
+    : writing(writing), chunks(std::move(given)), crc(crc), moved(moved), step(step) {
+    for (const StoredChunk& chunk : chunks) bytes += chunk.bytes;
+}
+
+}  // namespace books

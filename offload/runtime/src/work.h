@@ -1,0 +1,179 @@
+// What lanes do by themselves, without Python and the GIL: copies, sums, updates, and transfers of
+// files. `native_work.py` makes them; what each does is there, and in the modules of Python that it
+// stands for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../../../aio/src/engine.h"
+#include "../../../cpu_adam/src/crc32c.h"
+#include "../../../cpu_adam/src/sweep.h"
+
+namespace books {
+
+using cpu_adam::Byte;
+
+// An address; in a staging ring that of slot 0, and the way from a slot to the next.
+struct Where {
+    Byte* base = nullptr;
+    int64_t stride = 0;
+
+    Byte* at(int slot) const { return base + stride * slot; }
+};
+
+// The clipping of one step: sums of squares come in any order, and are added up in theirs.
+struct Clip {
+    Clip(double max_norm, size_t chunks) : max_norm(max_norm), partials(chunks), taken(chunks) {}
+
+    void put(size_t ordinal, double sum) { partials[ordinal] = sum, taken[ordinal] = 1; }
+    void combine();
+
+    double max_norm, norm = 0, factor = 1;
+    std::vector<double> partials;
+    std::vector<char> taken;  // part in it: bytes, as threads write neighbours
+};
+
+// What of a step its works are given: rows of factors, and what scales gradients.
+struct Settings {
+    std::vector<float> factors;
+    std::shared_ptr<Clip> clip;
+};
+
+class Transfers;
+
+class Work {
+public:
+    virtual ~Work() = default;
+    // With the staging slot of its chunk, 0 where it has none.
+    virtual void run(int slot, const Settings* settings) const = 0;
+    // Bytes of a copy that is done by who makes it ready, where they are few.
+    virtual size_t bytes_at_hand() const { return SIZE_MAX; }
+    // What it is for the disk lane, which has many under way.
+    virtual const Transfers* transfers() const { return nullptr; }
+};
+
+using WorkPtr = std::shared_ptr<const Work>;
+
+class Several : public Work {
+public:
+    explicit Several(std::vector<WorkPtr> works) : works_(std::move(works)) {}
+    void run(int slot, const Settings* settings) const override;
+
+private:
+    std::vector<WorkPtr> works_;
+};
+
+struct Copy {
+    Where into, source;
+    size_t bytes;
+};
+
+class Copies : public Work {
+public:
+    explicit Copies(std::vector<Copy> copies);
+    void run(int slot, const Settings*) const override;
+    size_t bytes_at_hand() const override { return bytes_; }
+
+private:
+    std::vector<Copy> copies_;
+    size_t bytes_ = 0;
+};
+
+// A table of cpu_adam (sweep.h), whose arrays may lie in a staging slot: `strides` by array.
+class Sweep : public Work {
+public:
+    Sweep(const cpu_adam::Action& action, std::vector<int64_t> rows, std::vector<int64_t> strides);
+    void run(int slot, const Settings* settings) const override;
+
+private:
+    const cpu_adam::Action& action_;
+    std::vector<int64_t> rows_, strides_;
+    int64_t columns_, factors_ = 0;  // rows of factors that it uses
+};
+
+struct Stretch {
+    size_t ordinal;
+    Where at;
+    int64_t elements;
+};
+
+// Sums of squares: of an ordinal of a `Clip`, its stretches one after the other.
+class Squares : public Work {
+public:
+    Squares(const cpu_adam::Kernel& kernel, cpu_adam::Gradient dtype, std::vector<Stretch> all)
+        : kernel_(kernel), dtype_(dtype), all_(std::move(all)) {}
+    void run(int slot, const Settings* settings) const override;
+
+private:
+    const cpu_adam::Kernel& kernel_;
+    cpu_adam::Gradient dtype_;
+    std::vector<Stretch> all_;
+};
+
+class Combine : public Work {
+public:
+    void run(int, const Settings* settings) const override { settings->clip->combine(); }
+};
+
+// What the last write of a chunk left, in memory that Python reads, too: see `store.Check`.
+struct Check {
+    int64_t writes;  // that have begun; the chunk is readable if as many have ended
+    int64_t ended;
+    int64_t step;
+    int64_t crc;
+};
+
+struct Stored {
+    aio::Engine* engine;
+    int fd;
+    int64_t align;
+    int64_t start, bytes, offset;  // in the chunk's memory, and in the file
+};
+
+struct StoredChunk {
+    int64_t number;  // for messages
+    Where at;
+    int64_t bytes;
+    Check* check;
+    std::vector<Stored> parts;
+};
+
+// Bytes that were moved since the start, in memory that Python reads, too.
+struct Moved {
+    int64_t read, written;
+};
+
+class Transfers : public Work {
+public:
+    Transfers(bool writing, std::vector<StoredChunk> chunks, cpu_adam::Crc32c crc, Moved* moved,
+              const int64_t* step);
+    void run(int, const Settings*) const override { throw std::logic_error("of another lane"); }
+    const Transfers* transfers() const override { return this; }
+
+    const bool writing;
+    const std::vector<StoredChunk> chunks;
+    const cpu_adam::Crc32c crc;
+    Moved* const moved;
+    const int64_t* const step;  // stamped on what is written
+    int64_t bytes = 0;
+};
+
+// What became of a transfer that failed; Python says it in words.
+struct TransferFailed : std::runtime_error {
+    TransferFailed(std::shared_ptr<const Work> work, int64_t number, const aio::Failure& failure,
+                   int64_t found)
+        : std::runtime_error("a transfer failed"),
+          work(std::move(work)), number(number), failure(failure), found(found) {}
+
+    std::shared_ptr<const Work> work;
+    int64_t number;        // of the chunk
+    aio::Failure failure;  // code 0: the checksum is `found`; without one: it was never written
+    int64_t found;
+};
+
+}  // namespace books

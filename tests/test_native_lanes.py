@@ -1,0 +1,139 @@
+"""Lanes that work without Python: while another holds the GIL, on drives that fail, to the bit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.runtime.books import BOOKS_VARIABLE
+from tests.training import Run, assert_same, attached, plain, train
+
+pytest.importorskip("offload.runtime._books", reason="not compiled here")
+
+NVME = ("nvme", "nvme", "nvme")
+PLACEMENTS = [
+    ("device", "device", "cpu"),
+    ("device", "cpu", "nvme"),
+    ("cpu", "cpu", "cpu"),
+    ("cpu", "cpu", "nvme"),
+    NVME,
+]
+
+
+def two_micro_batches(run: Run, number: int) -> None:
+    run.loss().backward()
+    run.loss().backward()
+    run.step()
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
+
+
+@pytest.mark.parametrize("clipped", [None, 0.1])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_compiled_lanes_have_the_bits_of_those_of_python(
+    placement: tuple[str, str, str],
+    clipped: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for books in ("compiled", "python"):
+        monkeypatch.setenv(BOOKS_VARIABLE, books)
+        found.append(train(placement, tmp_path, two_micro_batches, max_grad_norm=clipped))
+    assert_same(*found)
+
+
+def asleep_with_the_gil(seconds: float) -> None:
+    """Sleep in a C call that keeps the GIL."""
+    held: Any = ctypes.PyDLL(None)
+    held.usleep(int(seconds * 1e6))
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), ("cpu", "cpu", "nvme"), NVME])
+def test_lanes_work_while_another_thread_holds_the_gil(
+    placement: tuple[str, str, str], native: None, tmp_path: Path
+) -> None:
+    """The updates of a step, with their reads and writes, and what was moved before them."""
+    with attached(placement, tmp_path) as run:
+        plain(run, 0)
+        run.loss().backward()
+        run.optimizer.step()
+        asleep_with_the_gil(0.3)
+        since = time.perf_counter()
+        tasks = run.engine.executor.lanes.all()
+        assert all(task.over for task in tasks)
+        run.engine.settle()
+        assert time.perf_counter() - since < 0.2
+
+
+def spoiled(run: Run, how: str) -> None:
+    """Let the drive of an attached model go wrong."""
+    store = run.engine.executor.store
+    assert store is not None
+    (file,) = store.files
+    if how == "checksum mismatch":
+        there = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)
+        (byte,) = os.pread(there, 1, 0)
+        os.pwrite(there, bytes([255 - byte]), 0)
+        os.close(there)
+        return
+    away = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(away, file.fd)
+    os.close(away)
+
+
+@pytest.mark.parametrize("how", ["checksum mismatch", "the file ends"])
+def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
+    how: str, native: None, tmp_path: Path
+) -> None:
+    with attached(NVME, tmp_path) as run:
+        plain(run, 0)
+        run.engine.settle()
+        spoiled(run, how)
+        with pytest.raises(offload.EngineError, match=how) as raised:
+            for number in range(1, 3):
+                plain(run, number)
+                run.engine.settle()
+        cause = raised.value.__cause__
+        assert isinstance(cause, OSError)
+        assert "chunk" in str(cause)
+        assert str(tmp_path) in str(cause)
+        with pytest.raises(offload.EngineError, match=how):
+            run.loss()
+    assert not any(thread.is_alive() for thread in run.engine.executor.lanes._threads)
+
+
+def test_a_failed_step_of_compiled_lanes_is_the_last(
+    native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached(("cpu", "cpu", "nvme"), tmp_path) as run:
+        run.loss().backward()
+
+        def no_memory(*_: object) -> None:
+            raise torch.OutOfMemoryError("of what the step needs")
+
+        monkeypatch.setattr("offload.optim.update._NativeOps.update", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            run.optimizer.step()
+        with pytest.raises(offload.EngineError, match="what the step needs"):
+            run.optimizer.step()
+
+
+def test_what_does_not_fit_an_operation_is_refused(native: None, tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        works = run.engine.executor.works
+        assert works is not None
+        with pytest.raises(ValueError, match="does not fit the operation"):
+            works._sweep("exact", "bfloat16", [(1, 0, 0, 8, 8)], [0, 0])
+        with pytest.raises(IndexError, match="no such kernel"):
+            works._native.squares(99, 0, [])
