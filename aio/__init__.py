@@ -8,11 +8,13 @@
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, transfer
 (tickets), region (bounds, alignment), file (and what a backend is to it), threads (of Python),
 native (the compiled engine), libaio (a package's), backends (which of them serves), scratch (files
-that leave nothing behind), volume (one stretch of bytes over several drives).
+that leave nothing behind), volume (one stretch of bytes over several drives), chunks (of a volume,
+with checksums).
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
 
 from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
+from aio.chunks import CHECK_BYTES, ChunkEntry, Chunks
 from aio.file import Backend, Counters, File
 from aio.region import Region
 from aio.scratch import create_scratch
@@ -25,6 +27,9 @@ __all__ = [
     "ALIGN_BYTES",
     "Backend",
     "BACKEND_NAMES",
+    "CHECK_BYTES",
+    "ChunkEntry",
+    "Chunks",
     "Counters",
     "create_scratch",
     "create_volume",

@@ -40,6 +40,7 @@ from tests.paced_loops import (
     train,
 )
 from tests.paced_streams import Event
+from tests.submitting import submit
 from tests.test_lanes import FakeFence, Fenced, lanes, op
 from tests.test_report import MADE
 from tests.training import attached, some_fast
@@ -157,7 +158,7 @@ class SlowFence(FakeFence):
 def after_slow_compute() -> Iterator[tuple[Lanes, Task, SlowFence]]:
     fence = SlowFence([])
     with lanes(Lane.CPU, Lane.DISK, device=Fenced(fence)) as made:
-        mine = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        mine = submit(made, op(Lane.COMPUTE), [], (0, 0))
         made.begin(mine)
         yield made, mine, fence
 
@@ -187,8 +188,8 @@ def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own:
     with after_slow_compute() as (made, mine, fence):
         if not of_its_own:
             made.finish(mine)
-        copied = made.submit(op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
-        last = made.submit(op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
+        copied = submit(made, op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
+        last = submit(made, op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
         made.wait([last])
         use = made.stats.use
         made.finish(mine) if of_its_own else None

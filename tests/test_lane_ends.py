@@ -21,6 +21,7 @@ from offload.runtime.lanes import Lanes
 from tests.faults import nothing_leaks
 from tests.profiles import blocks, plan_of
 from tests.small import adamw, config, small, torch_step
+from tests.submitting import submit
 from tests.test_lanes import blocked, lanes, op
 
 pytestmark = pytest.mark.usefixtures("books")
@@ -108,9 +109,9 @@ def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
 
     with lanes(Lane.CPU, Lane.DISK) as made:
         made.check()
-        failing = made.submit(op(Lane.DISK), [], (0, 0), fail)
-        after = made.submit(op(), [failing], (0, 1), lambda: ran.append("after"))
-        mine = made.submit(op(Lane.COMPUTE), [after], (0, 2))
+        failing = submit(made, op(Lane.DISK), [], (0, 0), fail)
+        after = submit(made, op(), [failing], (0, 1), lambda: ran.append("after"))
+        mine = submit(made, op(Lane.COMPUTE), [after], (0, 2))
         with pytest.raises(EngineError, match="on purpose") as caught:
             made.begin(mine)
         assert time.perf_counter() - failed_at[0] < AT_ONCE_S
@@ -119,7 +120,7 @@ def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
             with pytest.raises(EngineError) as caught:
                 call()
             assert caught.value.__cause__ is error
-        late = made.submit(op(), [], (0, 0), lambda: ran.append("late"))
+        late = submit(made, op(), [], (0, 0), lambda: ran.append("late"))
         time.sleep(0.05)
         assert not late.over
     assert ran == []
@@ -128,9 +129,9 @@ def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
 def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:
     with lanes() as made:
         with pytest.raises(Broken), made.together():
-            before = made.submit(op(), [], (0, 0), lambda: None)
+            before = submit(made, op(), [], (0, 0), lambda: None)
             raise Broken("between two ops")
-        made.wait([before, made.submit(op(), [], (0, 0), lambda: None)])
+        made.wait([before, submit(made, op(), [], (0, 0), lambda: None)])
 
 
 # -- closing ----------------------------------------------------------------------------------
@@ -149,10 +150,10 @@ def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> N
 
     with nothing_leaks():
         made = executor.lanes
-        slow = made.submit(_move(Lane.H2D), [], (0, 0), copying.wait)
+        slow = submit(made, _move(Lane.H2D), [], (0, 0), copying.wait)
         while not slow.begun:
             time.sleep(0.001)
-        made.submit(_move(Lane.CPU), [], (0, 0), close)
+        submit(made, _move(Lane.CPU), [], (0, 0), close)
         assert closed.wait(ENDS_S)
         assert not gone.wait(0.05)
         copying.set()

@@ -20,6 +20,7 @@ from offload.runtime.device import CPU, Device
 from offload.runtime.entry import EngineError
 from offload.runtime.lanes import Lanes
 from offload.runtime.trace import Trace
+from tests.submitting import submit
 
 pytestmark = pytest.mark.usefixtures("books")
 
@@ -123,11 +124,11 @@ def test_the_most_urgent_task_goes_first_whatever_the_order_of_submission() -> N
     ran: list[Key] = []
     with lanes() as made:
         gate = threading.Event()
-        first = made.submit(op(), [], (9, 9), gate.wait)
+        first = submit(made, op(), [], (9, 9), gate.wait)
         while not first.begun:
             time.sleep(0.001)
         keys = [(2, 1), (1, 5), (2, 0), (1, 5), (1, 2)]
-        tasks = [made.submit(op(), [], key, partial(ran.append, key)) for key in keys]
+        tasks = [submit(made, op(), [], key, partial(ran.append, key)) for key in keys]
         gate.set()
         made.wait(tasks)
     assert ran == sorted(keys)
@@ -137,8 +138,8 @@ def test_equals_go_in_the_order_of_submission() -> None:
     ran: list[int] = []
     with lanes() as made:
         gate = threading.Event()
-        made.submit(op(), [], (0, 0), gate.wait)
-        tasks = [made.submit(op(), [], (1, 1), partial(ran.append, i)) for i in range(20)]
+        submit(made, op(), [], (0, 0), gate.wait)
+        tasks = [submit(made, op(), [], (1, 1), partial(ran.append, i)) for i in range(20)]
         gate.set()
         made.wait(tasks)
     assert ran == list(range(20))
@@ -147,9 +148,9 @@ def test_equals_go_in_the_order_of_submission() -> None:
 def test_a_task_starts_after_all_it_waits_for_on_other_lanes() -> None:
     ran: list[str] = []
     with lanes(Lane.CPU, Lane.DISK, Lane.H2D) as made:
-        slow = made.submit(op(Lane.DISK), [], (5, 0), lambda: (time.sleep(0.02), ran.append("d")))
-        mine = made.submit(op(Lane.COMPUTE), [slow], (0, 0))
-        last = made.submit(op(Lane.H2D), [slow, mine], (0, 0), lambda: ran.append("h"))
+        slow = submit(made, op(Lane.DISK), [], (5, 0), lambda: (time.sleep(0.02), ran.append("d")))
+        mine = submit(made, op(Lane.COMPUTE), [slow], (0, 0))
+        last = submit(made, op(Lane.H2D), [slow, mine], (0, 0), lambda: ran.append("h"))
         assert not any(one.begun for one in (mine, last))
         made.begin(mine)
         assert ran == ["d"]
@@ -165,12 +166,12 @@ def test_cancelled_tasks_never_run_and_free_those_that_wait_for_them() -> None:
     ran: list[str] = []
     with lanes() as made:
         gate = threading.Event()
-        running = made.submit(op(), [], (0, 0), gate.wait)
+        running = submit(made, op(), [], (0, 0), gate.wait)
         while not running.begun:
             time.sleep(0.001)
-        ready = made.submit(op(), [], (1, 0), lambda: ran.append("ready"))
-        waiting = made.submit(op(), [ready], (1, 1), lambda: ran.append("waiting"))
-        after = made.submit(op(), [ready, waiting], (1, 2), lambda: ran.append("after"))
+        ready = submit(made, op(), [], (1, 0), lambda: ran.append("ready"))
+        waiting = submit(made, op(), [ready], (1, 1), lambda: ran.append("waiting"))
+        after = submit(made, op(), [ready, waiting], (1, 2), lambda: ran.append("after"))
         made.cancel([running, ready, waiting])
         found = [(one.begun, one.cancelled) for one in (running, ready, waiting, after)]
         assert found == [(True, False), (False, True), (False, True), (False, False)]
@@ -188,10 +189,10 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
     trace = Trace()
     with lanes(Lane.DISK, Lane.H2D, Lane.CPU, pace=lambda op: op.bytes / 1000, trace=trace) as made:
         queued = time.perf_counter()  # Before the lanes begin.
-        read = made.submit(op(Lane.DISK, 100), [], (0, 0), _nothing)
-        copy = made.submit(op(Lane.H2D, 40), [read], (0, 0), _nothing)
-        made.submit(op(Lane.CPU, 50), [], (0, 0), _nothing)
-        mine = made.submit(op(Lane.COMPUTE), [copy], (0, 0))
+        read = submit(made, op(Lane.DISK, 100), [], (0, 0), _nothing)
+        copy = submit(made, op(Lane.H2D, 40), [read], (0, 0), _nothing)
+        submit(made, op(Lane.CPU, 50), [], (0, 0), _nothing)
+        mine = submit(made, op(Lane.COMPUTE), [copy], (0, 0))
         since = time.perf_counter()
         made.begin(mine)
         ended = time.perf_counter()
@@ -214,7 +215,7 @@ def test_time_is_booked_on_the_lane_that_was_waited_for() -> None:
 
 def test_nothing_is_exposed_where_nothing_was_waited_for() -> None:
     with lanes(pace=lambda op: 0.02) as made:
-        task = made.submit(op(), [], (0, 0), _nothing)
+        task = submit(made, op(), [], (0, 0), _nothing)
         while not task.over:
             time.sleep(0.001)
         made.wait([task])
@@ -227,7 +228,8 @@ def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:
     seen: list[tuple[int, bool]] = []
     try:
         with lanes() as made:
-            task = made.submit(
+            task = submit(
+                made,
                 op(),
                 [],
                 (0, 0),
@@ -279,7 +281,7 @@ def fenced(log: list[str]) -> Iterator[tuple[Lanes, Task, FakeFence]]:
     """Lanes, and a compute of the user under way whose device has work left when it ends."""
     fence = FakeFence(log)
     with lanes(device=Fenced(fence)) as made:
-        mine = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        mine = submit(made, op(Lane.COMPUTE), [], (0, 0))
         made.begin(mine)
         yield made, mine, fence
 
@@ -290,7 +292,7 @@ def test_a_lane_waits_for_the_device_whether_it_was_queued_before_or_after() -> 
         with fenced(log) as (made, mine, fence):
             if late:
                 made.finish(mine)
-            task = made.submit(op(), [mine], (0, 0), partial(log.append, "lane runs"))
+            task = submit(made, op(), [mine], (0, 0), partial(log.append, "lane runs"))
             if not late:
                 made.finish(mine)
             made.wait([task])
@@ -304,7 +306,7 @@ def test_the_users_next_compute_waits_on_the_device_and_not_on_the_host() -> Non
         with fenced(log) as (made, mine, _):
             if late:
                 made.finish(mine)
-            after = made.submit(op(Lane.COMPUTE), [mine], (0, 1))
+            after = submit(made, op(Lane.COMPUTE), [mine], (0, 1))
             if not late:
                 made.finish(mine)
             made.begin(after)
@@ -326,10 +328,10 @@ def test_a_task_is_settled_when_the_device_is_through_too() -> None:
 def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
     log: list[str] = []
     with fenced(log) as (made, mine, _):
-        gate = made.submit(op(Lane.COMPUTE), [], (0, 1))
+        gate = submit(made, op(Lane.COMPUTE), [], (0, 1))
         made.finish(mine)
-        between = made.submit(op(), [mine, gate], (0, 1), _nothing)
-        last = made.submit(op(), [between], (0, 2), lambda: log.append("lane runs"))
+        between = submit(made, op(), [mine, gate], (0, 1), _nothing)
+        last = submit(made, op(), [between], (0, 2), lambda: log.append("lane runs"))
         made.cancel([between])
         assert log == []
         made._device = CPU
@@ -342,11 +344,11 @@ def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
 def test_what_the_device_is_not_ready_for_holds_up_nothing_behind_it() -> None:
     log: list[str] = []
     with fenced(log) as (made, mine, fence):
-        gate = made.submit(op(Lane.COMPUTE), [], (0, 0))
+        gate = submit(made, op(Lane.COMPUTE), [], (0, 0))
         made.begin(gate)
         made.finish(mine)
         tasks = [
-            made.submit(op(), [gate, *waits], (0, key), partial(log.append, name))
+            submit(made, op(), [gate, *waits], (0, key), partial(log.append, name))
             for name, key, waits in (
                 ("first", 1, [mine]),
                 ("second", 2, []),
@@ -372,8 +374,8 @@ def test_the_first_failure_is_the_one_that_is_told() -> None:
             gates[number].wait()
             raise ArithmeticError(f"failure {number}")
 
-        made.submit(op(Lane.CPU), [], (0, 0), partial(fail, 0))
-        made.submit(op(Lane.DISK), [], (0, 0), partial(fail, 1))
+        submit(made, op(Lane.CPU), [], (0, 0), partial(fail, 0))
+        submit(made, op(Lane.DISK), [], (0, 0), partial(fail, 1))
         time.sleep(0.02)
         gates[1].set()
         end = time.monotonic() + 5
@@ -389,8 +391,8 @@ def test_closing_wakes_those_who_wait_and_drops_what_has_not_begun() -> None:
     ran: list[str] = []
     gate = threading.Event()
     with lanes() as made:
-        running = made.submit(op(), [], (0, 0), lambda: (gate.wait(), ran.append("running")))
-        queued = made.submit(op(), [], (1, 0), lambda: ran.append("queued"))
+        running = submit(made, op(), [], (0, 0), lambda: (gate.wait(), ran.append("running")))
+        queued = submit(made, op(), [], (1, 0), lambda: ran.append("queued"))
         thread, raised = blocked(lambda: made.wait([queued]))
         while not running.begun:
             time.sleep(0.001)
@@ -420,10 +422,10 @@ def test_who_waits_for_a_cancelled_task_waits_for_what_it_waited_for() -> None:
         order.append("first")
 
     try:
-        begun = lanes.submit(op, [], (0, 0), first)
-        between = lanes.submit(op, [begun], (0, 0), lambda: order.append("cancelled"))
+        begun = submit(lanes, op, [], (0, 0), first)
+        between = submit(lanes, op, [begun], (0, 0), lambda: order.append("cancelled"))
         disk = dataclasses.replace(op, lane=Lane.DISK)
-        last = lanes.submit(disk, [between], (0, 0), lambda: order.append("last"))
+        last = submit(lanes, disk, [between], (0, 0), lambda: order.append("last"))
         lanes.cancel([between])
         assert not last.over
         gate.set()

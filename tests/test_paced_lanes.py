@@ -26,6 +26,7 @@ from offload.program.schedule import Key, Passage, Scoreboard, Task
 from offload.runtime.executor import ENGINE_LANES
 from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
+from tests.submitting import submit
 
 HOMES, SLOTS = 3, 3
 OPS = 24
@@ -88,7 +89,7 @@ class Bench:
         reads = [cell for cell in sources if cell[0] != "stage"]
         writes = [into] if into[0] != "stage" else [("chunk", self.serial)]
         waits = self.board.waits(reads, writes)
-        task = self.lanes.submit(op, waits, key, run, passage)
+        task = submit(self.lanes, op, waits, key, run, passage)
         self.board.note(task, reads, writes)
         return task
 

@@ -103,7 +103,7 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
     for seed in range(5):
         with Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02)) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
-            store._checks[store._first["state", "a"], -1] ^= 1
+            store.chunks._kept[store.numbers("state", "a", 0), -1] ^= 1
             started, read_into = [], store._volume.read_into
 
             def read_and_note(*place, started=started, read_into=read_into):

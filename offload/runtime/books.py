@@ -16,19 +16,21 @@ Python's, so its books are.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 from cpu_adam.choice import require_version
 from offload.planning.layout import CHUNK_STAGES
 from offload.program.ops import OF_USER, Lane, Op
-from offload.program.schedule import Fence, Key, Passage, Run, Schedule, Scoreboard, State, Task
+from offload.program.schedule import Fence, Passage, Run, Schedule, Scoreboard, State, Task
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
@@ -103,10 +105,12 @@ class Books:
 
         Without `run` it is the user's own compute, or what its lane does on its own.
         """
-        (reads, writes), key = known.booked, (number, known.op.deadline)
-        waits = self._board.waits(reads, writes)
-        task = self.submit(known.op, waits, key, run, passage)
-        self._board.note(task, reads, writes)
+        (reads, writes), op = known.booked, known.op
+        with self.lock, self:
+            self._serial += 1
+            task = Task(op, run, (number, op.deadline), self._serial, passage)
+            self._schedule.add(task, self._board.waits(reads, writes))
+            self._board.note(task, reads, writes)
         return task
 
     def issue_all(
@@ -128,27 +132,6 @@ class Books:
     def all(self) -> list[Task]:
         """Tasks to wait for before anybody else has the places."""
         return self._board.all()
-
-    @property
-    def most_kept(self) -> int:
-        """How many accesses are kept of the place of which there are most."""
-        return self._board.most_kept
-
-    def submit(
-        self,
-        op: Op,
-        waits: Iterable[Task],
-        key: Key,
-        run: Run | None,
-        passage: Passage | None,
-        work: Any = None,
-    ) -> Task:
-        """Queue an op behind `waits`; without `run` it is the user's own compute."""
-        with self.lock, self:
-            self._serial += 1
-            task = Task(op, run, key, self._serial, passage)
-            self._schedule.add(task, waits)
-        return task
 
     def seal(self, passage: Passage) -> None:
         """All ops of `passage` are queued: let it start."""
@@ -299,12 +282,13 @@ BOOKS_VERSION = 2
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
 
-try:
-    from offload.runtime import _books as _native
+_native: Any = None
+"""The extension; None where it is not compiled, and the reference serves."""
 
-    require_version(_native, BOOKS_VERSION)
-except ImportError:  # Not compiled: the reference serves.
-    _native = None  # type: ignore[assignment]
+with contextlib.suppress(ImportError):
+    _found = importlib.import_module("offload.runtime._books")
+    require_version(_found, BOOKS_VERSION)
+    _native = _found
 
 
 class CompiledBooks:
@@ -321,7 +305,7 @@ class CompiledBooks:
         self.seal, self.cancel = books.seal, books.cancel
         self.begin, self.over = books.begin, books.over
         self.finish: Callable[..., None] = books.finish
-        self.all = books.all
+        self.all, self.stop, self.forget = books.all, books.stop, books.forget
         self._issue, self._issue_all = books.issue, books.issue_all
         self._issue_chunk = books.issue_chunk
 
@@ -344,72 +328,44 @@ class CompiledBooks:
 
     def issue(
         self, known: Known, number: int, run: Run | None, passage: Passage | None = None
-    ) -> Task:
+    ) -> Any:
         """Queue an op of the pass of that number behind those that touched its cells before."""
-        return self._issue(known.booked, number, run, passage, None)
+        return self._issue(known.booked, number, run, passage)
 
-    def issue_all(
-        self, known: Sequence[Known], number: int, runs: Sequence[Run | None]
-    ) -> list[Task]:
+    def issue_all(self, known: Sequence[Known], number: int, runs: Sequence[Run | None]) -> Any:
         """The same for several, in one call."""
         return self._issue_all([one.booked for one in known], number, list(runs))
 
     def issue_chunk(
         self, known: Sequence[Known], number: int, settings: Any, *, staged: bool
-    ) -> list[Task]:
+    ) -> Any:
         """The ops of a chunk, whose works are given `settings`, in one call."""
         return self._issue_chunk([one.booked for one in known], number, staged, settings)
 
-    def touching(self, reads: Iterable[object], writes: Iterable[object]) -> list[Task]:
+    def touching(self, reads: Iterable[object], writes: Iterable[object]) -> Any:
         """Whom an op with these cells would have to wait for."""
         return self._books.touching(self._numbers(reads), self._numbers(writes))
-
-    @property
-    def most_kept(self) -> int:
-        """How many accesses are kept of the place of which there are most."""
-        return self._books.most_kept()
-
-    def submit(
-        self,
-        op: Op,
-        waits: Iterable[Task],
-        key: Key,
-        run: Run | None,
-        passage: Passage | None,
-        work: Any = None,
-    ) -> Task:
-        """Queue an op behind `waits`; `work` its lane does on its own."""
-        known = self.know(replace(op, deadline=key[1]), (), (), run, work)
-        return self._issue(known.booked, key[0], run, passage, waits)
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""
         _, _, path = self._books.look(task)
         return [(_LANES[number], since) for number, since in path]
 
-    def look(self, task: Task) -> tuple[Key, list[int]]:
+    def look(self, task: Task) -> Any:
         """Its urgency, and the serial numbers of those that it waits for."""
         return self._books.look(task)[:2]
 
-    def take(self, lane: Lane, *, wait: bool = True) -> Task | None:
+    def take(self, lane: Lane, *, wait: bool = True) -> Any:
         """Begin the most urgent task of `lane`; without `wait` only if there is one now."""
         return self._books.take(_NUMBER[lane], wait)
 
-    def used(self, lane: Lane) -> tuple[float, int, int]:
+    def used(self, lane: Lane) -> Any:
         """What a lane has done on its own."""
         return self._books.used(_NUMBER[lane])
 
     def ran(self) -> list[Ran]:
         """The last works and computes of the user since that was asked."""
         return [Ran(op.lane, op, start, stop) for op, start, stop in self._books.ran()]
-
-    def stop(self, *, closing: bool) -> None:
-        """Start nothing more."""
-        self._books.stop(closing)
-
-    def forget(self) -> None:
-        """Let go of all tasks, which Python's garbage collector does not see; no lane runs."""
-        self._books.forget()
 
     def together(self) -> AbstractContextManager[None]:
         """Lanes begin at once: those that copy disturb nobody."""

@@ -86,9 +86,9 @@ class Executor:
         if self.store is not None:
             if not self.store.native:
                 return None
-            explain = self.store.explain
+            explain = self.store.chunks.explain
             self.lanes.explain = lambda error: (
-                explain(error.args) if isinstance(error, native.TransferFailed) else error
+                explain(error.args) if isinstance(error, native.ChunkFailed) else error
             )
         return NativeWorks(native, self.plan, self.memory.at, self.store)
 
@@ -101,7 +101,7 @@ class Executor:
     def step(self, number: int) -> None:
         self._step = number
         if self.store is not None:
-            self.store.step[0] = number
+            self.store.chunks.step[0] = number
 
     def check(self) -> None:
         """Raise unless values can be had.

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from offload.program.ops import Lane, Op
-from offload.program.schedule import Fence, Key, Passage, Run, Task
+from offload.program.schedule import Fence, Task
 from offload.runtime import entry
 from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks, books_of
 from offload.runtime.device import Device
@@ -188,23 +188,6 @@ class Lanes:
         finally:
             # A lane set this to one for itself, which new threads would inherit.
             torch.set_num_threads(intra_op_threads)
-
-    # -- submitting ---------------------------------------------------------------------------
-
-    def submit(
-        self,
-        op: Op,
-        waits: Iterable[Task],
-        key: Key,
-        run: Run | None = None,
-        passage: Passage | None = None,
-    ) -> Task:
-        """Queue an op behind `waits`; without `run` it is the user's own compute.
-
-        With `passage` it is one of the ops of a chunk, and starts after `seal`.
-        """
-        entry.owner = self.owner
-        return self._books.submit(op, waits, key, run, passage)
 
     def fail(self, error: BaseException) -> None:
         """Start nothing more, end every wait with `error`: the first one told is the failure."""

@@ -86,18 +86,17 @@ class NativeWorks:
             return self._native.copies([(self.where(into), self.where(source), op.bytes)])
         assert self._store is not None
         writing = into.place.tier == "nvme"
-        chunks = self._store.native_chunks(
-            op.value.kind,
-            self._plan.profile.units[op.value.unit].name,
-            None if op.value.chunk == ALL_CHUNKS else op.value.chunk,
-        )
+        kind, unit, chunk = op.value
+        name = self._plan.profile.units[unit].name
+        numbers = self._store.numbers(kind, name, None if chunk == ALL_CHUNKS else chunk)
+        chunks = self._store.chunks.native_chunks(numbers)
         at = self.where(source if writing else into)
         given = [
             (number, at.plus(start), size, check, parts)
             for number, start, size, check, parts in chunks
         ]
-        moved, step = self._store.native_counts()
-        return self._native.transfers(writing, given, self._kernel.index, moved, step)
+        moved, step = self._store.chunks.native_counts()
+        return self._native.chunks(writing, given, self._kernel.index, moved, step)
 
     def copies(self, spans: Iterable[tuple[Where, Where, int]]) -> Work | None:
         """Copies of so many bytes from the second place to the first; None where there are none."""

@@ -41,13 +41,6 @@ public:
         }
     }
 
-    // Accesses kept of the place of which there are most.
-    size_t most_kept() const {
-        size_t most = 0;
-        for (const auto& place : places_) most = std::max(most, place.size());
-        return most;
-    }
-
 private:
     struct Access {
         TaskPtr task;

@@ -17,13 +17,6 @@ static void require_new(const Task& task) {
     require(!task.passage || !task.passage->started(), "a passage is sealed before it starts");
 }
 
-void Books::require_whole() const {
-    if (torn_) {
-        throw std::runtime_error(
-            "the books of the lanes are half written, as memory ran out in the midst of it");
-    }
-}
-
 static std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
 }
@@ -34,18 +27,9 @@ Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran
 
 // -- tasks ------------------------------------------------------------------------------------
 
-void Books::add(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
-    Turn turn(*this);
-    require_new(*task);
-    turn.write();
-    queue(task, waits);
-    work_at_hand(turn);
-}
-
 void Books::issue(const TaskPtr& task, const Cells& reads, const Cells& writes) {
     Turn turn(*this);
     require_new(*task);
-    turn.write();
     queue(task, board_.waits(reads, writes));
     board_.note(task, reads, writes);
     work_at_hand(turn);
@@ -61,15 +45,9 @@ std::vector<TaskPtr> Books::all() {
     return board_.all();
 }
 
-size_t Books::most_kept() {
-    const Turn turn(*this);
-    return board_.most_kept();
-}
-
 void Books::seal(const PassagePtr& passage) {
     Turn turn(*this);
     require(!passage->tasks.empty(), "a passage that is sealed has tasks: its end frees its slot");
-    turn.write();
     for (Task* task : passage->tasks) {
         for (Task* other : task->waits) {
             hurry(other, other->passage != passage ? passage->key : task->key);
@@ -87,7 +65,6 @@ void Books::cancel(const std::vector<TaskPtr>& tasks) {
     for (const TaskPtr& task : tasks) {
         require(!task->passage || !open(task), "a passage is not taken back");
     }
-    turn.write();
     for (const TaskPtr& task : tasks) {
         if (!open(task)) continue;
         if (!task->of_user) {
@@ -113,7 +90,6 @@ bool Books::begin(Task& task, double seconds) {
         task.awaited = true;
         while (task.state == State::WAITING && !stopped_ && turn.sleep(until)) {}
     }
-    require_whole();
     if (task.state != State::READY || stopped_) return false;
     task.state = State::RUNNING;
     task.began_at = now();
@@ -127,14 +103,12 @@ bool Books::over(Task& task, double seconds) {
         task.awaited = true;
         while (!task.over() && !stopped_ && turn.sleep(until)) {}
     }
-    require_whole();
     return task.over();
 }
 
 void Books::finish(Task& task) {
     Turn turn(*this);
     require(task.state == State::RUNNING, "what is finished has begun");
-    turn.write();
     if (task.of_user) record(task.number, task.began_at, now());
     done(&task);
     work_at_hand(turn);
@@ -164,21 +138,17 @@ TaskPtr Books::take(int number, bool wait) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
     while (!closing_ || !lane.flights.empty()) {
-        turn.write();
         if (!lane.landed.empty()) {
             land(turn, lane);
             continue;
         }
-        if (lane.failure && lane.flights.empty()) {
-            turn.written();
-            std::rethrow_exception(lane.failure);
-        }
+        if (lane.failure && lane.flights.empty()) std::rethrow_exception(lane.failure);
         const bool may_begin =
             !stopped_ && !lane.failure && lane.flying_bytes < FLYING_BYTES_MAX;
         if (Task* task = may_begin ? first(lane) : nullptr) {
             if (task->work == nullptr) return task->shared_from_this();
             turn.tell();
-            if (task->work->transfers() != nullptr) take_off(turn, lane, task);
+            if (task->work->transfer() != nullptr) take_off(turn, lane, task);
             else run_work(turn, lane, task);
         } else if (wait || !lane.flights.empty()) {
             turn.sleep(lane);
@@ -228,10 +198,7 @@ void Books::run_work(Turn& turn, Lane& lane, Task* task) {
             failure = std::current_exception();
         }
     });
-    if (failure) {
-        turn.written();
-        std::rethrow_exception(failure);
-    }
+    if (failure) std::rethrow_exception(failure);
     const double until = now();
     count(lane, *task, since, until);
     lane.used.busy_s += until - since;

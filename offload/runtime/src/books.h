@@ -43,17 +43,8 @@ struct Used {
 // An op whose transfers are under way.
 struct Flight {
     TaskPtr task;
-    double since = 0;
-    size_t open = 0;                 // chunks
-    std::vector<size_t> parts_open;  // by chunk
-    std::vector<int64_t> crcs;       // by chunk, that expected or written
-};
-
-// A part of a chunk whose transfer is over.
-struct Landed {
-    Flight* flight;
-    size_t chunk;
-    aio::Failure failure;
+    double since;
+    aio::ChunkFlight inner;
 };
 
 struct Ran {
@@ -70,20 +61,16 @@ struct Seen {
 };
 
 // Every call may come from any thread. None asks for the GIL. What must not be is refused before
-// anything is written (`std::logic_error`). Any other error in the midst of writing, which is
-// memory that ran out, leaves the books half written: that ends all waits, and is told to whoever
-// calls from then on, lanes first.
+// anything is written (`std::logic_error`).
 class Books {
 public:
     Books(int lanes, int slots, size_t ran_max);
 
-    void add(const TaskPtr& task, const std::vector<TaskPtr>& waits);
     // Queue a task behind those that touched the places that it reads and writes.
     void issue(const TaskPtr& task, const Cells& reads, const Cells& writes);
     // Whom a task would have to wait for that reads and writes these places; all that touch any.
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes);
     std::vector<TaskPtr> all();
-    size_t most_kept();
     void seal(const PassagePtr& passage);
     void cancel(const std::vector<TaskPtr>& tasks);
     // Begin the user's own task; wait for that at most so long. Whether it has begun.
@@ -113,7 +100,7 @@ private:
         bool asleep = false;
         Used used;
         std::vector<std::unique_ptr<Flight>> flights;
-        std::vector<Landed> landed;
+        std::vector<std::pair<Flight*, aio::ChunkFlight::Landed>> landed;
         int64_t flying_bytes = 0;
         double flying_since = 0;
         std::exception_ptr failure;  // of a flight; nothing more begins
@@ -125,11 +112,8 @@ private:
     void run_work(Turn& turn, Lane& lane, Task* task);
     void work_at_hand(Turn& turn);
     void take_off(Turn& turn, Lane& lane, Task* task);
-    void submit(Lane& lane, Flight& flight) noexcept;
     void land(Turn& turn, Lane& lane);
-    void check(const Flight& flight, const Landed& landed);
     void count(Lane& lane, const Task& task, double since, double until);
-    void require_whole() const;
     void queue(const TaskPtr& task, const std::vector<TaskPtr>& waits);
     void record(int64_t number, double since, double until);
     void link(Task* other, Task* task);
@@ -145,7 +129,6 @@ private:
     std::condition_variable changed_;
     bool told_ = false;  // what somebody waits for has come
     bool stopped_ = false, closing_ = false;
-    bool torn_ = false;  // half written, see above
     int64_t serial_ = 0;
     Board board_;
     std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over

@@ -1,14 +1,12 @@
-// What Python sees of the books: `_books.pyi` says what each call does.
+// What Python sees of the books. `Books` and `NativeWorks` of Python say what each call does.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <optional>
 #include <tuple>
 #include <unordered_map>
 #include <vector>
@@ -97,25 +95,24 @@ static PythonWork squares_of(int kernel, int gradient,
     return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient), std::move(found))};
 }
 
-using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;  // `Stored`
-using PythonChunk =
-    std::tuple<int64_t, Place, int64_t, uintptr_t, std::vector<PythonPart>>;  // `StoredChunk`
+using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
+using PythonChunk = std::tuple<int64_t, Place, int64_t, uintptr_t, std::vector<PythonPart>>;
 
-static PythonWork transfers_of(bool writing, const std::vector<PythonChunk>& given, int kernel,
-                               uintptr_t moved, uintptr_t step) {
-    std::vector<StoredChunk> chunks;
+static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given, int kernel,
+                            uintptr_t moved, uintptr_t step) {
+    aio::ChunkTransfer transfer{writing, {}, cpu_adam::crc32c_of(kernel_at(kernel)),
+                                reinterpret_cast<aio::Moved*>(moved),
+                                reinterpret_cast<const int64_t*>(step)};
     for (const auto& [number, at, bytes, check, parts] : given) {
-        StoredChunk& chunk = chunks.emplace_back();
-        chunk = {number, where(at), bytes, reinterpret_cast<Check*>(check), {}};
+        aio::Chunk& chunk = transfer.chunks.emplace_back();
+        chunk = {number, reinterpret_cast<std::byte*>(where(at).base), at.second, bytes,
+                 reinterpret_cast<aio::Check*>(check), {}};
         for (const auto& [engine, fd, align, start, count, offset] : parts)
             chunk.parts.push_back(
                 {reinterpret_cast<aio::Engine*>(engine), fd, align, start, count, offset});
         if (chunk.parts.empty()) throw nb::value_error("a chunk lies nowhere");
     }
-    return {std::make_shared<Transfers>(writing, std::move(chunks),
-                                        cpu_adam::crc32c_of(kernel_at(kernel)),
-                                        reinterpret_cast<Moved*>(moved),
-                                        reinterpret_cast<const int64_t*>(step))};
+    return {std::make_shared<Chunks>(std::move(transfer))};
 }
 
 static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
@@ -138,10 +135,9 @@ public:
         if (getpid() == pid_) delete books_;
     }
 
-    // Queue a task; `waits` where the caller says for whom it waits, else by what it touches.
+    // Queue a task behind those that touched what it touches.
     nb::object issue(const Known& known, int64_t pass, nb::object run, const PassagePtr& passage,
-                     const std::optional<std::vector<TaskPtr>>& waits,
-                     const PythonSettings* settings = nullptr) {
+                     const PythonSettings* settings) {
         const auto task = std::make_shared<Task>();
         task->lane = known.lane;
         task->of_user = run.is_none() && known.work == nullptr;
@@ -160,18 +156,14 @@ public:
             handle.attr("run") = run;
             handles_.emplace(task.get(), handle);
         }
-        if (waits) {
-            books_->add(task, *waits);
-        } else {
-            books_->issue(task, known.reads, known.writes);
-        }
+        books_->issue(task, known.reads, known.writes);
         return handle;
     }
     // The same for the ops of a pass, in their order.
     nb::list issue_all(const std::vector<const Known*>& known, int64_t pass, nb::list runs) {
         nb::list tasks;
         for (size_t at = 0; at < known.size(); at++) {
-            tasks.append(issue(*known[at], pass, runs[at], nullptr, std::nullopt));
+            tasks.append(issue(*known[at], pass, runs[at], nullptr, nullptr));
         }
         return tasks;
     }
@@ -181,7 +173,7 @@ public:
         nb::list tasks;
         const PassagePtr passage = staged ? std::make_shared<Passage>() : nullptr;
         for (const Known* one : known)
-            tasks.append(issue(*one, pass, nb::none(), passage, std::nullopt, settings));
+            tasks.append(issue(*one, pass, nb::none(), passage, settings));
         if (staged) seal(passage);
         return tasks;
     }
@@ -189,7 +181,6 @@ public:
         return books_->touching(reads, writes);
     }
     std::vector<TaskPtr> all() { return books_->all(); }
-    size_t most_kept() { return books_->most_kept(); }
     void seal(const PassagePtr& passage) { books_->seal(passage); }
     void cancel(const std::vector<TaskPtr>& tasks) {
         books_->cancel(tasks);
@@ -294,32 +285,29 @@ NB_MODULE(_books, module) {
     module.def("sweep", &sweep_of);
     module.def("squares", &squares_of);
     module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
-    module.def("transfers", &transfers_of);
+    module.def("chunks", &chunks_of);
     module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
-    static nb::exception<TransferFailed> failed(module, "TransferFailed", PyExc_OSError);
-    nb::register_exception_translator(
-        [](const std::exception_ptr& thrown, void*) {
-            try {
-                std::rethrow_exception(thrown);
-            } catch (const TransferFailed& one) {
-                const auto& [code, cause, offset, bytes, last_code] = one.failure;
-                const auto* transfers = one.work->transfers();
-                PyErr_SetObject(failed.ptr(), nb::make_tuple(
-                    transfers->writing, one.number, code, int(cause), offset, bytes, last_code,
-                    one.found).ptr());
-            }
-        });
+    static nb::exception<aio::ChunkFailed> failed(module, "ChunkFailed", PyExc_OSError);
+    nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
+        try {
+            std::rethrow_exception(thrown);
+        } catch (const aio::ChunkFailed& one) {
+            const auto& [code, cause, offset, bytes, last_code] = one.failure;
+            const nb::tuple told = nb::make_tuple(one.writing, one.number, code, int(cause), offset,
+                                                  bytes, last_code, one.found);
+            PyErr_SetObject(failed.ptr(), told.ptr());
+        }
+    });
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
         .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"),
-             nb::arg("run").none(), nb::arg("passage").none(), nb::arg("waits").none(),
+             nb::arg("run").none(), nb::arg("passage").none() = nb::none(),
              nb::arg("settings").none() = nb::none())
         .def("issue_chunk", &Shared::issue_chunk, nb::arg("known"), nb::arg("pass_number"),
              nb::arg("staged"), nb::arg("settings").none())
         .def("issue_all", &Shared::issue_all)
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
-        .def("most_kept", &Shared::most_kept)
         .def("seal", &Shared::seal)
         .def("cancel", &Shared::cancel)
         .def("begin", &Shared::begin)
@@ -327,7 +315,7 @@ NB_MODULE(_books, module) {
         .def("finish", &Shared::finish)
         .def("look", &Shared::look)
         .def("take", &Shared::take)
-        .def("stop", &Shared::stop)
+        .def("stop", &Shared::stop, nb::arg("closing"))
         .def("forget", &Shared::forget)
         .def("used", &Shared::used)
         .def("ran", &Shared::ran);

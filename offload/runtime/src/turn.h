@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <exception>
 #include <mutex>
 #include <utility>
 
@@ -14,22 +13,7 @@ class Books::Turn {
 public:
     explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
     Turn(const Turn&) = delete;
-    ~Turn() {
-        if (writing_ && std::uncaught_exceptions() > before_) {
-            books_.torn_ = books_.stopped_ = books_.told_ = true;
-            for (Lane& lane : books_.lanes_) lane.wake.notify_all();
-        }
-        tell();
-    }
-
-    // From here on an error leaves the books half written.
-    void write() {
-        books_.require_whole();
-        writing_ = true;
-    }
-
-    // The books are whole again.
-    void written() { writing_ = false; }
+    ~Turn() { tell(); }
 
     // Do something without the lock; nothing that may fail.
     template <typename Function>
@@ -37,7 +21,6 @@ public:
         lock_.unlock();
         function();
         lock_.lock();
-        write();  // Somebody else may have torn them meanwhile.
     }
 
     // Wait until somebody tells, or the time is up; whether it is not.
@@ -64,8 +47,6 @@ public:
 private:
     Books& books_;
     std::unique_lock<std::mutex> lock_;
-    const int before_ = std::uncaught_exceptions();
-    bool writing_ = false;
 };
 
 }  // namespace books

@@ -70,10 +70,4 @@ void Squares::run(int slot, const Settings* settings) const {
     }
 }
 
-Transfers::Transfers(bool writing, std::vector<StoredChunk> given, Crc32c crc, Moved* moved,
-                     const int64_t* step)
-    : writing(writing), chunks(std::move(given)), crc(crc), moved(moved), step(step) {
-    for (const StoredChunk& chunk : chunks) bytes += chunk.bytes;
-}
-
 }  // namespace books

@@ -7,11 +7,9 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "../../../aio/src/engine.h"
-#include "../../../cpu_adam/src/crc32c.h"
+#include "../../../aio/src/chunks.h"
 #include "../../../cpu_adam/src/sweep.h"
 
 namespace books {
@@ -44,8 +42,6 @@ struct Settings {
     std::shared_ptr<Clip> clip;
 };
 
-class Transfers;
-
 class Work {
 public:
     virtual ~Work() = default;
@@ -53,8 +49,8 @@ public:
     virtual void run(int slot, const Settings* settings) const = 0;
     // Bytes of a copy that is done by who makes it ready, where they are few.
     virtual size_t bytes_at_hand() const { return SIZE_MAX; }
-    // What it is for the disk lane, which has many under way.
-    virtual const Transfers* transfers() const { return nullptr; }
+    // What it is for the lane of the drives, which has many under way.
+    virtual const aio::ChunkTransfer* transfer() const { return nullptr; }
 };
 
 using WorkPtr = std::shared_ptr<const Work>;
@@ -120,60 +116,14 @@ public:
     void run(int, const Settings* settings) const override { settings->clip->combine(); }
 };
 
-// What the last write of a chunk left, in memory that Python reads, too: see `store.Check`.
-struct Check {
-    int64_t writes;  // that have begun; the chunk is readable if as many have ended
-    int64_t ended;
-    int64_t step;
-    int64_t crc;
-};
-
-struct Stored {
-    aio::Engine* engine;
-    int fd;
-    int64_t align;
-    int64_t start, bytes, offset;  // in the chunk's memory, and in the file
-};
-
-struct StoredChunk {
-    int64_t number;  // for messages
-    Where at;
-    int64_t bytes;
-    Check* check;
-    std::vector<Stored> parts;
-};
-
-// Bytes that were moved since the start, in memory that Python reads, too.
-struct Moved {
-    int64_t read, written;
-};
-
-class Transfers : public Work {
+class Chunks : public Work {
 public:
-    Transfers(bool writing, std::vector<StoredChunk> chunks, cpu_adam::Crc32c crc, Moved* moved,
-              const int64_t* step);
+    explicit Chunks(aio::ChunkTransfer transfer) : transfer_(std::move(transfer)) {}
     void run(int, const Settings*) const override { throw std::logic_error("of another lane"); }
-    const Transfers* transfers() const override { return this; }
+    const aio::ChunkTransfer* transfer() const override { return &transfer_; }
 
-    const bool writing;
-    const std::vector<StoredChunk> chunks;
-    const cpu_adam::Crc32c crc;
-    Moved* const moved;
-    const int64_t* const step;  // stamped on what is written
-    int64_t bytes = 0;
-};
-
-// What became of a transfer that failed; Python says it in words.
-struct TransferFailed : std::runtime_error {
-    TransferFailed(std::shared_ptr<const Work> work, int64_t number, const aio::Failure& failure,
-                   int64_t found)
-        : std::runtime_error("a transfer failed"),
-          work(std::move(work)), number(number), failure(failure), found(found) {}
-
-    std::shared_ptr<const Work> work;
-    int64_t number;        // of the chunk
-    aio::Failure failure;  // code 0: the checksum is `found`; without one: it was never written
-    int64_t found;
+private:
+    const aio::ChunkTransfer transfer_;
 };
 
 }  // namespace books
