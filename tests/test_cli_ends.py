@@ -159,7 +159,9 @@ def test_ctrl_c_twice_within_the_engine_ends_a_run_as_once(monkeypatch, capsys):
     assert shown.err.endswith("offload: stopped by Ctrl-C after step 1 of 3\n")
 
 
-def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, capsys):
+def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(
+    python_books, monkeypatch, capsys
+):
     """On a slow lane they are under way when it is stopped. Who presses twice does not wait."""
     build, step = train.build, train.train_step
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,19 @@ from torch.utils.checkpoint import checkpoint
 import offload
 from offload.model import gradients
 from tests.covering import by_turns
-from tests.training import Net, Run, attached, batch, loss_of, plain, same_bits, some_fast
+from tests.training import (
+    RESIDENT,
+    Net,
+    Run,
+    assert_same,
+    attached,
+    batch,
+    loss_of,
+    plain,
+    same_bits,
+    some_fast,
+    train,
+)
 
 EVERYWHERE = [("device", "cpu", "cpu"), ("cpu", "device", "cpu"), ("nvme", "nvme", "nvme")]
 
@@ -95,14 +109,33 @@ def test_a_backward_adds_to_an_edited_one(tmp_path: Path) -> None:
             assert same_bits(block(run).up.weight.grad, model.blocks[2].up.weight.grad)
 
 
-def test_on_nvme_they_are_shown_up_to_a_limit(tmp_path: Path) -> None:
-    with attached(("cpu", "nvme", "cpu"), tmp_path, exposed_memory=30_000) as run:
+def clipped(run: Run, number: int) -> None:
+    """As trainers do, with what torch has; one gradient is assigned."""
+    for _ in range(2):
         run.loss().backward()
-        first = next(iter(run.model.parameters()))
-        assert first.grad is not None
-        with pytest.raises(MemoryError, match="max_grad_norm") as caught:
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    last = list(run.model.parameters())[-1]
+    last.grad = last.grad * 2  # type: ignore[operator]
+    run.step()
+
+
+@pytest.mark.parametrize("room", [9_000, 30_000])
+def test_on_nvme_they_are_clipped_at_any_size(room: int, tmp_path: Path) -> None:
+    """What has no room in memory is shown in a file, of which nothing is left."""
+    ours = train(("cpu", "nvme", "cpu"), tmp_path, clipped, exposed_memory=room)
+    assert_same(ours, train(RESIDENT, tmp_path, clipped))
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_space_to_show_them_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with attached(("cpu", "nvme", "cpu"), tmp_path, exposed_memory=1) as run:
+        run.loss().backward()
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        with pytest.raises(MemoryError, match=r"No space.*max_grad_norm"):
             nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
-        assert "exposed_memory" in str(caught.value)
         run.step()
         plain(run, 1)
 

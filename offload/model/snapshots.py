@@ -10,11 +10,15 @@ model's.
 
 The memory is the engine's. The user gets aliases of it through DLPack, each a storage of its own,
 and torch tells through a weak reference when a storage is gone. So copies that are held count
-against `exposed_memory`, and one that nobody holds any more makes room for the next.
+against `exposed_memory`, and one that nobody holds any more makes room for the next. Gradients on
+nvme for which there is no room are shown all the same, as trainers read all of them at once to clip
+them: the copy is a file without a name beside the store's, mapped, which the kernel keeps in memory
+as far as it can. It goes with its last alias, too.
 """
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,6 +32,7 @@ from offload.planning.profile import Kind, Parameter
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Value
 from offload.runtime.executor import ChunkCache, Executor
+from offload.runtime.memory import mapped_file
 
 
 class Key(NamedTuple):
@@ -62,6 +67,7 @@ def share(memory: torch.Tensor) -> tuple[torch.Tensor, Alias]:
 @dataclass(slots=True)
 class _Snapshot:
     memory: torch.Tensor
+    in_file: bool = False
     aliases: list[Alias] = field(default_factory=list)
 
     @property
@@ -102,7 +108,8 @@ class Snapshots:
     def bytes(self) -> int:
         """Bytes of all that is held or counts."""
         self._left = [one for one in self._left if one.held]
-        copies = sum(one.memory.nbytes for one in (*self._open.values(), *self._left))
+        all_of_them = (*self._open.values(), *self._left)
+        copies = sum(one.memory.nbytes for one in all_of_them if not one.in_file)
         return copies + sum(self._reserved.values())
 
     def tensor(self, key: Key) -> torch.Tensor:
@@ -114,8 +121,10 @@ class Snapshots:
         if key not in self._open:
             one, size = self._parameter(key), self._bytes_of(key)
             what = "touching" if key.kind == "weight" else "showing the gradient of"
-            self._make_room(size, f"{what} {one.name}")
-            self._open[key] = _Snapshot(self.read(key))
+            memory = self._mapped(key)
+            if memory is None:
+                self._make_room(size, f"{what} {one.name}")
+            self._open[key] = _Snapshot(self.read(key, memory), memory is not None)
         return self._open[key].tensor()
 
     def put(self, key: Key, value: torch.Tensor) -> None:
@@ -125,17 +134,20 @@ class Snapshots:
             MemoryError: the snapshots that are still held leave no room for it.
         """
         self.drop(key)
-        self._make_room(self._bytes_of(key), f"assigning to {self._parameter(key).name}")
-        memory = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
+        memory = mapped = self._mapped(key)
+        if memory is None:
+            self._make_room(self._bytes_of(key), f"assigning to {self._parameter(key).name}")
+            memory = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
         self._executor.copy_now(memory, value)
-        self._open[key] = _Snapshot(memory)
+        self._open[key] = _Snapshot(memory, mapped is not None)
 
-    def read(self, key: Key) -> torch.Tensor:
-        """A value as it is at home, after any update that is due; in memory of its own, on the
-        compute device, that counts against nothing."""
+    def read(self, key: Key, out: torch.Tensor | None = None) -> torch.Tensor:
+        """A value as it is at home, after any update that is due; in `out`, or in memory of its own
+        on the compute device that counts against nothing."""
         self._executor.quiesce(key.kind, key.unit, to_write=False)
-        with torch.inference_mode(False):
-            out = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
+        if out is None:
+            with torch.inference_mode(False):
+                out = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
         flat = out.view(-1).view(torch.uint8)
         for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
             home = self._chunks.read(Value(key.kind, key.unit, chunk))
@@ -180,21 +192,43 @@ class Snapshots:
         """Give back what was taken for a unit, if anything was."""
         self._reserved.pop(unit, None)
 
-    def _make_room(self, size: int, what: str) -> None:
-        if self.bytes + size <= self._limit_bytes:
-            return
-        idle = [key for key, one in self._open.items() if not one.held]
-        self._write_back(idle)
-        for key in idle:
-            del self._open[key]
+    def _has_room(self, size: int) -> bool:
+        """Whether so much may be taken; copies that nobody holds go, where that is needed."""
         if self.bytes + size > self._limit_bytes:
+            idle = [key for key, one in self._open.items() if not one.held]
+            self._write_back(idle)
+            for key in idle:
+                del self._open[key]
+        return self.bytes + size <= self._limit_bytes
+
+    def _mapped(self, key: Key) -> torch.Tensor | None:
+        """Memory of a file, for a gradient on nvme for which there is no room; else None.
+
+        Raises:
+            MemoryError: nor is there space for the file.
+        """
+        store, size = self._executor.store, self._bytes_of(key)
+        on_nvme = self._executor.plan.home(key.kind, key.unit).tier == "nvme"
+        if key.kind == "weight" or not on_nvme or store is None or self._has_room(size):
+            return None
+        try:
+            flat = mapped_file(size, os.path.dirname(store.files[0].path))
+        except OSError as error:
+            raise MemoryError(
+                f"p.grad of {self._parameter(key).name} was asked for, and beyond exposed_memory "
+                f"gradients on nvme are shown in a file: {error}. Free some space, or clip with "
+                "Config(max_grad_norm=...)"
+            ) from error
+        return flat.view(self._dtype_of(key)).view(self._parameter(key).shape)
+
+    def _make_room(self, size: int, what: str) -> None:
+        if not self._has_room(size):
             raise MemoryError(
                 f"{what} takes a copy of {format_bytes(size)}, but copies of "
                 f"{format_bytes(self.bytes)} are still held and exposed_memory is "
                 f"{format_bytes(self._limit_bytes)}. Let go of earlier ones, go through "
-                "optimizer.engine.stream_weights(), which needs one parameter at a time, keep "
-                "gradients in memory with Config(gradients='cpu'), clip them with "
-                "Config(max_grad_norm=...), or raise Config.exposed_memory"
+                "optimizer.engine.stream_weights(), which needs one parameter at a time, or raise "
+                "Config.exposed_memory"
             )
 
     # -- edits -----------------------------------------------------------------------------------

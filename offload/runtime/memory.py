@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -277,6 +278,18 @@ def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
     touch(np.frombuffer(area, dtype=np.uint8), node)
     with torch.inference_mode(False):  # An inference tensor could not be written outside of it.
         return torch.frombuffer(area, dtype=torch.uint8)[:size]
+
+
+def mapped_file(size: int, directory: str) -> torch.Tensor:
+    """`size` bytes of a new file without a name in a directory, gone with their last view.
+
+    Raises:
+        OSError: the space is not there.
+    """
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        with torch.inference_mode(False):
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 def zeros_on(device: Device, size: int) -> torch.Tensor:
