@@ -183,14 +183,19 @@ def _simulated(timeline: Callable[..., Timeline], simulations: int, engine: Engi
 
 
 def _machine(ran: Sequence[Ran], *, device_is_cpu: bool) -> Machine:
-    """A machine with the measured lane speeds."""
+    """A machine with the measured lane speeds. Where ops of a lane overlap each has its share."""
     moved, took = Counter[str](), defaultdict[str, float](float)
+    spans = defaultdict[Lane, list[tuple[float, float]]](list)
+    for one in ran:
+        spans[one.op.lane].append((one.start, one.stop))
+    alone = {lane: sum(stop - start for start, stop in some) for lane, some in spans.items()}
+    share = {lane: seconds(some) / max(1e-9, alone[lane]) for lane, some in spans.items()}
     for one in ran:
         if one.op.verb not in OF_USER:
             writes = one.op.lane is Lane.DISK and one.op.writes[0].place.tier == "nvme"
             speed = _speeds(one.op.lane)[-1 if writes else 0]
             moved[speed] += one.op.bytes
-            took[speed] += one.stop - one.start
+            took[speed] += (one.stop - one.start) * share[one.op.lane]
     seen: Any = {name: moved[name] / took[name] for name in moved if moved[name] and took[name]}
     machine = Machine(device_bytes=0, cpu_bytes=0, device_is_cpu=device_is_cpu, op_seconds=0.0)
     return replace(machine, **seen)

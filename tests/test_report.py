@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 import offload
 from offload import recording
 from offload.cli import report
+from offload.planning.layout import Place
 from offload.planning.machine import Machine
-from offload.program.ops import Lane
+from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.simulate import seconds_of, simulate
 from offload.reporting import (
     OTHER,
@@ -312,6 +313,18 @@ def test_a_model_of_many_chunks_has_room_for_its_steps():
     units = [SimpleNamespace(chunks=range(1000))]
     assert Trace(profile=SimpleNamespace(units=units)).ran.maxlen == 48_000
     assert Trace().ran.maxlen == SPANS_MAX
+
+
+def test_ops_of_a_lane_that_overlap_share_its_time():
+    """Of 400 bytes read and written in 2 s, two ops at a time, the lane has moved 200 a second."""
+    value = Value("weight", 0)
+    drive, memory = Use(Place("nvme", "home"), value), Use(Place("cpu", "home"), value)
+    ran = []
+    for number, (source, into) in enumerate([(drive, memory), (memory, drive)] * 2):
+        op = Op(Lane.DISK, Verb.MOVE, value, (source,), (into,), 100, 0)
+        ran.append(Ran(Lane.DISK, op, number // 2, number // 2 + 1))
+    machine = recording._machine(ran, device_is_cpu=True)
+    assert machine.disk_read_bytes_per_s == machine.disk_write_bytes_per_s == 200
 
 
 def test_off_by_a_flag():

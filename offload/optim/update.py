@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cpu_adam import Part, sum_of_squares, update_parts, views
+from cpu_adam.hyper import Hyper
 from offload.model.early_updates import ParameterStep, Step
 from offload.model.pending import PendingUnit
 from offload.model.resident import Residents, in_order
@@ -301,7 +302,8 @@ class _NativeOps:
         """Queue the sums of squares and the norm."""
         settings, partials = self._works.settings([], clip), []
         for unit, chunks in _by_unit(streamed):
-            for known in self._made(self._squares, unit, step, chunks, self._square):
+            members = tuple((parameter, 0) for parameter in sorted(step[unit]))
+            for known in self._made(self._squares, unit, members, chunks, self._square):
                 self._executor.issue_known_chunk(known, pass_number, settings)
                 partials.append(known[-1].op.writes[0])
         if self._norm is None or self._norm[0] != partials:
@@ -318,15 +320,15 @@ class _NativeOps:
         prepared: Mapping[int, PendingUnit],
     ) -> list[Task]:
         """Queue the updates of all chunks that are due, in their order."""
-        tasks = []
-        for unit, chunks in _by_unit(due):
-            steps, one = step[unit], prepared.get(unit)
-            frozen = [(steps[at].hyper, steps[at].number) for at in sorted(steps)]
-            settings = self._works.settings(frozen, clip)
+        tasks, by_unit = list[Task](), list(_by_unit(due))
+        frozen, members = _numbered(step, [unit for unit, _ in by_unit])
+        settings = self._works.settings(frozen, clip)
+        for unit, chunks in by_unit:
+            one = prepared.get(unit)
             if one is None:
-                made = self._made(self._updates, unit, step, chunks, self._update)
+                made = self._made(self._updates, unit, members[unit], chunks, self._update)
             else:  # Torch's memory is another one in each step.
-                made = [self._update(chunk, sorted(steps), one.flat) for chunk in chunks]
+                made = [self._update(chunk, members[unit], one.flat) for chunk in chunks]
             for known in made:
                 queued = self._executor.issue_known_chunk(known, pass_number, settings)
                 tasks += queued
@@ -338,45 +340,61 @@ class _NativeOps:
         self,
         kept: dict[int, tuple[_Members, list[list[Known]]]],
         unit: int,
-        step: Step,
+        members: _Members,
         chunks: Sequence[_Chunk],
-        make: Callable[[_Chunk, Sequence[int]], list[Known]],
+        make: Callable[[_Chunk, _Members], list[Known]],
     ) -> list[list[Known]]:
         """The ops of each chunk of a unit, in memory that is still that of the arenas."""
         if self._arenas != self._executor.memory.taken:
             self._arenas = self._executor.memory.taken
             self._updates.clear()
             self._squares.clear()
-        members = tuple(sorted(step[unit]))
         if unit not in kept or kept[unit][0] != members:
             kept[unit] = members, [make(chunk, members) for chunk in chunks]
         return kept[unit][1]
 
-    def _square(self, one: _Chunk, members: Sequence[int]) -> list[Known]:
+    def _square(self, one: _Chunk, members: _Members) -> list[Known]:
         ops = square(self._plan, one.unit, one.chunk, one.ordinal)
         spec = self._plan.profile.units[one.unit]
-        work = self._works.squares(ops[-1], one.ordinal, members, spec, spec.chunks[one.chunk])
+        work = self._works.squares(
+            ops[-1], one.ordinal, dict(members), spec, spec.chunks[one.chunk]
+        )
         return [*map(self._executor.known, ops[:-1]), self._executor.known_as(ops[-1], work)]
 
-    def _update(self, one: _Chunk, members: Sequence[int], flat: Flat | None = None) -> list[Known]:
+    def _update(self, one: _Chunk, members: _Members, flat: Flat | None = None) -> list[Known]:
         """The ops of a chunk; with `flat` its weights and gradients are there, and do not move."""
         ops = update_ops(self._plan, one.unit, one.chunk, one.deadline)
         if flat is not None:
             ops = [_in_place(self._plan, op) for op in ops if op.value.kind == "state"]
         spec = self._plan.profile.units[one.unit]
-        rows = {parameter: row for row, parameter in enumerate(members)}
         found = []
         for op in ops:
             if op.verb is Verb.MOVE:
                 found.append(self._executor.known(op))
             else:
-                work = self._works.update(op, rows, spec, spec.chunks[one.chunk], flat)
+                work = self._works.update(op, dict(members), spec, spec.chunks[one.chunk], flat)
                 found.append(self._executor.known_as(op, work))
         return found
 
 
-_Members = tuple[int, ...]
-"""Parameters of a unit that take part in a step."""
+_Members = tuple[tuple[int, int], ...]
+"""Parameters of a unit that take part in a step, each with its row of factors."""
+
+
+def _numbered(
+    step: Step, units: Sequence[int]
+) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]:
+    """What the parameters of some units are updated by, each once, and by unit who by which."""
+    rows, found, members = dict[tuple[int, int], int](), list[tuple[Hyper, int]](), {}
+    for unit in units:
+        mine = []
+        for parameter, one in sorted(step[unit].items()):
+            row = rows.setdefault((id(one.hyper), one.number), len(found))
+            if row == len(found):
+                found.append((one.hyper, one.number))
+            mine.append((parameter, row))
+        members[unit] = tuple(mine)
+    return found, members
 
 
 def _by_unit(chunks: Iterable[_Chunk]) -> Iterator[tuple[int, list[_Chunk]]]:

@@ -197,8 +197,6 @@ class Profile:
     units: tuple[Unit, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    rank: int = 0
-    world: int = 1
 
 
 @dataclass(frozen=True, slots=True)

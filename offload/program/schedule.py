@@ -235,11 +235,6 @@ class Scoreboard(Generic[Access]):
         """Tasks to wait for before anybody else has the places."""
         return self.waits((), tuple(self._accesses))
 
-    @property
-    def most_kept(self) -> int:
-        """How many accesses are kept of the place of which there are most."""
-        return max(map(len, self._accesses.values()), default=0)
-
     def note(self, task: Access, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
         for cell in reads:

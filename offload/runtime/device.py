@@ -196,9 +196,6 @@ def compute_device() -> Device:
 class Driver:
     """What differs between accelerators; this one knows only what `torch.accelerator` offers."""
 
-    registers = False
-    """Whether `pin` is supported."""
-
     def __init__(self, device: torch.device):
         self.device = device
 
@@ -273,8 +270,6 @@ def driver_of(device: torch.device) -> Driver:
 
 class _Cuda(Driver):
     """CUDA, or ROCm, which torch offers under the same names."""
-
-    registers = True
 
     def stream(self) -> Any:
         return torch.cuda.current_stream(self.device)

@@ -135,7 +135,7 @@ class Executor:
             return self.known_as(op, work)
         run = None
         if "nvme" not in (use.place.tier for use in (*op.reads, *op.writes)):
-            run = partial(self._copy, *op.reads, *op.writes)
+            run = self._mover(op, None)
         return self.known_as(op, None, run)
 
     def known_as(self, op: Op, work: Work | None, run: Run | None = None) -> Known:
@@ -208,9 +208,6 @@ class Executor:
 
     def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
         return self.memory.at(use if passage is None else in_slot(use, passage.slot))
-
-    def _copy(self, source: Use, target: Use) -> None:
-        self.device.copy(self.memory.at(target), self.memory.at(source))
 
     def _mover(self, op: Op, passage: Passage | None) -> Run:
         assert op.verb is Verb.MOVE, "what any other op does says who issues it"
