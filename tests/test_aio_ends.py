@@ -88,8 +88,11 @@ def test_exit_without_closing(name, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-# In memory Linux AIO is done before a signal can come.
-@pytest.mark.parametrize("name", few([name for name in ENGINE if name != "linux_aio"]))
+LASTING = [name for name in ENGINE if name != "linux_aio"]
+"""In memory Linux AIO is done before a signal can come."""
+
+
+@pytest.mark.parametrize("name", few(LASTING))
 def test_ctrl_c_while_waiting(name):
     """A wait in the main thread ends by Ctrl-C, whichever thread the signal goes to."""
     with busy(name) as (_, _, tickets):
@@ -102,7 +105,7 @@ def test_ctrl_c_while_waiting(name):
         assert not tickets[-1].done()
 
 
-@pytest.mark.parametrize("name", few(ENGINE))
+@pytest.mark.parametrize("name", few(LASTING))
 def test_ctrl_c_while_closing(name):
     """It ends the wait and not the work: nothing new is taken, and closing again waits again."""
     with busy(name) as (backend, file, tickets):
