@@ -128,15 +128,19 @@ def test_square_reads_the_gradient_where_it_is() -> None:
 
 def test_updates_come_in_the_order_of_the_next_forward() -> None:
     made = [unit("a", 5), unit("b", 3_000_000), unit("c", 5), unit("never", 5)]
-    plan = plan_of(profile_of(made, forward=[2, 1, 0, 1]))
-    assert list(update_order(plan)) == [
-        (2, 0, 0),
-        (1, 0, 1),
-        (1, 1, 1),
-        (1, 2, 1),
-        (0, 0, 2),
-        (3, 0, 4),
+    profile = profile_of(made, forward=[2, 1, 0, 1])
+    assert list(update_order(plan_of(profile, state="nvme"))) == [
+        (0, 2, 0, 0),
+        (1, 1, 0, 1),
+        (2, 1, 1, 1),
+        (3, 1, 2, 1),
+        (4, 0, 0, 2),
+        (5, 3, 0, 4),
     ]
+    every = ALL_CHUNKS  # All of it in memory: an op for each unit.
+    whole = [(0, 2, every, 0), (1, 1, every, 1), (4, 0, every, 2), (5, 3, every, 4)]
+    in_memory = plan_of(profile, weight="cpu", gradient="cpu", state="cpu")
+    assert list(update_order(in_memory)) == whole
 
 
 # -- the phases ---------------------------------------------------------------------------------

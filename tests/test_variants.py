@@ -13,7 +13,7 @@ from offload.planning.layout import Place, Plan
 from offload.planning.profile import profile_of
 from offload.planning.tiers import Tier
 from offload.program.compile import EARLY, as_run, compile_program, with_waits
-from offload.program.ops import ALL_CHUNKS, Phase, Program, Value
+from offload.program.ops import ALL_CHUNKS, Phase, Program, Value, Verb
 from offload.program.verify import RUNS, verify, verify_runs
 from tests.profiles import all_placements, blocks, plans, program_of, unit
 from tests.test_verify import BACKWARD, broken
@@ -87,7 +87,8 @@ def test_an_early_update_does_not_overtake_its_backward(
 ) -> None:
     program = program_of(blocks(2), tier, tier, tier)
     phase = as_run(program, "backward_first" + EARLY, {})
-    first = next(i for i, op in enumerate(phase.ops) if op.value.chunk != ALL_CHUNKS)
+    of_update = [op.value.chunk != ALL_CHUNKS or op.verb is Verb.UPDATE for op in phase.ops]
+    first = of_update.index(True)
     assert phase.ops[first].waits
     wrong = [replace(op, waits=()) if i == first else op for i, op in enumerate(phase.ops)]
     as_run_wrongly(

@@ -357,15 +357,15 @@ WAITS = (
     ),
     Wait(
         "store: until a piece is through",
-        "runtime/store",
+        "aio/chunks",
         "        try:\n            ticket.wait()\n",
         "        try:\n            pass\n",
         ("test_store",),
     ),
     Wait(
         "store: until none is under way",
-        "runtime/store",
-        "            aio.wait_all(ticket for transfers in by_chunk for _, ticket in transfers)\n",
+        "aio/chunks",
+        "            wait_all(ticket for transfers in by_chunk for _, ticket in transfers)\n",
         "            pass\n",
         ("test_store",),
     ),

@@ -56,7 +56,8 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+)\.py::(.+?)(?: - (.*))?$", r
 
 def verdict(wait: Wait) -> str:
     """What the tests say of the engine without `wait`."""
-    source = (ROOT / "offload" / f"{wait.file}.py").read_text(encoding="utf-8")
+    where = wait.file if wait.file.startswith("aio/") else f"offload/{wait.file}"
+    source = (ROOT / f"{where}.py").read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
     usual = IN_LANES if wait.file in ("runtime/lanes", "program/schedule") else ELSEWHERE
@@ -64,7 +65,7 @@ def verdict(wait: Wait) -> str:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "changed.py"
         path.write_text(source.replace(wait.present, wait.absent), encoding="utf-8")
-        module = f"offload.{wait.file.replace('/', '.')}"
+        module = where.replace("/", ".")
         with (Path(directory) / "told").open("w+", encoding="utf-8") as told:
             ran = subprocess.Popen(
                 [sys.executable, "-c", _RUN, module, str(path), *tests],

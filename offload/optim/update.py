@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,9 +22,10 @@ from offload.model.early_updates import ParameterStep, Step
 from offload.model.pending import PendingUnit
 from offload.model.resident import Residents, in_order
 from offload.planning.layout import Plan
-from offload.program.compile import norm, square, update_order
+from offload.planning.profile import ParameterSlice
+from offload.program.compile import chunk_range, chunks_of, norm, square, update_order
 from offload.program.compile import update as update_ops
-from offload.program.ops import Lane, Op, Use, Verb
+from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.schedule import Fence, Task
 from offload.runtime.books import Known
 from offload.runtime.executor import BytesOf, Executor
@@ -101,10 +102,9 @@ class Updates:
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
         self._chunks: dict[int, list[_Chunk]] = {}
-        self._chunk_count = 0
-        for ordinal, (unit, chunk, deadline) in enumerate(update_order(self._plan)):
-            self._chunks.setdefault(unit, []).append(_Chunk(ordinal, unit, chunk, deadline))
-            self._chunk_count += 1
+        for one in map(_Chunk._make, update_order(self._plan)):
+            self._chunks.setdefault(one.unit, []).append(one)
+        self._chunk_count = sum(len(unit.chunks) for unit in self._plan.profile.units)
         works = executor.works
         self._make_clip: Callable[[float, int], Clip] = _Clip if works is None else works.clip
         self._native = None if works is None else _NativeOps(executor, works)
@@ -166,8 +166,8 @@ class Updates:
             if unit in self._residents:
                 kind = due.pending if unit in in_lanes else due.at_once
             for one in self._chunks[unit]:
-                spans = self._plan.profile.units[unit].chunks[one.chunk].slices
-                if any(span.parameter in step[unit] for span in spans):
+                spans = _spans(self._plan, Value("state", unit, one.chunk))
+                if any(span.parameter in step[unit] for _, span in spans):
                     kind.append(one)
         return due
 
@@ -242,45 +242,45 @@ class Updates:
         plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
 
         def run(bytes_of: BytesOf) -> None:
-            gradient = _typed(plan, op.reads[0], bytes_of)
-            spans = plan.profile.units[op.value.unit].chunks[op.value.chunk].slices
-            total = 0.0
-            for span in spans:
-                if span.parameter in steps:
-                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    workspace = executor.memory.workspace(op)
-                    total += sum_of_squares(part, workspace, executor.device.drain)
-            clip.put(ordinal, total)
+            for at, (chunk, spans) in enumerate(groupby(_spans(plan, op.value), itemgetter(0))):
+                gradient = _typed(plan, op.reads[0], bytes_of, chunk)
+                total = 0.0
+                for _, span in spans:
+                    if span.parameter in steps:
+                        part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                        workspace = executor.memory.workspace(op)
+                        total += sum_of_squares(part, workspace, executor.device.drain)
+                clip.put(ordinal + at, total)
 
         return run
 
     def _updater(
         self, op: Op, steps: Mapping[int, ParameterStep], clip: Clip | None
     ) -> Callable[[BytesOf], None]:
-        _, unit, chunk = op.value
-        spec = self._plan.profile.units[unit]
-        piece = spec.chunks[chunk]
-        fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
-        spans = [span for span in piece.slices if span.parameter in steps]
-        parts = []
-        for number, span in enumerate(spans):
-            ends = span.parameter_start + span.elements == spec.parameters[span.parameter].elements
-            part = Part(span.chunk_start, span.elements, span.parameter_start, number, is_last=ends)
-            parts.append(part)
-        frozen = [(steps[span.parameter].hyper, steps[span.parameter].number) for span in spans]
-        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
         plan, executor = self._plan, self._executor
+        spec = plan.profile.units[op.value.unit]
+        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
 
         def run(bytes_of: BytesOf) -> None:
-            weight = _typed(plan, uses["weight"], bytes_of)
-            gradient = _typed(plan, uses["gradient"], bytes_of)
-            record = views(bytes_of(uses["state"]), fmt, piece.elements)
-            update_parts(
-                *(weight, gradient, record, parts, frozen),
-                gradient_scale=1.0 if clip is None else clip.factor,
-                format=fmt,
-                workspace=executor.memory.workspace(op),
-            )
+            for chunk, group in groupby(_spans(plan, op.value), itemgetter(0)):
+                parts, frozen = list[Part](), []
+                for span in (span for _, span in group if span.parameter in steps):
+                    end = span.parameter_start + span.elements
+                    ends = end == spec.parameters[span.parameter].elements
+                    place = span.chunk_start, span.elements, span.parameter_start, len(parts)
+                    parts.append(Part(*place, is_last=ends))
+                    frozen.append((steps[span.parameter].hyper, steps[span.parameter].number))
+                fmt = plan.states.format(spec.segments[spec.chunks[chunk].segment].dtype)
+                record = bytes_of(uses["state"])[chunk_range(plan, uses["state"].value, chunk)]
+                update_parts(
+                    _typed(plan, uses["weight"], bytes_of, chunk),
+                    _typed(plan, uses["gradient"], bytes_of, chunk),
+                    views(record, fmt, spec.chunks[chunk].elements),
+                    *(parts, frozen),
+                    gradient_scale=1.0 if clip is None else clip.factor,
+                    format=fmt,
+                    workspace=executor.memory.workspace(op),
+                )
 
         return run
 
@@ -355,10 +355,7 @@ class _NativeOps:
 
     def _square(self, one: _Chunk, members: _Members) -> list[Known]:
         ops = square(self._plan, one.unit, one.chunk, one.ordinal)
-        spec = self._plan.profile.units[one.unit]
-        work = self._works.squares(
-            ops[-1], one.ordinal, dict(members), spec, spec.chunks[one.chunk]
-        )
+        work = self._works.squares(ops[-1], one.ordinal, dict(members))
         return [*map(self._executor.known, ops[:-1]), self._executor.known_as(ops[-1], work)]
 
     def _update(self, one: _Chunk, members: _Members, flat: Flat | None = None) -> list[Known]:
@@ -366,13 +363,12 @@ class _NativeOps:
         ops = update_ops(self._plan, one.unit, one.chunk, one.deadline)
         if flat is not None:
             ops = [_in_place(self._plan, op) for op in ops if op.value.kind == "state"]
-        spec = self._plan.profile.units[one.unit]
         found = []
         for op in ops:
             if op.verb is Verb.MOVE:
                 found.append(self._executor.known(op))
             else:
-                work = self._works.update(op, dict(members), spec, spec.chunks[one.chunk], flat)
+                work = self._works.update(op, dict(members), flat)
                 found.append(self._executor.known_as(op, work))
         return found
 
@@ -415,14 +411,22 @@ def _in_place(plan: Plan, op: Op) -> Op:
     return replace(op, reads=reads, writes=tuple(map(at_home, op.writes)))
 
 
-def _typed(plan: Plan, use: Use, bytes_of: BytesOf) -> torch.Tensor:
-    """A chunk of weights or gradients as a flat tensor of its dtype."""
-    kind, unit, chunk = use.value
+def _spans(plan: Plan, value: Value) -> Iterator[tuple[int, ParameterSlice]]:
+    """The parts of parameters in a chunk, or in all of a unit, each with its chunk."""
+    for chunk in chunks_of(plan, value):
+        for span in plan.profile.units[value.unit].chunks[chunk].slices:
+            yield chunk, span
+
+
+def _typed(plan: Plan, use: Use, bytes_of: BytesOf, chunk: int) -> torch.Tensor:
+    """A chunk of weights or gradients, or of all that are used, as a flat tensor of its dtype."""
+    kind, unit, _ = use.value
     spec = plan.profile.units[unit]
     segment = spec.segments[spec.chunks[chunk].segment]
-    name = segment.dtype if kind == "weight" else segment.gradient_dtype
-    dtype: torch.dtype = getattr(torch, name)
-    return bytes_of(use).view(dtype)
+    dtype: torch.dtype = getattr(
+        torch, segment.dtype if kind == "weight" else segment.gradient_dtype
+    )
+    return bytes_of(use)[chunk_range(plan, use.value, chunk)].view(dtype)
 
 
 def _lane_shares(plan: Plan) -> bool:

@@ -17,9 +17,21 @@ from dataclasses import replace
 from itertools import pairwise
 
 from offload.planning.layout import STAGES, Place, Plan, route, site
-from offload.planning.profile import Kind
+from offload.planning.profile import KINDS, Kind
 from offload.planning.tiers import Tier
-from offload.program.ops import FACTOR, IN_RING, Lane, Op, Phase, Program, Use, Value, Verb, cells
+from offload.program.ops import (
+    ALL_CHUNKS,
+    FACTOR,
+    IN_RING,
+    Lane,
+    Op,
+    Phase,
+    Program,
+    Use,
+    Value,
+    Verb,
+    cells,
+)
 from offload.program.schedule import Scoreboard
 
 
@@ -75,7 +87,7 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
 def _norm_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
     if plan.clips:
-        for ordinal, (unit, chunk, _) in enumerate(update_order(plan)):
+        for ordinal, unit, chunk, _ in update_order(plan):
             ops += square(plan, unit, chunk, ordinal)
         ops.append(norm([op.writes[0] for op in ops if op.verb is Verb.SQUARE]))
     return Phase("norm", with_waits(plan, ops), {}, {})
@@ -83,21 +95,48 @@ def _norm_phase(plan: Plan) -> Phase:
 
 def _update_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
-    for unit, chunk, deadline in update_order(plan):
+    for _, unit, chunk, deadline in update_order(plan):
         ops += update(plan, unit, chunk, deadline)
     return Phase("update", with_waits(plan, ops), {}, {})
 
 
-def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(unit, chunk, deadline) of every chunk, in the order in which the next forward needs them."""
-    profile = plan.profile
+def in_chunks(plan: Plan, unit: int) -> bool:
+    """Whether a unit is updated chunk by chunk: not where all of it lives in CPU memory, as then
+    nothing passes through a staging slot, nor needs a workspace."""
+    return any(plan.placements[unit].of(kind) != "cpu" for kind in KINDS)
+
+
+def chunks_of(plan: Plan, value: Value) -> Sequence[int]:
+    """The chunks of a value that is one, or all of a unit."""
+    every = range(len(plan.profile.units[value.unit].chunks))
+    return every if value.chunk == ALL_CHUNKS else [value.chunk]
+
+
+def chunk_range(plan: Plan, value: Value, chunk: int) -> slice:
+    """The bytes of a chunk in a value that is that chunk, or all of its unit."""
+    kind, unit, whole = value
+    size, start = _sizes(plan, unit, chunk)[kind], 0
+    if whole == ALL_CHUNKS:
+        spec = plan.profile.units[unit].chunks[chunk]
+        starts = {"weight": spec.weight_offset, "gradient": spec.gradient_offset}
+        start = starts[kind] if kind in starts else plan.record_offset(unit, chunk)
+    return slice(start, start + size)
+
+
+def update_order(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
+    """(ordinal, unit, chunk, deadline) of all that is updated, in the order in which the next
+    forward needs it. The ordinal counts chunks; a unit that is updated whole has that of its first.
+    """
+    profile, ordinal = plan.profile, 0
     first: dict[int, int] = {}
     for position, unit in enumerate(profile.forward):
         first.setdefault(unit, position)
     late = len(profile.forward)
     for unit in sorted(range(len(profile.units)), key=lambda u: (first.get(u, late), u)):
-        for chunk in range(len(profile.units[unit].chunks)):
-            yield unit, chunk, first.get(unit, late)
+        count = len(profile.units[unit].chunks)
+        for chunk in range(count) if in_chunks(plan, unit) else [ALL_CHUNKS] * (count > 0):
+            yield ordinal + max(chunk, 0), unit, chunk, first.get(unit, late)
+        ordinal += count
 
 
 def with_waits(plan: Plan, ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -143,7 +182,7 @@ def _not_updated(plan: Plan, in_slots: Mapping[Place, int]) -> dict[Place, int]:
 def _with_updates(plan: Plan, phase: Phase) -> Phase:
     """A backward with the update of each unit after the unit's last op."""
     updates: dict[int, list[Op]] = {}
-    for unit, chunk, deadline in update_order(plan):
+    for _, unit, chunk, deadline in update_order(plan):
         updates.setdefault(unit, []).extend(update(plan, unit, chunk, deadline))
     last = {op.value.unit: index for index, op in enumerate(phase.ops)}
     ops: list[Op] = []
@@ -231,8 +270,8 @@ def offload_gradient(plan: Plan, unit: int, deadline: int, *, first: bool) -> li
 
 
 def square(plan: Plan, unit: int, chunk: int, ordinal: int) -> list[Op]:
-    """Sum the squares of a gradient's chunk, at home or, from nvme, in a staging slot."""
-    size = plan.profile.units[unit].chunks[chunk].gradient_bytes
+    """Sum the squares of a gradient, or of a chunk, at home or, from nvme, in a staging slot."""
+    size = _sizes(plan, unit, chunk)["gradient"]
     value, home = Value("gradient", unit, chunk), plan.home("gradient", unit)
     ops, place = [], home
     if home.tier == "nvme":
@@ -251,13 +290,8 @@ def norm(partials: Sequence[Use]) -> Op:
 
 
 def update(plan: Plan, unit: int, chunk: int, deadline: int) -> list[Op]:
-    """Move gradient, weight and record of a chunk to its site, update, move the last two home."""
-    spec = plan.profile.units[unit].chunks[chunk]
-    sizes = {
-        "weight": spec.weight_bytes,
-        "gradient": spec.gradient_bytes,
-        "state": plan.record_bytes(unit, chunk),
-    }
+    """Move gradient, weight and record to their site, update, move the last two home."""
+    sizes = _sizes(plan, unit, chunk)
     at = site(plan.placements[unit])
     before: list[Op] = []
     after: list[Op] = []
@@ -284,3 +318,12 @@ def update(plan: Plan, unit: int, chunk: int, deadline: int) -> list[Op]:
         deadline=deadline,
     )
     return [*before, op, *after]
+
+
+def _sizes(plan: Plan, unit: int, chunk: int) -> dict[Kind, int]:
+    """Bytes by kind of a chunk, or of all of a unit."""
+    if chunk == ALL_CHUNKS:
+        return {kind: plan.bytes_of(kind, unit) for kind in KINDS}
+    spec = plan.profile.units[unit].chunks[chunk]
+    state = plan.record_bytes(unit, chunk)
+    return {"weight": spec.weight_bytes, "gradient": spec.gradient_bytes, "state": state}

@@ -34,7 +34,7 @@ from typing import NamedTuple
 from offload.planning.layout import CHUNK_STAGES, Buffer, Place, Plan, site
 from offload.planning.profile import BLOCK_BYTES, KINDS
 from offload.planning.tiers import TIERS, Tier
-from offload.program.compile import EARLY, as_run
+from offload.program.compile import EARLY, as_run, in_chunks
 from offload.program.ops import (
     ALL_CHUNKS,
     ALL_UNITS,
@@ -438,7 +438,12 @@ class _Walk:
         """What must be complete at the end of the phase."""
         plan, name, seen = self._plan, self._phase.name, self._seen
         trainable = [u for u, unit in enumerate(plan.profile.units) if unit.trainable]
-        chunks = [v for u in trainable for v in self._cells_of(Value("gradient", u))[1:]]
+        chunks = [
+            value
+            for unit in trainable
+            for value in self._cells_of(Value("gradient", unit))
+            if (value.chunk != ALL_CHUNKS) == in_chunks(plan, unit)
+        ]
         ahead, back = ([v.unit for v in seen[verb]] for verb in (Verb.FORWARD, Verb.BACKWARD))
         if name == "forward" and ahead != list(plan.profile.forward):
             self._fail("does not compute in the order of the profile")

@@ -20,10 +20,12 @@ import numpy as np
 import torch
 
 from cpu_adam.choice import kernel
+from cpu_adam.formats import StateFormat
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
 from offload.planning.layout import Plan
-from offload.planning.profile import Chunk, Unit
+from offload.planning.profile import Unit
+from offload.program.compile import chunk_range, chunks_of
 from offload.program.ops import ALL_CHUNKS, IN_RING, Op, Use
 from offload.runtime.store import Store
 
@@ -122,61 +124,75 @@ class NativeWorks:
             works.append(self._sweep(f"accumulate_{dtype}", dtype, table, [0, 0]))
         return self._native.several(works)
 
-    def squares(
-        self, op: Op, ordinal: int, taking: Iterable[int], unit: Unit, chunk: Chunk
-    ) -> Work:
-        """The sum of the squares of the parameters in `taking`, to an ordinal of the clipping."""
-        dtype = unit.segments[chunk.segment].gradient_dtype
-        item, at, mine = getattr(torch, dtype).itemsize, self.where(op.reads[0]), set(taking)
-        stretches = [
-            (ordinal, at.plus(span.chunk_start * item), span.elements)
-            for span in chunk.slices
-            if span.parameter in mine
-        ]
-        number = GRADIENT_NUMBERS[getattr(torch, dtype)]
-        return self._native.squares(self._kernel.index, number, stretches)
+    def squares(self, op: Op, ordinal: int, taking: Iterable[int]) -> Work:
+        """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
+        unit, use, mine = self._plan.profile.units[op.value.unit], op.reads[0], set(taking)
+        stretches: dict[str, list[tuple[int, Where, int]]] = {}
+        for at, number in enumerate(chunks_of(self._plan, op.value)):
+            chunk = unit.chunks[number]
+            dtype = unit.segments[chunk.segment].gradient_dtype
+            start = self.where(use).plus(chunk_range(self._plan, use.value, number).start)
+            stretches.setdefault(dtype, []).extend(
+                (ordinal + at, start.plus(span.chunk_start * _item(dtype)), span.elements)
+                for span in chunk.slices
+                if span.parameter in mine
+            )
+        works = []
+        for dtype, given in stretches.items():
+            kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
+            works.append(self._native.squares(self._kernel.index, kind, given))
+        return self._native.several(works)
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
         return self._native.combine()
 
-    def update(
-        self, op: Op, taking: Taking, unit: Unit, chunk: Chunk, flat: Flat | None = None
-    ) -> Work:
+    def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
         """The update of the parameters in `taking`, each by its row of factors.
 
         With `flat` weights and gradients lie there.
         """
-        segment = unit.segments[chunk.segment]
-        fmt = self._plan.states.format(segment.dtype)
-        uses = {use.value.kind: use for use in op.reads[:3]}
+        unit = self._plan.profile.units[op.value.unit]
+        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
         places: dict[str, Where] = {
             kind: Where(0) if flat is not None and kind in flat else self.where(use)
             for kind, use in uses.items()
         }
-        items = {
-            "gradient": getattr(torch, segment.gradient_dtype).itemsize,
-            "weight": getattr(torch, segment.dtype).itemsize,
-        }
-        offsets = fmt.slot_offsets(chunk.elements)
-        rows = []
-        for span in chunk.slices:
-            if span.parameter not in taking:
-                continue
-            row = [span.elements, taking[span.parameter], span.parameter_start]
-            for kind, item in items.items():
-                if flat is None:
-                    row.append(places[kind].base + span.chunk_start * item)
-                else:
-                    mine = flat[kind][span.parameter]
-                    row.append(mine.data_ptr() + span.parameter_start * item)
-            for slot, offset in zip(fmt.slots, offsets):
-                first = span.chunk_start // slot.elements_per_item * slot.bytes_per_item
-                row.append(places["state"].base + offset + first)
-            rows.append(row)
+        tables: dict[tuple[StateFormat, str], list[list[int]]] = {}
+        for number in chunks_of(self._plan, op.value):
+            chunk = unit.chunks[number]
+            segment = unit.segments[chunk.segment]
+            fmt = self._plan.states.format(segment.dtype)
+            at = {
+                kind: places[kind].base + chunk_range(self._plan, use.value, number).start
+                for kind, use in uses.items()
+            }
+            rows = tables.setdefault((fmt, segment.gradient_dtype), [])
+            for span in chunk.slices:
+                if span.parameter not in taking:
+                    continue
+                row = [span.elements, taking[span.parameter], span.parameter_start]
+                for kind, dtype in (
+                    ("gradient", segment.gradient_dtype),
+                    ("weight", segment.dtype),
+                ):
+                    if flat is None:
+                        row.append(at[kind] + span.chunk_start * _item(dtype))
+                    else:
+                        mine = flat[kind][span.parameter]
+                        row.append(mine.data_ptr() + span.parameter_start * _item(dtype))
+                for slot, offset in zip(fmt.slots, fmt.slot_offsets(chunk.elements)):
+                    first = span.chunk_start // slot.elements_per_item * slot.bytes_per_item
+                    row.append(at["state"] + offset + first)
+                rows.append(row)
         strides = [places["gradient"].stride, places["weight"].stride]
-        strides += [places["state"].stride] * len(fmt.slots)
-        return self._sweep(fmt.name, segment.gradient_dtype, rows, strides)
+        works = [
+            self._sweep(
+                fmt.name, dtype, rows, [*strides, *[places["state"].stride] * len(fmt.slots)]
+            )
+            for (fmt, dtype), rows in tables.items()
+        ]
+        return self._native.several(works)
 
     def settings(self, steps: Steps, clip: Any) -> Settings:
         """Of the steps of some parameters, in the order of their rows of factors."""
@@ -189,3 +205,8 @@ class NativeWorks:
         table = np.array(rows, np.int64).reshape(len(rows), 3 + len(strides))
         operation = self._operations[name]
         return self._native.sweep(self._kernel.index, operation, number, table, list(strides))
+
+
+def _item(dtype: str) -> int:
+    """Bytes of an element."""
+    return int(getattr(torch, dtype).itemsize)
