@@ -188,7 +188,8 @@ class Updates:
             run = self._squarer(ops[-1], ordinal, step[unit], clip)
             self._executor.issue_chunk(ops, pass_number, run)
             partials.append(ops[-1].writes[0])
-        self._normed = self._executor.issue(norm(partials), pass_number, clip.combine)
+        known_norm = self._executor.known(norm(partials))
+        self._normed = self._executor.issue_known(known_norm, pass_number, clip.combine)
 
     def _squares_at_once(self, here: Sequence[_Chunk], step: Step) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""

@@ -118,15 +118,6 @@ class Executor:
             )
         self.lanes.check()
 
-    def issue(
-        self,
-        op: Op,
-        pass_number: int,
-        run: Callable[[], None] | None = None,
-    ) -> Task:
-        """Queue `op` on its lane; a move knows what to do, any other op does `run`."""
-        return self.issue_known(self.known(op), pass_number, run)
-
     def known(self, op: Op) -> Known:
         """`op`, to be issued any number of times."""
         if op.verb is not Verb.MOVE:
@@ -146,7 +137,7 @@ class Executor:
     def issue_known(
         self, known: Known, pass_number: int, run: Callable[[], None] | None = None
     ) -> Task:
-        """As `issue`."""
+        """Queue an op on its lane; what says nothing of what it does does `run`."""
         work = known.run or run
         try:
             if work is None and not known.ready:
