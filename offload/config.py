@@ -81,7 +81,8 @@ class Config:
     exposed_memory: int | str | None = None
     """Most memory, such as 1GiB, for copies of weights that are read outside forward and backward
     and of gradients on nvme that p.grad shows, together. Default: a tenth of what is free, at
-    least 256 MiB. More gradients on nvme are shown in a file beside them, more slowly."""
+    least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
+    as there is any: that is slower, and takes space beyond nvme_space until they are let go."""
 
     trace: bool = True
     """Keep the last operations in memory for `offload report`: some megabytes, and far below a

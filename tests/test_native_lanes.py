@@ -92,11 +92,12 @@ def spoiled(run: Run, how: str) -> None:
     os.close(away)
 
 
+@pytest.mark.parametrize("placement", [NVME, ("device", "device", "nvme")])
 @pytest.mark.parametrize("how", ["checksum mismatch", "the file ends"])
 def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
-    how: str, native: None, tmp_path: Path
+    how: str, placement: tuple[str, str, str], native: None, tmp_path: Path
 ) -> None:
-    with attached(NVME, tmp_path) as run:
+    with attached(placement, tmp_path) as run:
         plain(run, 0)
         run.engine.settle()
         spoiled(run, how)
@@ -108,8 +109,9 @@ def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
         assert isinstance(cause, OSError)
         assert "chunk" in str(cause)
         assert str(tmp_path) in str(cause)
-        with pytest.raises(offload.EngineError, match=how):
-            run.loss()
+        for look in (run.loss, run.model.head.weight.sum, run.optimizer.step):  # type: ignore
+            with pytest.raises(offload.EngineError, match=how):
+                look()
     assert not any(thread.is_alive() for thread in run.engine.executor.lanes._threads)
 
 

@@ -430,7 +430,9 @@ def test_options_that_are_not_offered_are_refused_after_attach_too() -> None:
 
 def test_a_subclass_that_inherits_its_step_is_attached() -> None:
     model = small()
+    before = model.head.weight.detach().clone()
     _, optimizer = offload.attach(model, Named(model.parameters(), lr=0.1))
     loss_of(model, tokens()).backward()
     optimizer.step()
     offload.detach(model)
+    assert not same_bits(model.head.weight.detach(), before)

@@ -119,12 +119,6 @@ class Books:
         """The same for several."""
         return [self.issue(one, number, run) for one, run in zip(known, runs)]
 
-    def issue_chunk(
-        self, known: Sequence[Known], number: int, settings: Any, *, staged: bool
-    ) -> list[Task]:
-        """Of compiled books alone: here ops have no works."""
-        raise NotImplementedError
-
     def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
         return self._board.waits(reads, writes)

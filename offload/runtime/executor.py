@@ -192,7 +192,8 @@ class Executor:
         """Queue the ops of a chunk, all with works, which are given `settings`."""
         try:
             passes = staged(one.op for one in known)
-            return self.lanes.issue_chunk(known, pass_number, settings, staged=passes)
+            tasks: list[Task] = self.lanes.issue_chunk(known, pass_number, settings, staged=passes)
+            return tasks
         except BaseException as error:
             self.lanes.fail(error)  # As in `issue_chunk`.
             raise

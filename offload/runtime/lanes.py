@@ -150,7 +150,8 @@ class Lanes:
         """What a failed work of such a lane is to the user."""
         # What these do is said there; no call is so frequent as these.
         self.know, self.issue = self._books.know, self._books.issue
-        self.issue_all, self.issue_chunk = self._books.issue_all, self._books.issue_chunk
+        self.issue_all = self._books.issue_all
+        self.issue_chunk: Any = getattr(self._books, "issue_chunk", None)  # Where ops have works.
         self.touching, self.all = self._books.touching, self._books.all
         self.passage, self.seal = self._books.passage, self._books.seal
         self.cancel, self.together = self._books.cancel, self._books.together
