@@ -267,7 +267,7 @@ def test_beside_the_slot_a_unit_waits_for_its_update(
                 looked.set()
             return found
 
-        monkeypatch.setattr("offload.optim.update.update_parts", late)
+        monkeypatch.setattr("offload.runtime.works.update_parts", late)
         monkeypatch.setattr(Executor, "read_home", watched)
         found = seen_beside_the_slot(run)
         monkeypatch.undo()

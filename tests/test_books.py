@@ -12,7 +12,7 @@ import torch
 
 from offload.program.ops import Lane, Op, Value, Verb
 from offload.program.schedule import State
-from offload.runtime.books import BOOKS_VARIABLE, Books, CompiledBooks, books_of
+from offload.runtime.books import BOOKS_VARIABLE, Books, CompiledBooks, native_books
 from tests.submitting import submit
 from tests.training import some_fast
 
@@ -21,8 +21,9 @@ offload_books = pytest.importorskip("offload.runtime._books", reason="not compil
 LANES = (Lane.H2D, Lane.CPU)
 
 
-def op(lane: Lane, deadline: int = 0) -> Op:
-    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), 0, deadline)
+def op(lane: Lane, deadline: int = 0, *, user: bool = False) -> Op:
+    verb = Verb.FORWARD if user else Verb.UPDATE
+    return Op(lane, verb, Value("state", 0, 0), (), (), 0, deadline)
 
 
 class Pair:
@@ -37,16 +38,19 @@ class Pair:
     def fail(self, error: BaseException) -> None:
         raise error
 
-    def submit(
-        self, lane: Lane, reads: Any, writes: Any, key: Any, user: bool, passages: Any
-    ) -> None:
-        made, found = [], []
-        for books, passage in zip(self.both, passages):
-            found.append([one.serial for one in books.touching(reads, writes)])
-            known = books.know(op(lane, key[1]), reads, writes)
-            made.append(books.issue(known, key[0], None if user else print, passage))
-        assert found[0] == found[1]
-        self.tasks.append((made[0], made[1]))
+    def submit(self, wanted: Any, key: Any, passage: object = None, *, user: bool = False) -> None:
+        """Queue ops, each of a lane and with the cells that it reads and writes."""
+        issued = []
+        for number, books in enumerate(self.both):
+            work = None if user or number else print
+            known = [
+                books.know(op(lane, key[1], user=user), *pick, work, passage)
+                for lane, pick in wanted
+            ]
+            waits = [one.serial for one in books.touching(*wanted[0][1])]
+            issued.append((waits, books.issue(known, key[0])))
+        assert issued[0][0] == issued[1][0]
+        self.tasks += zip(issued[0][1], issued[1][1], strict=True)
 
     def take(self, lane: Lane) -> None:
         """Begin what is next on a lane."""
@@ -82,7 +86,7 @@ class Pair:
         for task, other in self.tasks:
             key, other_waits = self.both[1].look(other)
             assert task.over or task.key == key
-            for name in ("over", "begun", "cancelled", "settled"):
+            for name in ("over", "begun", "cancelled"):
                 assert getattr(task, name) == getattr(other, name), name
             if not task.over:
                 waits = [one.serial for one in task.waits if not one.over]
@@ -104,18 +108,16 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
     cells = range(luck.choice([2, 6, 20]))
     for step in range(150):
         what = luck.random()
-        pick = [luck.sample(cells, luck.choice([0, 1, 1, 2])) for _ in range(2)]
         key = (luck.randrange(4), luck.randrange(6))
         if what < 0.35:
-            user = luck.random() < 0.3
-            pair.submit(luck.choice(LANES), *pick, key, user, (None, None))
+            pick = [luck.sample(cells, luck.choice([0, 1, 1, 2])) for _ in range(2)]
+            pair.submit([(luck.choice(LANES), pick)], key, user=luck.random() < 0.3)
         elif what < 0.45:
-            passages = [books.passage() for books in pair.both]
-            for lane in luck.choices(LANES, k=luck.randrange(1, 4)):
-                pick = [luck.sample(cells, luck.choice([0, 1])) for _ in range(2)]
-                pair.submit(lane, *pick, key, False, passages)
-            for books, passage in zip(pair.both, passages):
-                books.seal(passage)
+            chunk = [
+                (lane, [luck.sample(cells, luck.choice([0, 1])) for _ in range(2)])
+                for lane in luck.choices(LANES, k=luck.randrange(1, 4))
+            ]
+            pair.submit(chunk, key, ("a chunk", step))
         elif what < 0.55:
             free = [both for both in pair.tasks if both[0].passage is None]
             chosen = luck.sample(free, min(len(free), luck.randrange(3)))
@@ -151,12 +153,12 @@ def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
     books = CompiledBooks()
     source = torch.arange(5000).to(torch.uint8)
     into = [torch.zeros_like(source) for _ in range(2)]
-    gate = submit(books, op(Lane.COMPUTE), [], (0, 0), None, None)
+    gate = submit(books, op(Lane.COMPUTE, user=True), [], (0, 0))
     first, second = (
-        submit(books, replace(op(Lane.H2D), bytes=5000), [gate], (0, at), None, None, work)
+        submit(books, replace(op(Lane.H2D), bytes=5000), [gate], (0, at), None, work)
         for at, work in enumerate(copy_of(one, source) for one in into)
     )
-    behind = submit(books, op(Lane.H2D), [first], (0, 9), print, None)
+    behind = submit(books, op(Lane.H2D), [first], (0, 9))
     assert books.take(Lane.H2D, wait=False) is None
     assert books.begin(gate, 0.0)
     books.finish(gate)
@@ -182,7 +184,7 @@ def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> N
         for number in range(1000):  # The first may come before the lane sleeps.
             into = torch.zeros_like(source)
             work = copy_of(into, source)
-            task = submit(books, op(Lane.H2D), [], (0, number), None, None, work)
+            task = submit(books, op(Lane.H2D), [], (0, number), None, work)
             at_hand = task.over
             while not books.over(task, 1.0):
                 pass
@@ -197,37 +199,36 @@ def test_a_small_copy_is_done_by_who_makes_it_ready_where_its_lane_sleeps() -> N
 
 def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     books = CompiledBooks()
-    task = submit(books, op(Lane.CPU), [], (0, 0), print, None)
+    task = submit(books, op(Lane.CPU), [], (0, 0))
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
     assert books.take(Lane.CPU, wait=False) is task
     books.finish(task)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
-    with pytest.raises(RuntimeError, match="a passage that is sealed has tasks"):
-        books.seal(books.passage())
     with pytest.raises(ValueError, match="a copy of no bytes"):
         offload_books.copies([((8, 0), (16, 0), 0)])
     with pytest.raises(ValueError, match="was given no memory"):
         offload_books.copies([((0, 0), (16, 0), 8)])
-    mine = submit(books, op(Lane.COMPUTE), [], (0, 0), None, None)
+    mine = submit(books, op(Lane.COMPUTE, user=True), [], (0, 0))
     books.cancel([mine])
     with pytest.raises(RuntimeError, match="what begins has not begun"):
         books.begin(mine, 0.0)
 
 
-def test_devices_with_fences_have_their_books_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
-    assert isinstance(books_of(LANES, print, 0, fences=False), CompiledBooks)
-    assert isinstance(books_of(LANES, print, 0, fences=True), Books)
+    assert native_books() is offload_books
     monkeypatch.setenv(BOOKS_VARIABLE, "python")
-    assert isinstance(books_of(LANES, print, 0, fences=False), Books)
+    assert native_books() is None
 
 
-@pytest.mark.parametrize("kept", [Books(LANES, print), CompiledBooks()])
-@pytest.mark.parametrize("verb", Verb)
-def test_only_what_the_user_does_needs_no_run(kept: Books | CompiledBooks, verb: Verb) -> None:
-    """What a lane is to do would wait for the user for ever otherwise."""
-    made = replace(op(Lane.CPU), verb=verb)
-    assert kept.know(made, (), ()).ready == (verb in (Verb.FORWARD, Verb.BACKWARD))
-    assert kept.know(made, (), (), print).ready
+def test_neighbours_of_two_chunks_are_two_passages() -> None:
+    for books in (Books(LANES, print), CompiledBooks()):
+        work = print if isinstance(books, Books) else None
+        known = [books.know(op(Lane.CPU), (), (), work, chunk) for chunk in ("a", "a", "b", None)]
+        passages = [task.passage for task in books.issue(known, 0)]
+        assert passages[0] is not None
+        assert passages[0] is passages[1]
+        assert passages[2] not in (None, passages[0])
+        assert passages[3] is None

@@ -18,7 +18,7 @@ from benchmarks.gpu import train as benchmark
 from cpu_adam import reference
 from offload import reporting
 from offload.program.ops import Lane, Value
-from offload.program.schedule import Fence, Task
+from offload.program.schedule import Task
 from offload.reporting import Wait, breakdown, verdict
 from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
@@ -172,27 +172,20 @@ def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
     assert use[Lane.CPU].exposed_s == 0.0
 
 
-@pytest.mark.parametrize("of_its_own", [False, True])
-def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason(of_its_own: bool) -> None:
-    """Whether that is a task's before it, or one that its op knows of."""
-
+def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason() -> None:
     took: list[float] = []
 
-    def work() -> Iterator[Fence | None]:
-        if of_its_own:
-            yield fence
+    def work() -> None:
         since = time.perf_counter()
         time.sleep(0.02)
         took.append(time.perf_counter() - since)
 
-    with after_slow_compute() as (made, mine, fence):
-        if not of_its_own:
-            made.finish(mine)
-        copied = submit(made, op(Lane.CPU), [] if of_its_own else [mine], (0, 0), work)
+    with after_slow_compute() as (made, mine, _):
+        made.finish(mine)
+        copied = submit(made, op(Lane.CPU), [mine], (0, 0), work)
         last = submit(made, op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
         made.wait([last])
         use = made.stats.use
-        made.finish(mine) if of_its_own else None
     # Less than half of the wait is in it, however long a sleep lasts here.
     assert 0.02 <= use[Lane.CPU].busy_s < took[0] + 0.075
     assert 0.015 <= use[Lane.CPU].exposed_s < took[0] + 0.075

@@ -210,13 +210,15 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
         run.optimizer.step()
         run.optimizer.zero_grad()
         expected = loss_of(run.model, x)
-        executor, mover = run.engine.executor, run.engine.executor._mover
+        works, known = run.engine.executor.works, run.engine.passes.known
+        known._turns.clear()
+        run.engine.passes._turns.clear()
 
         def broken(*_: object) -> Any:
-            monkeypatch.setattr(executor, "_mover", mover)
+            monkeypatch.undo()
             raise MemoryError("on purpose")
 
-        monkeypatch.setattr(executor, "_mover", broken)
+        monkeypatch.setattr(works, "move", broken)
         with pytest.raises(MemoryError):
             expected.backward()
         run.optimizer.zero_grad()
@@ -230,10 +232,11 @@ def test_a_gradient_that_is_half_sent_home_is_the_end(
     with running(("cpu", "nvme", "cpu"), tmp_path) as run:
         lanes, issue = run.engine.executor.lanes, run.engine.executor.lanes.issue
 
-        def broken(known: Any, *args: Any) -> Any:
-            if known.op.verb is Verb.MOVE and known.op.lane is Lane.DISK:
+        def broken(ops: Any, *args: Any) -> Any:
+            if any((one.op.verb, one.op.lane) == (Verb.MOVE, Lane.DISK) for one in ops):
+                issue(ops[:1], *args)
                 raise MemoryError("on purpose")
-            return issue(known, *args)
+            return issue(ops, *args)
 
         loss = loss_of(run.model, batch(run.generator))
         monkeypatch.setattr(lanes, "issue", broken)
@@ -248,16 +251,16 @@ def test_a_pass_half_queued_ends_every_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("nvme", "cpu", "cpu"), tmp_path) as run:
-        lanes, issue_all = run.engine.executor.lanes, run.engine.executor.lanes.issue_all
+        lanes, issue = run.engine.executor.lanes, run.engine.executor.lanes.issue
 
-        def broken(known: Any, number: int, runs: Any) -> Any:
-            issue_all(known[:3], number, runs[:3])
+        def broken(ops: Any, *args: Any) -> Any:
+            issue(ops[:3], *args)
             raise MemoryError("on purpose")
 
-        monkeypatch.setattr(lanes, "issue_all", broken)
+        monkeypatch.setattr(lanes, "issue", broken)
         with pytest.raises(MemoryError):
             loss_of(run.model, batch(run.generator))
-        monkeypatch.setattr(lanes, "issue_all", issue_all)
+        monkeypatch.setattr(lanes, "issue", issue)
         with pytest.raises(EngineError):
             loss_of(run.model, batch(run.generator))
 
@@ -271,7 +274,7 @@ def test_a_step_that_fails_midway_is_the_last(
         def no_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("of what the step needs")
 
-        monkeypatch.setattr(Updates, "_updater", no_memory)
+        monkeypatch.setattr(Updates, "_update", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.optimizer.step()
         with pytest.raises(EngineError, match="what the step needs"):

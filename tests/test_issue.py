@@ -38,30 +38,20 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     """What the engine issues in a step, taken back or not."""
     lanes: Any = run.engine.executor.lanes
-    issue, issue_all, issue_chunk = lanes.issue, lanes.issue_all, lanes.issue_chunk
+    issue = lanes.issue
     issued = list[tuple[Op, Task]]()
 
-    def recording(known: Known, *arguments: Any) -> Task:
-        task: Task = issue(known, *arguments)
-        issued.append((known.op, task))
-        return task
-
-    def recording_all(known: Sequence[Known], *arguments: Any) -> list[Task]:
-        tasks: list[Task] = issue_all(known, *arguments)
+    def recording(known: Sequence[Known], *arguments: Any) -> list[Task]:
+        tasks: list[Task] = issue(known, *arguments)
         issued.extend((one.op, task) for one, task in zip(known, tasks))
         return tasks
 
-    def recording_chunk(known: Sequence[Known], *arguments: Any, staged: bool) -> list[Task]:
-        tasks: list[Task] = issue_chunk(known, *arguments, staged=staged)
-        issued.extend((one.op, task) for one, task in zip(known, tasks))
-        return tasks
-
-    lanes.issue, lanes.issue_all, lanes.issue_chunk = recording, recording_all, recording_chunk
+    lanes.issue = recording
     try:
         loop(run)
         run.engine.settle()
     finally:
-        lanes.issue, lanes.issue_all, lanes.issue_chunk = issue, issue_all, issue_chunk
+        lanes.issue = issue
     assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 

@@ -24,8 +24,6 @@ from tests.small import adamw, config, small, torch_step
 from tests.submitting import submit
 from tests.test_lanes import blocked, lanes, op
 
-pytestmark = pytest.mark.usefixtures("books")
-
 AT_ONCE_S = 8.0
 """Seconds in which a wait that is woken has ended: far less than until one looks by itself."""
 
@@ -126,18 +124,12 @@ def test_a_failure_ends_waits_at_once_and_nothing_more_is_started(
     assert ran == []
 
 
-def test_an_error_while_ops_are_queued_together_ends_nothing() -> None:
-    with lanes() as made:
-        with pytest.raises(Broken), made.together():
-            before = submit(made, op(), [], (0, 0), lambda: None)
-            raise Broken("between two ops")
-        made.wait([before, submit(made, op(), [], (0, 0), lambda: None)])
-
-
 # -- closing ----------------------------------------------------------------------------------
 
 
-def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes() -> None:
+def test_memory_goes_when_the_last_lane_has_stopped_even_if_a_lane_closes(
+    python_books: None,
+) -> None:
     gone = threading.Event()
     memory: Any = SimpleNamespace(close=gone.set, at=None)
     executor = Executor(plan_of(blocks(1)), memory, None, CPU)

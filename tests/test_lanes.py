@@ -22,8 +22,6 @@ from offload.runtime.lanes import Lanes
 from offload.runtime.trace import Trace
 from tests.submitting import submit
 
-pytestmark = pytest.mark.usefixtures("books")
-
 LEGAL = {
     ("WAITING", "READY"),
     ("READY", "RUNNING"),

@@ -124,7 +124,7 @@ def test_a_failed_step_of_compiled_lanes_is_the_last(
         def no_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("of what the step needs")
 
-        monkeypatch.setattr("offload.optim.update._NativeOps.update", no_memory)
+        monkeypatch.setattr("offload.optim.update.Updates._update", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.optimizer.step()
         with pytest.raises(offload.EngineError, match="what the step needs"):

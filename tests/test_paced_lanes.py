@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 
 from offload.planning.layout import CHUNK_STAGES
 from offload.program.ops import Lane, Op, Value, Verb
-from offload.program.schedule import Key, Passage, Scoreboard, Task
+from offload.program.schedule import Key, Scoreboard, Task
 from offload.runtime.executor import ENGINE_LANES
 from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
-from tests.submitting import submit
+from tests.submitting import submit, submit_chunk
 
 HOMES, SLOTS = 3, 3
 OPS = 24
@@ -41,6 +41,10 @@ def mixed(number: Any, other: Any) -> Any:
 
 def wrapped(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def op(lane: Lane) -> Op:
+    return Op(lane, Verb.MOVE, Value("weight", 0, 0), (), (), 0, 0)
 
 
 class Bench:
@@ -80,17 +84,12 @@ class Bench:
         into: Cell,
         sources: tuple[Cell, ...],
         run: Callable[[], None] | None,
-        passage: Passage | None = None,
     ) -> Task:
         self.serial += 1
         key: Key = (0, self.random.randrange(OPS))
-        op = Op(lane, Verb.MOVE, Value("weight", 0, 0), (), (), 0, key[1])
-        # The staging slots are ordered by their passages, not by place.
-        reads = [cell for cell in sources if cell[0] != "stage"]
-        writes = [into] if into[0] != "stage" else [("chunk", self.serial)]
-        waits = self.board.waits(reads, writes)
-        task = submit(self.lanes, op, waits, key, run, passage)
-        self.board.note(task, reads, writes)
+        waits = self.board.waits(sources, [into])
+        task = submit(self.lanes, op(lane), waits, key, run)
+        self.board.note(task, sources, [into])
         return task
 
     def _copy(self, into: Cell, source: Cell) -> None:
@@ -142,25 +141,25 @@ class Bench:
 
     def chunk(self) -> None:
         """A home goes through a staging slot, mixed with another home on the way."""
-        home, passage = ("home", self.random.randrange(HOMES)), Passage()
-        stage = partial(self._staged, passage)
-        there = self._submit(
-            Lane.H2D, ("stage", 0), (home,), lambda: self._copy(stage(), home), passage
-        )
-        self.log.append((there, ("chunk", there.serial), (home,), True))
-        made = self._submit(
-            Lane.COMPUTE, ("chunk", there.serial), (), lambda: self._mix(stage(), stage()), passage
-        )
-        self.log.append((made, ("chunk", there.serial), (("chunk", there.serial),) * 2, False))
-        back = self._submit(
-            Lane.D2H, home, (("chunk", there.serial),), lambda: self._copy(home, stage()), passage
-        )
-        self.log.append((back, home, (("chunk", there.serial),), True))
-        self.lanes.seal(passage)
-
-    @staticmethod
-    def _staged(passage: Passage) -> Cell:
-        return "stage", passage.slot
+        home: Cell = ("home", self.random.randrange(HOMES))
+        self.serial += 1
+        ops = [op(lane) for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H)]
+        works: list[Callable[[int], None]] = [
+            lambda slot: self._copy(("stage", slot), home),
+            lambda slot: self._mix(("stage", slot), ("stage", slot)),
+            lambda slot: self._copy(home, ("stage", slot)),
+        ]
+        waits, key = self.board.waits([], [home]), (0, self.random.randrange(OPS))
+        tasks = submit_chunk(self.lanes, list(zip(ops, works)), waits, key)
+        chunk: Cell = ("chunk", self.serial)
+        uses: list[tuple[Cell, tuple[Cell, ...]]] = [
+            (chunk, (home,)),
+            (chunk, (chunk, chunk)),
+            (home, (chunk,)),
+        ]
+        for task, (into, sources) in zip(tasks, uses):
+            self.board.note(task, sources, [into])
+            self.log.append((task, into, sources, into != sources[0]))
 
     def cancel(self) -> None:
         """Take back what was queued last, if it has not begun."""

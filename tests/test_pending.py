@@ -278,7 +278,7 @@ def test_an_update_that_fails_shows_nothing_old(
 
     with attached(ON_CPU, tmp_path) as run:
         run.loss().backward()
-        monkeypatch.setattr("offload.optim.update.update_parts", broken)
+        monkeypatch.setattr("offload.runtime.works.update_parts", broken)
         run.optimizer.step()
         model: Any = run.model
         for look in (run.loss, model.head.weight.sum, run.engine.settle, run.optimizer.step):

@@ -68,7 +68,7 @@ WAITS = (
     Wait(
         "lane: for fences before its op",
         "runtime/lanes",
-        "            start += self._come(task, task.fences)\n",
+        "            start += self._come(task)\n",
         "",
     ),
     Wait(
@@ -223,8 +223,8 @@ WAITS = (
     Wait(
         "residents: until the norm is known",
         "optim/update",
-        "            self._executor.lanes.wait([self._normed])\n        for _, unit",
-        "            pass\n        for _, unit",
+        "            self._executor.lanes.wait([self._normed])\n        for unit, some",
+        "            pass\n        for unit, some",
     ),
     Wait(
         "residents: for updates in a lane, in the same workspace",
@@ -259,9 +259,9 @@ WAITS = (
     ),
     Wait(
         "pending: a lane, for the compute before step()",
-        "model/pending",
-        "            yield self.fence\n",
-        "            yield None\n",
+        "optim/update",
+        "            pending.hand_over(prepared, pass_number)\n",
+        "",
     ),
     Wait("residents: after they were attached", "model/resident", "    device.drain()\n", ""),
     Wait(
@@ -307,7 +307,7 @@ WAITS = (
         "            from dataclasses import replace\n"
         "            alone = self._executor.known(replace(known.op, reads=(), writes=()))\n"
         "            number = self._passes.number\n"
-        "            self._executor.lanes.begin(self._executor.lanes.issue(alone, number, None))\n"
+        "            self._executor.lanes.begin(*self._executor.lanes.issue([alone], number))\n"
         "        except",
     ),
     Wait(

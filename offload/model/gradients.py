@@ -20,7 +20,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,7 +80,7 @@ class Gradients:
         self._shown: dict[tuple[int, int], Alias] = {}
         """By unit and parameter, what shows a gradient in place."""
         self._sums: dict[int, tuple[Op, object, Known]] = {}
-        """By unit, its last op that adds, of which parameters, made for compiled lanes."""
+        """By unit, its last op that adds, and of which parameters."""
         self.units: list[UnitGradient] = []
         here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
         left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
@@ -146,13 +146,16 @@ class Gradients:
         arrived, one.arrived = one.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
-        for known in self._passes.known.offload_gradient(
+        way = self._passes.known.offload_gradient(
             unit, self._passes.position + 1, first=not one.kept
-        ):
-            run = None
-            if known.op.verb is Verb.ADD:
-                known, run = self._adding(known, arrived, one.kept)
-            self._executor.issue_known(known, self._passes.number, run)
+        )
+        self._executor.issue(
+            [
+                self._adding(known.op, arrived, one.kept) if known.op.verb is Verb.ADD else known
+                for known in way
+            ],
+            self._passes.number,
+        )
         one.kept |= arrived
 
     def send_all(self) -> bool:
@@ -175,7 +178,7 @@ class Gradients:
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         known = self._passes.known.collect(unit, self._passes.position)
-        task = self._executor.lanes.issue(known, self._passes.number, None)
+        (task,) = self._executor.lanes.issue([known], self._passes.number)
         try:
             self._executor.lanes.begin(task)
         except BaseException:
@@ -186,31 +189,14 @@ class Gradients:
         self.units[unit].task = task
         self._collecting.add(unit)
 
-    def _adding(
-        self, known: Known, arrived: set[int], kept: set[int]
-    ) -> tuple[Known, Callable[[], None] | None]:
+    def _adding(self, op: Op, arrived: set[int], kept: set[int]) -> Known:
         """The op that adds the staged gradients to those kept; what is new is copied."""
-        op, works = known.op, self._executor.works
-        stage, deposit = op.reads
         unit, which = op.value.unit, (frozenset(arrived), frozenset(kept))
-        if works is not None:
-            made = self._sums.get(unit)
-            if made is None or made[:2] != (op, which):
-                work = works.add(self._plan.profile.units[unit], stage, deposit, arrived, kept)
-                made = self._sums[unit] = op, which, self._executor.known_as(op, work)
-            return made[2], None
-        kept = set(kept)
-
-        def run() -> None:
-            for parameter in sorted(arrived):
-                into = self._view(deposit, unit, parameter)
-                gradient = self._view(stage, unit, parameter)
-                if parameter in kept:
-                    accumulate(into, gradient)
-                else:
-                    into.copy_(gradient)
-
-        return known, run
+        made = self._sums.get(unit)
+        if made is None or made[:2] != (op, which):
+            work = self._executor.works.add(op, *which)
+            made = self._sums[unit] = op, which, self._executor.known(op, work)
+        return made[2]
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 

@@ -85,11 +85,6 @@ class KnownOps:
         return made
 
 
-TOGETHER = 16
-"""Units whose fetches are queued before a lane is woken. Waking a lane costs more than queueing,
-but the first fetches are needed at once."""
-
-
 class Entry(NamedTuple):
     """A unit queued in a pass: the fetch of its weights, and the compute that uses them."""
 
@@ -243,10 +238,8 @@ class Passes:
             self._queue(opened, self.position)
 
     def _queue(self, opened: _Pass, start: int) -> None:
-        turns = self._turns_of(opened)
-        for first in range(start, len(turns), TOGETHER):
-            some = turns[first : first + TOGETHER]
-            opened.queue += self._entries(opened.order[first : first + TOGETHER], some, first)
+        turns = self._turns_of(opened)[start:]
+        opened.queue += self._entries(opened.order[start:], turns, start)
 
     def _turns_of(self, opened: _Pass) -> list[_Turn]:
         order, turns = self._turns.get(opened.verb, ((), []))
@@ -271,8 +264,7 @@ class Passes:
                 held[slot] = unit
             ops.append(computes)
             ends.append(len(ops))
-        with self._executor.lanes.together():
-            tasks = self._executor.issue_all(ops, self.number)
+        tasks = self._executor.issue(ops, self.number)
         self._held = held  # Last: what could not be queued will be in no slot.
         begins = [0, *ends]
         return [

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,12 +26,13 @@ from torch import nn
 from offload.model.early_updates import Step
 from offload.model.parameter import TRUE_AT_REST, find
 from offload.model.units import FlatUnit
-from offload.program.ops import Op, Verb
-from offload.program.schedule import Fence, Run, Task
+from offload.program.ops import Lane, Op, Use, Value, Verb
+from offload.program.schedule import Task
+from offload.runtime.books import Known
 from offload.runtime.entry import entry, uncompiled
-from offload.runtime.executor import BytesOf, Executor
-from offload.runtime.native_work import Flat
+from offload.runtime.executor import Executor
 from offload.runtime.torch_internals import no_trap
+from offload.runtime.works import Flat
 
 _T: Any = torch.Tensor
 
@@ -61,16 +62,23 @@ class PendingUpdates:
         self._pending: dict[int, PendingUnit] = {}
 
     def prepare(self, units: Sequence[int], step: Step) -> dict[int, PendingUnit]:
-        """Before the updates of `units` are queued: what carries their values to the lanes."""
-        device, found = self._executor.device, dict[int, PendingUnit]()
-        for unit in units:
-            self.wait([unit])
-            indices = sorted(step[unit])
-            found[unit] = PendingUnit(self, self._executor, self.units[unit], indices)
-        fence = None if device.is_host else device.fence(device.stream())
-        for one in found.values():
-            one.carrier.fence = fence
-        return found
+        """Before the updates of `units` are queued: they are waited for where they are pending."""
+        self.wait(units)
+        return {
+            unit: PendingUnit(self, self._executor, self.units[unit], sorted(step[unit]))
+            for unit in units
+        }
+
+    def hand_over(self, units: Iterable[int], pass_number: int) -> None:
+        """Let lanes wait for what the user's stream has still to do with values of `units`."""
+        lanes, plan = self._executor.lanes, self._executor.plan
+        for unit in () if self._executor.device.is_host else units:
+            value, gradient = Value("weight", unit), Value("gradient", unit)
+            homes = Use(plan.home(*value[:2]), value), Use(plan.home(*gradient[:2]), gradient)
+            op = Op(Lane.COMPUTE, Verb.BACKWARD, gradient, (), homes, 0, -1)
+            (task,) = self._executor.issue([self._executor.known(op)], pass_number)
+            lanes.begin(task)
+            lanes.finish(task)
 
     def start(self, prepared: Mapping[int, PendingUnit]) -> None:
         """The updates are queued: from here on the units are pending."""
@@ -122,18 +130,13 @@ class PendingUnit:
         """By parameter, the gradient that it gets back."""
         self._tasks: list[Task] = []
         """What brings the weights back."""
-        self.flat: Flat = {
-            "weight": {i: p.detach().view(-1) for i, p in self._parameters.items()},
-            "gradient": {i: _gradient(p).detach().reshape(-1) for i, p in self._parameters.items()},
-        }
-        """Weights and gradients, by kind and parameter, in torch's memory."""
-        self.carrier = Carrier(executor, self.flat)
+        self.flat = in_torch(self._parameters)
 
-    def queued(self, ops: Sequence[Op], tasks: Sequence[Task]) -> None:
-        """Ops of a chunk were issued: whoever waits for the unit waits for its weights."""
+    def queued(self, ops: Sequence[Known], tasks: Sequence[Task]) -> None:
+        """Ops were issued: whoever waits for the unit waits for those that write its weights."""
         home = self._executor.plan.home("weight", self.index)
-        for op, task in zip(ops, tasks, strict=True):
-            if any((use.place, use.value.kind) == (home, "weight") for use in op.writes):
+        for known, task in zip(ops, tasks, strict=True):
+            if any((use.place, use.value.kind) == (home, "weight") for use in known.op.writes):
                 self._tasks.append(task)
 
     def start(self) -> None:
@@ -204,46 +207,16 @@ def _wait(parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
+def in_torch(parameters: Mapping[int, nn.Parameter]) -> Flat:
+    """The weights and gradients of parameters, flat, in torch's memory."""
+    gradients = {index: _gradient(one) for index, one in parameters.items()}
+    return {
+        "weight": {index: one.detach().view(-1) for index, one in parameters.items()},
+        "gradient": {index: one.detach().reshape(-1) for index, one in gradients.items()},
+    }
+
+
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None
     return gradient
-
-
-class Carrier:
-    """Moves the values of a unit between torch's memory and the lanes."""
-
-    def __init__(self, executor: Executor, flat: Flat):
-        """Of the weights and gradients in `flat`."""
-        self._executor, self._flat = executor, flat
-        self.fence: Fence | None = None
-        """What the user's stream had still to do at `step()`."""
-
-    def __call__(self, op: Op, bytes_of: BytesOf) -> Run | None:
-        """What an op of a chunk does that moves a value from or to torch's memory; None of others.
-
-        Of the parameters that do not take part, and between parameters, nothing is moved.
-        """
-        (kind, unit, chunk), plan = op.value, self._executor.plan
-        if op.verb is not Verb.MOVE or plan.in_arena(kind, unit):
-            return None
-        home = plan.home(kind, unit)
-        leaves = op.reads[0].place == home
-        if not leaves and op.writes[0].place != home:
-            return None
-        flat, spec = self._flat[kind], plan.profile.units[unit]
-        stage = op.writes[0] if leaves else op.reads[0]
-
-        def run() -> Iterator[Fence | None]:
-            yield self.fence
-            inside = bytes_of(stage)
-            for span in spec.chunks[chunk].slices:
-                if span.parameter in flat:
-                    lies = flat[span.parameter]
-                    mine = lies[span.parameter_start : span.parameter_start + span.elements]
-                    start = span.chunk_start * mine.itemsize
-                    staged = inside[start : start + mine.nbytes].view(mine.dtype)
-                    into, source = (staged, mine) if leaves else (mine, staged)
-                    self._executor.device.copy(into, source)
-
-        return run

@@ -26,16 +26,17 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from cpu_adam import Part, sum_of_squares, update_parts, views
+from cpu_adam import sum_of_squares
 from cpu_adam.checks import GRADIENT_DTYPES
-from cpu_adam.reference import cut, put_sum_of_squares
+from cpu_adam.reference import put_sum_of_squares
 from offload.model.early_updates import Step
-from offload.model.pending import Owner, PendingUpdates
+from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
 from offload.planning.profile import Chunk, ParameterSlice
-from offload.program.ops import Op, Use, Value
+from offload.program.ops import Op
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
+from offload.runtime.works import Flat, in_order
 
 
 class Residents:
@@ -127,29 +128,9 @@ class Residents:
         found = there.tolist()
         return [in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
 
-    @torch.no_grad()
-    def update(self, op: Op, step: Step, scale: float) -> None:
-        """Take the step of the chunk of an op."""
-        _, unit, chunk = op.value
-        spec, memory, steps = self._units[unit].spec, self._executor.memory, step[unit]
-        piece = spec.chunks[chunk]
-        fmt = self._plan.states.format(spec.segments[piece.segment].dtype)
-        home = self._plan.home("state", unit)
-        record = views(memory.at(Use(home, Value("state", unit, chunk))), fmt, piece.elements)
-        for span in self._due(op, step):
-            parameter, mine = self._units[unit].parameters[span.parameter], steps[span.parameter]
-            here = slice(span.parameter_start, span.parameter_start + span.elements)
-            ends = here.stop == spec.parameters[span.parameter].elements
-            update_parts(
-                parameter.detach().view(-1)[here],
-                self._gradient(unit, span),
-                cut(record, fmt, span.chunk_start, span.elements),
-                [Part(0, span.elements, span.parameter_start, 0, is_last=ends)],
-                [(mine.hyper, mine.number)],
-                gradient_scale=scale,
-                format=fmt,
-                workspace=memory.workspace(op),
-            )
+    def flat(self, unit: int, step: Step) -> Flat:
+        """What the update of a unit works on."""
+        return in_torch({index: self._units[unit].parameters[index] for index in step[unit]})
 
     def _due(self, op: Op, step: Step) -> Iterator[ParameterSlice]:
         _, unit, chunk = op.value
@@ -177,14 +158,6 @@ def give_memory(
         if parameter not in fresh:  # Whose module may have started it, too.
             parameter.data.copy_(value)
     device.drain()
-
-
-def in_order(numbers: Iterable[float]) -> float:
-    """Their sum, one rounded addition after the other (`sum` makes up for what is rounded off)."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
 
 
 def _check(unit: FlatUnit, index: int, device: Device, *, in_lanes: bool) -> None:

@@ -6,33 +6,27 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from operator import attrgetter, itemgetter
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 
-from cpu_adam import Part, sum_of_squares, update_parts, views
 from cpu_adam.hyper import Hyper
-from offload.model.early_updates import ParameterStep, Step
+from offload.model.early_updates import Step
 from offload.model.pending import PendingUnit
-from offload.model.resident import Residents, in_order
+from offload.model.resident import Residents
 from offload.planning.layout import Plan
-from offload.planning.profile import ParameterSlice
-from offload.program.compile import chunk_range, chunks_of, norm, square, update_order
+from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_ops
-from offload.program.ops import Lane, Op, Use, Value, Verb
+from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Verb
 from offload.program.schedule import Fence, Task
 from offload.runtime.books import Known
-from offload.runtime.executor import BytesOf, Executor
-from offload.runtime.native_work import Flat, NativeWorks
-
-CLIP_EPS = 1e-6
-"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
+from offload.runtime.executor import Executor
+from offload.runtime.works import Clip, Flat, PythonWorks, Settings
 
 
 class _Chunk(NamedTuple):
@@ -56,42 +50,6 @@ class _Due:
     """Of streamed units."""
 
 
-class Clip(Protocol):
-    """The norm of one step's gradient, while it is computed."""
-
-    norm: float
-    factor: float
-
-    def put(self, ordinal: int, total: float) -> None:
-        """A sum of squares, by its place in the order in which all are added up."""
-
-    def combine(self) -> None:
-        """The norm from the sums of squares in their order, and the factor that clips it."""
-
-
-@dataclass(slots=True)
-class _Clip:
-    """The norm of one step's gradient, while it is computed."""
-
-    max_norm: float
-    chunks: int
-    """How many sums of squares there may be."""
-    norm: float = 0.0
-    factor: float = 1.0
-    _partials: dict[int, float] = field(default_factory=dict)
-
-    def put(self, ordinal: int, total: float) -> None:
-        """A sum of squares, by its place in the order in which all are added up."""
-        self._partials[ordinal] = total
-
-    def combine(self) -> None:
-        """The norm from the sums of squares in their order, and the factor that clips it."""
-        total = in_order(self._partials[ordinal] for ordinal in sorted(self._partials))
-        self.norm = math.sqrt(total) if total == total else math.nan
-        ratio = self.max_norm / (self.norm + CLIP_EPS)
-        self.factor = ratio if not ratio >= 1.0 else 1.0
-
-
 class Updates:
     """Issues the ops of each step."""
 
@@ -105,10 +63,13 @@ class Updates:
         for one in map(_Chunk._make, update_order(self._plan)):
             self._chunks.setdefault(one.unit, []).append(one)
         self._chunk_count = sum(len(unit.chunks) for unit in self._plan.profile.units)
-        works = executor.works
-        self._make_clip: Callable[[float, int], Clip] = _Clip if works is None else works.clip
-        self._native = None if works is None else _NativeOps(executor, works)
+        self._here = PythonWorks(self._plan, executor.memory, executor.store, executor.device)
+        """What the user's thread does itself, and what moves torch's memory."""
         self._lane_shares = _lane_shares(self._plan)
+        self._arenas = executor.memory.taken
+        self._known: dict[tuple[Verb, int], tuple[_Members, list[Known]]] = {}
+        """Ops of streamed units, and of which parameters they are."""
+        self._norm: tuple[list[Use], Known] | None = None
         self._pending: list[Task] = []
         self._queued: Fence | None = None
         """Updates that the user's stream may still have to do."""
@@ -138,22 +99,35 @@ class Updates:
         An error before the first op is queued leaves the step to be taken again. A later one ends
         the engine.
         """
-        due, pending = self._due(step), self._residents.pending
+        due, pending, works = self._due(step), self._residents.pending, self._executor.works
         if self._lane_shares and (due.at_once or due.pending):
             self.settle()  # The user's stream is about to use the workspace.
+        if self._arenas != self._executor.memory.taken:
+            self._arenas = self._executor.memory.taken
+            self._known.clear()
         clip = None
         if self._max_grad_norm is not None:
-            clip = self._make_clip(self._max_grad_norm, self._chunk_count)
+            clip = works.clip(self._max_grad_norm, self._chunk_count)
             found = self._squares_at_once([*due.at_once, *due.pending], step)
             for ordinal, total in found.items():
                 clip.put(ordinal, total)
+        frozen, members = _numbered(step)
+        settings = works.settings(frozen, clip)
         prepared = pending.prepare(list(dict.fromkeys(one.unit for one in due.pending)), step)
         try:
+            pending.hand_over(prepared, pass_number)
             if clip is not None:
-                self._find_norm(due.streamed, step, clip, pass_number)
-            self._update_at_once(due.at_once, step, clip)
-            in_lanes = sorted([*due.pending, *due.streamed])  # As the next forward needs them.
-            self._update_in_lanes(in_lanes, step, clip, pass_number, prepared)
+                self._clip = clip
+                self._find_norm(due.streamed, members, settings, pass_number)
+            self._update_at_once(due.at_once, step, members, Settings(frozen, clip))
+            for unit, some in _by_unit(sorted([*due.pending, *due.streamed])):
+                one = prepared.get(unit)  # In the order in which the next forward needs them.
+                known = self._updates(unit, some, members[unit], one)
+                tasks = self._executor.issue(known, pass_number, settings)
+                self._pending += tasks
+                if one is not None:
+                    one.queued(known, tasks)
+            pending.start(prepared)
         except BaseException as error:
             self._executor.lanes.fail(error)  # Half of the weights would be of another step.
             raise
@@ -165,31 +139,17 @@ class Updates:
             kind = due.streamed
             if unit in self._residents:
                 kind = due.pending if unit in in_lanes else due.at_once
+            spec = self._plan.profile.units[unit]
             for one in self._chunks[unit]:
-                spans = _spans(self._plan, Value("state", unit, one.chunk))
-                if any(span.parameter in step[unit] for _, span in spans):
+                chunks = spec.chunks if one.chunk == ALL_CHUNKS else [spec.chunks[one.chunk]]
+                if any(span.parameter in step[unit] for c in chunks for span in c.slices):
                     kind.append(one)
         return due
 
     def _rank(self, unit: int) -> int:
         return self._chunks[unit][0].ordinal
 
-    def _find_norm(
-        self, streamed: Sequence[_Chunk], step: Step, clip: Clip, pass_number: int
-    ) -> None:
-        """Queue the norm, and what of it lanes sum."""
-        self._clip = clip
-        if self._native is not None:
-            self._normed = self._native.find_norm(streamed, step, clip, pass_number)
-            return
-        partials = []
-        for ordinal, unit, chunk, _ in streamed:
-            ops = square(self._plan, unit, chunk, ordinal)
-            run = self._squarer(ops[-1], ordinal, step[unit], clip)
-            self._executor.issue_chunk(ops, pass_number, run)
-            partials.append(ops[-1].writes[0])
-        known_norm = self._executor.known(norm(partials))
-        self._normed = self._executor.issue_known(known_norm, pass_number, clip.combine)
+    # -- what the user's thread does itself --------------------------------------------------------
 
     def _squares_at_once(self, here: Sequence[_Chunk], step: Step) -> dict[int, float]:
         """The sums of the squares of residents, by ordinal."""
@@ -201,189 +161,96 @@ class Updates:
             found[ordinal], since = total, self._executor.lanes.count(op, since)
         return found
 
-    def _update_at_once(self, here: Sequence[_Chunk], step: Step, clip: Clip | None) -> None:
-        if here and clip is not None and self._normed is not None:
+    @torch.no_grad()
+    def _update_at_once(
+        self,
+        here: Sequence[_Chunk],
+        step: Step,
+        members: Mapping[int, _Members],
+        settings: Settings,
+    ) -> None:
+        if here and settings.clip is not None and self._normed is not None:
             self._executor.lanes.wait([self._normed])
-        for _, unit, chunk, deadline in here:
-            op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
-            self._residents.update(op, step, 1.0 if clip is None else clip.factor)
-            self._executor.lanes.count(op, since)
+        for unit, some in _by_unit(here):
+            flat = self._residents.flat(unit, step)
+            for _, _, chunk, deadline in some:
+                op, since = update_ops(self._plan, unit, chunk, deadline)[0], time.perf_counter()
+                self._here.update(op, dict(members[unit]), flat)(0, settings)
+                self._executor.lanes.count(op, since)
         device = self._executor.device
         if here and self._lane_shares:
             self._executor.lanes.drain()  # Before a lane uses the workspace.
         elif here:
             self._queued = device.fence(device.stream())
 
-    def _update_in_lanes(
+    # -- what lanes do -----------------------------------------------------------------------------
+
+    def _find_norm(
         self,
-        due: Sequence[_Chunk],
-        step: Step,
-        clip: Clip | None,
+        streamed: Sequence[_Chunk],
+        members: Mapping[int, _Members],
+        settings: Any,
         pass_number: int,
-        prepared: Mapping[int, PendingUnit],
     ) -> None:
-        if self._native is not None:
-            self._pending += self._native.update(due, step, clip, pass_number, prepared)
-            self._residents.pending.start(prepared)
-            return
-        for _, unit, chunk, deadline in due:
-            ops = update_ops(self._plan, unit, chunk, deadline)
-            op = next(op for op in ops if op.verb is Verb.UPDATE)
-            run, one = self._updater(op, step[unit], clip), prepared.get(unit)
-            carrying = None if one is None else one.carrier
-            tasks = self._executor.issue_chunk(ops, pass_number, run, carrying)
-            self._pending += tasks
-            if one is not None:
-                one.queued(ops, tasks)
-        self._residents.pending.start(prepared)
-
-    def _squarer(
-        self, op: Op, ordinal: int, steps: Mapping[int, ParameterStep], clip: Clip
-    ) -> Callable[[BytesOf], None]:
-        plan, executor = self._plan, self._executor  # A lane that held more would hold the engine.
-
-        def run(bytes_of: BytesOf) -> None:
-            for at, (chunk, spans) in enumerate(groupby(_spans(plan, op.value), itemgetter(0))):
-                gradient = _typed(plan, op.reads[0], bytes_of, chunk)
-                total = 0.0
-                for _, span in spans:
-                    if span.parameter in steps:
-                        part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                        workspace = executor.memory.workspace(op)
-                        total += sum_of_squares(part, workspace, executor.device.drain)
-                clip.put(ordinal + at, total)
-
-        return run
-
-    def _updater(
-        self, op: Op, steps: Mapping[int, ParameterStep], clip: Clip | None
-    ) -> Callable[[BytesOf], None]:
-        plan, executor = self._plan, self._executor
-        spec = plan.profile.units[op.value.unit]
-        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
-
-        def run(bytes_of: BytesOf) -> None:
-            for chunk, group in groupby(_spans(plan, op.value), itemgetter(0)):
-                parts, frozen = list[Part](), []
-                for span in (span for _, span in group if span.parameter in steps):
-                    end = span.parameter_start + span.elements
-                    ends = end == spec.parameters[span.parameter].elements
-                    place = span.chunk_start, span.elements, span.parameter_start, len(parts)
-                    parts.append(Part(*place, is_last=ends))
-                    frozen.append((steps[span.parameter].hyper, steps[span.parameter].number))
-                fmt = plan.states.format(spec.segments[spec.chunks[chunk].segment].dtype)
-                record = bytes_of(uses["state"])[chunk_range(plan, uses["state"].value, chunk)]
-                update_parts(
-                    _typed(plan, uses["weight"], bytes_of, chunk),
-                    _typed(plan, uses["gradient"], bytes_of, chunk),
-                    views(record, fmt, spec.chunks[chunk].elements),
-                    *(parts, frozen),
-                    gradient_scale=1.0 if clip is None else clip.factor,
-                    format=fmt,
-                    workspace=executor.memory.workspace(op),
-                )
-
-        return run
-
-
-class _NativeOps:
-    """The same for compiled lanes: each op is made once, and issued in every step."""
-
-    def __init__(self, executor: Executor, works: NativeWorks):
-        """None is made yet."""
-        self._executor, self._works, self._plan = executor, works, executor.plan
-        self._arenas = executor.memory.taken
-        self._updates: dict[int, tuple[_Members, list[list[Known]]]] = {}
-        self._squares: dict[int, tuple[_Members, list[list[Known]]]] = {}
-        self._norm: tuple[list[Use], Known] | None = None
-
-    def find_norm(
-        self, streamed: Sequence[_Chunk], step: Step, clip: Clip, pass_number: int
-    ) -> Task:
-        """Queue the sums of squares and the norm."""
-        settings, partials = self._works.settings([], clip), []
-        for unit, chunks in _by_unit(streamed):
-            members = tuple((parameter, 0) for parameter in sorted(step[unit]))
-            for known in self._made(self._squares, unit, members, chunks, self._square):
-                self._executor.issue_known_chunk(known, pass_number, settings)
-                partials.append(known[-1].op.writes[0])
+        """Queue the norm, and what of it lanes sum."""
+        partials = list[Use]()
+        for unit, some in _by_unit(streamed):
+            known = self._squares(unit, some, members[unit])
+            self._executor.issue(known, pass_number, settings)
+            partials += [one.op.writes[0] for one in known if one.op.verb is Verb.SQUARE]
         if self._norm is None or self._norm[0] != partials:
-            known_norm = self._executor.known_as(norm(partials), self._works.norm())
-            self._norm = partials, known_norm
-        return self._executor.issue_known_chunk([self._norm[1]], pass_number, settings)[0]
+            work = self._executor.works.norm()
+            self._norm = partials, self._executor.known(norm(partials), work)
+        (self._normed,) = self._executor.issue([self._norm[1]], pass_number, settings)
 
-    def update(
-        self,
-        due: Sequence[_Chunk],
-        step: Step,
-        clip: Clip | None,
-        pass_number: int,
-        prepared: Mapping[int, PendingUnit],
-    ) -> list[Task]:
-        """Queue the updates of all chunks that are due, in their order."""
-        tasks, by_unit = list[Task](), list(_by_unit(due))
-        frozen, members = _numbered(step, [unit for unit, _ in by_unit])
-        settings = self._works.settings(frozen, clip)
-        for unit, chunks in by_unit:
-            one = prepared.get(unit)
-            if one is None:
-                made = self._made(self._updates, unit, members[unit], chunks, self._update)
-            else:  # Torch's memory is another one in each step.
-                made = [self._update(chunk, members[unit], one.flat) for chunk in chunks]
-            for known in made:
-                queued = self._executor.issue_known_chunk(known, pass_number, settings)
-                tasks += queued
-                if one is not None:
-                    one.queued([each.op for each in known], queued)
-        return tasks
+    def _squares(self, unit: int, chunks: Sequence[_Chunk], members: _Members) -> list[Known]:
+        """The ops that sum the squares of chunks of a unit."""
+        kept = self._known.get((Verb.SQUARE, unit))
+        if kept is None or kept[0] != members:
+            known = list[Known]()
+            for ordinal, _, chunk, _ in chunks:
+                *moves, op = square(self._plan, unit, chunk, ordinal)
+                work = self._executor.works.squares(op, ordinal, dict(members))
+                known += [*map(self._executor.known, moves), self._executor.known(op, work)]
+            kept = self._known[Verb.SQUARE, unit] = members, known
+        return kept[1]
 
-    def _made(
-        self,
-        kept: dict[int, tuple[_Members, list[list[Known]]]],
-        unit: int,
-        members: _Members,
-        chunks: Sequence[_Chunk],
-        make: Callable[[_Chunk, _Members], list[Known]],
-    ) -> list[list[Known]]:
-        """The ops of each chunk of a unit, in memory that is still that of the arenas."""
-        if self._arenas != self._executor.memory.taken:
-            self._arenas = self._executor.memory.taken
-            self._updates.clear()
-            self._squares.clear()
-        if unit not in kept or kept[unit][0] != members:
-            kept[unit] = members, [make(chunk, members) for chunk in chunks]
-        return kept[unit][1]
+    def _updates(
+        self, unit: int, chunks: Sequence[_Chunk], members: _Members, one: PendingUnit | None
+    ) -> list[Known]:
+        """The ops that update chunks of a unit."""
+        if one is not None:  # Torch's memory is another one in each step.
+            return [known for chunk in chunks for known in self._update(chunk, members, one.flat)]
+        kept = self._known.get((Verb.UPDATE, unit))
+        if kept is None or kept[0] != members:
+            known = [known for chunk in chunks for known in self._update(chunk, members, None)]
+            kept = self._known[Verb.UPDATE, unit] = members, known
+        return kept[1]
 
-    def _square(self, one: _Chunk, members: _Members) -> list[Known]:
-        ops = square(self._plan, one.unit, one.chunk, one.ordinal)
-        work = self._works.squares(ops[-1], one.ordinal, dict(members))
-        return [*map(self._executor.known, ops[:-1]), self._executor.known_as(ops[-1], work)]
-
-    def _update(self, one: _Chunk, members: _Members, flat: Flat | None = None) -> list[Known]:
-        """The ops of a chunk; with `flat` its weights and gradients are there, and do not move."""
-        ops = update_ops(self._plan, one.unit, one.chunk, one.deadline)
-        if flat is not None:
+    def _update(self, chunk: _Chunk, members: _Members, flat: Flat | None) -> Iterator[Known]:
+        """The ops of a chunk, whose weights and gradients may be in `flat`: lanes of the host reach
+        them there, those of another device move them."""
+        ops = update_ops(self._plan, chunk.unit, chunk.chunk, chunk.deadline)
+        in_place = flat if self._executor.device.is_host else None
+        if in_place is not None:
             ops = [_in_place(self._plan, op) for op in ops if op.value.kind == "state"]
-        found = []
         for op in ops:
-            if op.verb is Verb.MOVE:
-                found.append(self._executor.known(op))
-            else:
-                work = self._works.update(op, dict(members), flat)
-                found.append(self._executor.known_as(op, work))
-        return found
+            work = None
+            if op.verb is Verb.UPDATE:
+                work = self._executor.works.update(op, dict(members), in_place)
+            elif flat is not None and in_place is None:
+                work = self._here.carry(op, flat)
+            yield self._executor.known(op, work)
 
 
 _Members = tuple[tuple[int, int], ...]
-"""Parameters of a unit that take part in a step, each with its row of factors."""
+"""Parameters of a unit that take part in a step, each with its place in `Settings.steps`."""
 
 
-def _numbered(
-    step: Step, units: Sequence[int]
-) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]:
-    """What the parameters of some units are updated by, each once, and by unit who by which."""
+def _numbered(step: Step) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]:
+    """What the parameters of a step are updated by, each once, and by unit who by which."""
     rows, found, members = dict[tuple[int, int], int](), list[tuple[Hyper, int]](), {}
-    for unit in units:
+    for unit in sorted(step):
         mine = []
         for parameter, one in sorted(step[unit].items()):
             row = rows.setdefault((id(one.hyper), one.number), len(found))
@@ -410,24 +277,6 @@ def _in_place(plan: Plan, op: Op) -> Op:
         return op
     reads = (*map(at_home, op.reads[:3]), *op.reads[3:])
     return replace(op, reads=reads, writes=tuple(map(at_home, op.writes)))
-
-
-def _spans(plan: Plan, value: Value) -> Iterator[tuple[int, ParameterSlice]]:
-    """The parts of parameters in a chunk, or in all of a unit, each with its chunk."""
-    for chunk in chunks_of(plan, value):
-        for span in plan.profile.units[value.unit].chunks[chunk].slices:
-            yield chunk, span
-
-
-def _typed(plan: Plan, use: Use, bytes_of: BytesOf, chunk: int) -> torch.Tensor:
-    """A chunk of weights or gradients, or of all that are used, as a flat tensor of its dtype."""
-    kind, unit, _ = use.value
-    spec = plan.profile.units[unit]
-    segment = spec.segments[spec.chunks[chunk].segment]
-    dtype: torch.dtype = getattr(
-        torch, segment.dtype if kind == "weight" else segment.gradient_dtype
-    )
-    return bytes_of(use)[chunk_range(plan, use.value, chunk)].view(dtype)
 
 
 def _lane_shares(plan: Plan) -> bool:

@@ -5,7 +5,7 @@ The lanes and the simulator both run this, so the simulator predicts what the la
 [Note: Tasks]
 A task is one op in one step. It is WAITING until the tasks that it waits for are over and its
 passage, if any, has started; READY until its lane or the user takes it; then RUNNING, and DONE. A
-cancelled task passes its waits on to the tasks that waited for it. A task without a function is the
+cancelled task passes its waits on to the tasks that waited for it. A task without work is the
 user's own compute.
 
 [Note: Urgency]
@@ -23,12 +23,12 @@ wait for a slot, the started one with the fewest ops left inherits the urgency o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from offload.planning.layout import CHUNK_STAGES
-from offload.program.ops import IN_RING, Lane, Op, Use
+from offload.program.ops import Lane, Op
 
 
 class State(Enum):
@@ -74,9 +74,8 @@ class Fence(Protocol):
         """Whether it has."""
 
 
-Run = Callable[[], Iterator[Fence | None] | None]
-"""What a task does: at once, or in pieces, between which its lane may do what is more urgent, once
-it has waited for the fence that comes, if any."""
+Work = Callable[[int, Any], object]
+"""What a lane does: it is given a staging slot and settings."""
 
 
 class Task:
@@ -95,23 +94,27 @@ class Task:
         "over",
         "passage",
         "ready_at",
-        "run",
         "serial",
+        "settings",
         "state",
         "streams",
         "waits",
+        "work",
     )
 
     def __init__(
         self,
         op: Op,
-        run: Run | None,
+        work: Work | None,
         key: Key,
         serial: int,
         passage: Passage | None = None,
+        settings: object = None,
     ):
         self.op = op
-        self.run = run
+        self.work = work
+        """None of the user's own."""
+        self.settings = settings
         self.key = key
         self.serial = serial
         self.passage = passage
@@ -133,7 +136,7 @@ class Task:
     @property
     def of_user(self) -> bool:
         """Whether it is the user's own compute."""
-        return self.run is None
+        return self.work is None
 
     @property
     def settled(self) -> bool:
@@ -175,13 +178,6 @@ class Passage:
     def started(self) -> bool:
         """Whether it has its slot."""
         return self.slot >= 0
-
-
-def in_slot(use: Use, slot: int) -> Use:
-    """Where `use` of a chunk's passage really is, once that has its slot."""
-    if use.place.number != IN_RING:
-        return use
-    return Use(use.place._replace(number=slot), use.value)
 
 
 Access = TypeVar("Access")
@@ -387,7 +383,7 @@ class Schedule:
             self._queue(task, last)
 
     def _queue(self, task: Task, last: Task | None) -> None:
-        if task.run is not None:
+        if task.work is not None:
             heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
         self._on_ready(task, last)
 

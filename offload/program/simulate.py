@@ -278,8 +278,8 @@ class _Simulation:
     def _queue(self, op: Op, phase: str, step: int, number: int, passage: Passage | None) -> _Task:
         self._serial += 1
         reads, writes, seconds = self._template(op)
-        run = None if op.verb in OF_USER else _no_work
-        task = _Task(op, run, (number, op.deadline), self._serial, passage)
+        work = None if op.verb in OF_USER else _no_work
+        task = _Task(op, work, (number, op.deadline), self._serial, passage)
         task.phase, task.step, task.seconds = phase, step, seconds
         # They include the compiled ones of the phase: one rule, see [Note: Phases] of `ops`.
         waits = self._board.waits(reads, writes)
@@ -352,5 +352,5 @@ def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
     return (task for task in tasks if not task.over)
 
 
-def _no_work() -> None:
-    """The function of every lane's task: a simulation does no work."""
+def _no_work(slot: int, settings: object) -> None:
+    """What every lane's task does: a simulation does no work."""

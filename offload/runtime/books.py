@@ -21,16 +21,15 @@ import importlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from cpu_adam.choice import require_version
+from cpu_adam.choice import kernel, require_version
 from offload.planning.layout import CHUNK_STAGES
 from offload.program.ops import OF_USER, Lane, Op
-from offload.program.schedule import Fence, Passage, Run, Schedule, Scoreboard, State, Task
+from offload.program.schedule import Fence, Passage, Schedule, Scoreboard, State, Task, Work
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
@@ -40,25 +39,19 @@ the way through the tiers, and waits for a slot that another chunk had."""
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An op that may come again in every pass, with what does not change from one to the next."""
+    """An op that comes again, with what does not change from one time to the next."""
 
     op: Op
-    run: Run | None
-    """What it does, where that is always the same."""
-    booked: Any
-    """What the books keep of it: here the cells that it reads and those that it writes, see
-    `program.cells`; an object of C++ in the compiled ones."""
-    ready: bool
-    """Whether it may be issued without a `run`: it has one, its lane does it on its own, or it is
-    the user's own compute."""
+    reads: Sequence[object]
+    writes: Sequence[object]
+    """The cells that it reads and writes, see `program.cells`."""
+    work: Work | None
+    passage: object
+    """Ops that follow one another, and have the same one that is not None, are a passage."""
 
 
 class Books:
     """The books of some lanes, by `Schedule` and `Scoreboard`."""
-
-    native: Any = None
-    """The extension whose lanes do works by themselves; what they and the user's computes did is
-    then told by `used` and `ran`."""
 
     def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
         """Of these lanes; `fail` ends everything with an error."""
@@ -82,42 +75,41 @@ class Books:
 
     # -- tasks --------------------------------------------------------------------------------
 
-    def passage(self) -> Passage:
-        """A new passage, to be given to `submit` and then to `seal`."""
-        return Passage()
-
     def know(
         self,
         op: Op,
         reads: Sequence[object],
         writes: Sequence[object],
-        run: Run | None = None,
-        work: Any = None,
+        work: Work | None = None,
+        passage: object = None,
     ) -> Known:
-        """Write an op down, to be issued any number of times; see `program.cells`."""
-        ready = run is not None or op.verb in OF_USER
-        return Known(op, run, (reads, writes), ready)
+        """Write an op down, to be issued any number of times; without work it is the user's."""
+        return Known(op, reads, writes, work, passage)
 
-    def issue(
-        self, known: Known, number: int, run: Run | None, passage: Passage | None = None
-    ) -> Task:
-        """Queue an op of the pass of that number behind those that touched its cells before.
+    def issue(self, ops: Sequence[Known], number: int, settings: object = None) -> list[Task]:
+        """Queue ops of the pass of that number, each behind those that touched its cells before.
 
-        Without `run` it is the user's own compute, or what its lane does on its own.
+        Their works are given `settings`.
         """
-        (reads, writes), op = known.booked, known.op
+        tasks, before, passage = list[Task](), None, None
         with self.lock, self:
-            self._serial += 1
-            task = Task(op, run, (number, op.deadline), self._serial, passage)
-            self._schedule.add(task, self._board.waits(reads, writes))
-            self._board.note(task, reads, writes)
-        return task
+            for one in ops:
+                if one.passage != before:
+                    self._seal(passage)
+                    before, passage = one.passage, None if one.passage is None else Passage()
+                self._serial += 1
+                key = number, one.op.deadline
+                task = Task(one.op, one.work, key, self._serial, passage, settings)
+                self._schedule.add(task, self._board.waits(one.reads, one.writes))
+                self._board.note(task, one.reads, one.writes)
+                tasks.append(task)
+            self._seal(passage)
+        return tasks
 
-    def issue_all(
-        self, known: Sequence[Known], number: int, runs: Sequence[Run | None]
-    ) -> list[Task]:
-        """The same for several."""
-        return [self.issue(one, number, run) for one, run in zip(known, runs)]
+    def _seal(self, passage: Passage | None) -> None:
+        """All ops of `passage` are queued: let it start."""
+        if passage is not None:
+            self._schedule.seal(passage)
 
     def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -126,11 +118,6 @@ class Books:
     def all(self) -> list[Task]:
         """Tasks to wait for before anybody else has the places."""
         return self._board.all()
-
-    def seal(self, passage: Passage) -> None:
-        """All ops of `passage` are queued: let it start."""
-        with self.lock, self:
-            self._schedule.seal(passage)
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
@@ -168,7 +155,7 @@ class Books:
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first, each with the time since when it could."""
-        own = [] if task.run is None else [(task.op.lane, task.ready_at)]
+        own = [] if task.work is None else [(task.op.lane, task.ready_at)]
         return [*own, *task.history]
 
     # -- lanes --------------------------------------------------------------------------------
@@ -203,21 +190,7 @@ class Books:
                 wake.notify_all()
             self.changed.notify_all()
 
-    def forget(self) -> None:
-        """Let go of all tasks, once no lane runs any more."""
-
     # -- the lock -----------------------------------------------------------------------------
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """A context: what is queued inside is made known to the lanes at its end."""
-        with self.lock:
-            self._depth += 1
-            try:
-                yield
-            finally:
-                self._depth -= 1
-                self._wake_lanes()
 
     def __enter__(self) -> None:
         """With the lock held: `with books.lock, books`.
@@ -258,9 +231,9 @@ class Books:
         """Let the lane, or the user's thread, know of a task that is ready."""
         if not task.ready_at:
             task.ready_at = time.perf_counter()
-            if last is not None and last.run is not None:
+            if last is not None and last.work is not None:
                 task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
-        if task.run is not None:
+        if task.work is not None:
             self._woken.add(task.op.lane)
         else:
             self._tell()
@@ -270,7 +243,7 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 2
+BOOKS_VERSION = 3
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -288,57 +261,38 @@ with contextlib.suppress(ImportError):
 class CompiledBooks:
     """The books of all lanes; see `Books` for what each call does."""
 
-    native: Any = _native
-
     def __init__(self, kept: int = SPANS_MAX) -> None:
         """Nothing is queued; of what has run, remember the last so many."""
         self._books = books = _native.Books(len(_LANES), CHUNK_STAGES, kept)
-        self._cells: dict[object, int] = {}
-        """The number of every place."""
-        self.passage = _native.make_passage
-        self.seal, self.cancel = books.seal, books.cancel
+        self._numbers: dict[object, int] = {}
+        """Of every place, and of every passage."""
+        self.issue, self.cancel = books.issue, books.cancel
         self.begin, self.over = books.begin, books.over
         self.finish: Callable[..., None] = books.finish
-        self.all, self.stop, self.forget = books.all, books.stop, books.forget
-        self._issue, self._issue_all = books.issue, books.issue_all
-        self._issue_chunk = books.issue_chunk
+        self.all, self.stop = books.all, books.stop
 
     def know(
         self,
         op: Op,
         reads: Iterable[object],
         writes: Iterable[object],
-        run: Run | None = None,
         work: Any = None,
-    ) -> Known:
-        """Write an op down; `work` its lane does on its own."""
-        cells = self._numbers(reads), self._numbers(writes)
-        ready = bool(work or run) or op.verb in OF_USER
-        booked = _native.make_known(_NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells)
-        return Known(op, None if work else run, booked, ready)
-
-    def _numbers(self, cells: Iterable[object]) -> list[int]:
-        return [self._cells.setdefault(cell, len(self._cells)) for cell in cells]
-
-    def issue(
-        self, known: Known, number: int, run: Run | None, passage: Passage | None = None
+        passage: object = None,
     ) -> Any:
-        """Queue an op of the pass of that number behind those that touched its cells before."""
-        return self._issue(known.booked, number, run, passage)
+        """Write an op down; `work` is an object of C++."""
+        cells = self._numbered(reads), self._numbered(writes)
+        together = -1 if passage is None else self._numbered([passage])[0]
+        of_user = op.verb in OF_USER
+        return _native.make_known(
+            _NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells, together, of_user
+        )
 
-    def issue_all(self, known: Sequence[Known], number: int, runs: Sequence[Run | None]) -> Any:
-        """The same for several, in one call."""
-        return self._issue_all([one.booked for one in known], number, list(runs))
-
-    def issue_chunk(
-        self, known: Sequence[Known], number: int, settings: Any, *, staged: bool
-    ) -> Any:
-        """The ops of a chunk, whose works are given `settings`, in one call."""
-        return self._issue_chunk([one.booked for one in known], number, staged, settings)
+    def _numbered(self, names: Iterable[object]) -> list[int]:
+        return [self._numbers.setdefault(one, len(self._numbers)) for one in names]
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> Any:
         """Whom an op with these cells would have to wait for."""
-        return self._books.touching(self._numbers(reads), self._numbers(writes))
+        return self._books.touching(self._numbered(reads), self._numbered(writes))
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first."""
@@ -361,15 +315,8 @@ class CompiledBooks:
         """The last works and computes of the user since that was asked."""
         return [Ran(op.lane, op, start, stop) for op, start, stop in self._books.ran()]
 
-    def together(self) -> AbstractContextManager[None]:
-        """Lanes begin at once: those that copy disturb nobody."""
-        return nullcontext()
 
-
-def books_of(
-    lanes: Iterable[Lane], fail: Callable[[BaseException], None], kept: int, *, fences: bool
-) -> Books | CompiledBooks:
-    """The compiled books, or the reference where the device may have `fences`."""
-    if not fences and _native is not None and os.environ.get(BOOKS_VARIABLE) != "python":
-        return CompiledBooks(kept)
-    return Books(lanes, fail)
+def native_books() -> Any:
+    """The extension of the compiled books; None where they, or the kernels, are not to serve."""
+    chosen = os.environ.get(BOOKS_VARIABLE) != "python" and kernel().native is not None
+    return _native if chosen else None

@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from cpu_adam.choice import kernel
 from offload.planning.layout import Plan
 from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells, staged
-from offload.program.schedule import Passage, Run, Task, in_slot
-from offload.runtime.books import Known
+from offload.program.schedule import Task, Work
+from offload.runtime.books import Known, native_books
 from offload.runtime.device import Device
 from offload.runtime.lanes import Lanes
 from offload.runtime.memory import Memory, host_tensor
-from offload.runtime.native_work import NativeWorks, Settings, Work
+from offload.runtime.native_work import NativeWorks
 from offload.runtime.shared_budget import Share
 from offload.runtime.store import Store
 from offload.runtime.trace import Trace
+from offload.runtime.works import PythonWorks
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 """Lanes with a thread; compute's runs the updates of states that live on the device."""
@@ -34,9 +33,6 @@ ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
 
 KEPT_BYTES_MAX = 16 << 20
 """Largest chunk that `ChunkCache` keeps. Chunks never are larger; frozen weights may be."""
-
-BytesOf = Callable[[Use], torch.Tensor]
-"""Gives the flat bytes of a use, wherever its chunk has its staging slot."""
 
 
 class SwapArea(Protocol):
@@ -70,27 +66,27 @@ class Executor:
         """Where the values are while the engine sleeps."""
         self.share: Share | None = None
         """What it holds of a budget that engines share."""
+        self._step = 0
+        can_be_native = pace is None and device.is_host and (store is None or store.native)
+        native = native_books() if can_be_native else None
         try:
-            self.lanes = Lanes(ENGINE_LANES, device=device, pace=pace, trace=trace)
+            self.works: PythonWorks | NativeWorks = (
+                PythonWorks(plan, memory, store, device)
+                if native is None
+                else NativeWorks(native, plan, memory.at, store)
+            )
+            """Makes what lanes do."""
+            self.lanes = Lanes(
+                ENGINE_LANES,
+                device,
+                pace=pace,
+                trace=trace,
+                native=native,
+                explain=self.works.explain,
+            )
         except BaseException:
             self._release()
             raise
-        self.works = self._native_works()
-        """Makes what lanes do by themselves; None where all is done in Python."""
-        self._step = 0
-
-    def _native_works(self) -> NativeWorks | None:
-        native = self.lanes.native
-        if native is None or kernel().native is None:
-            return None
-        if self.store is not None:
-            if not self.store.native:
-                return None
-            explain = self.store.chunks.explain
-            self.lanes.explain = lambda error: (
-                explain(error.args) if isinstance(error, native.ChunkFailed) else error
-            )
-        return NativeWorks(native, self.plan, self.memory.at, self.store)
 
     @property
     def step(self) -> int:
@@ -118,110 +114,24 @@ class Executor:
             )
         self.lanes.check()
 
-    def known(self, op: Op) -> Known:
-        """`op`, to be issued any number of times."""
-        if op.verb is not Verb.MOVE:
-            return self.known_as(op, None)
-        if self.works is not None and (work := self.works.move(op)) is not None:
-            return self.known_as(op, work)
-        run = None
-        if "nvme" not in (use.place.tier for use in (*op.reads, *op.writes)):
-            run = self._mover(op, None)
-        return self.known_as(op, None, run)
-
-    def known_as(self, op: Op, work: Work | None, run: Run | None = None) -> Known:
-        """`op`, which is `work` for a lane that does such by itself, else `run`."""
+    def known(self, op: Op, work: Work | None = None) -> Known:
+        """`op`, to be issued any number of times; `work` is what it does, where it is no move."""
+        if op.verb is Verb.MOVE and work is None:
+            work = self.works.move(op)
         reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
-        return self.lanes.know(op, reads, writes, run, work)
+        passage = (op.value.unit, op.value.chunk) if staged([op]) else None
+        return self.lanes.know(op, reads, writes, work, passage)
 
-    def issue_known(
-        self, known: Known, pass_number: int, run: Callable[[], None] | None = None
-    ) -> Task:
-        """Queue an op on its lane; what says nothing of what it does does `run`."""
-        work = known.run or run
-        try:
-            if work is None and not known.ready:
-                work = self._mover(known.op, None)
-            return self.lanes.issue(known, pass_number, work)
-        except BaseException as error:
-            self.lanes.fail(error)  # What went before it, of the same value, cannot be taken back.
-            raise
+    def issue(self, ops: Sequence[Known], pass_number: int, settings: Any = None) -> list[Task]:
+        """Queue ops, each behind those that touched its places before; works get `settings`.
 
-    def issue_all(self, known: Sequence[Known], pass_number: int) -> list[Task]:
-        """Queue several ops that say what they do, moves or the user's own compute."""
-        runs = [one.run if one.ready else self._mover(one.op, None) for one in known]
+        All that pass through staging slots of a chunk come in one call, one after the other.
+        """
         try:
-            return self.lanes.issue_all(known, pass_number, runs)
+            return self.lanes.issue(ops, pass_number, settings)
         except BaseException as error:
             self.lanes.fail(error)  # Some may be queued, and nobody has them.
             raise
-
-    def issue_chunk(
-        self,
-        ops: Sequence[Op],
-        pass_number: int,
-        run: Callable[[BytesOf], None],
-        carrying: Callable[[Op, BytesOf], Run | None] | None = None,
-    ) -> list[Task]:
-        """Queue the ops of a chunk: moves, and the one that does `run`.
-
-        `carrying` gives what those moves do that it knows better.
-        """
-        passage = self.lanes.passage() if staged(ops) else None
-        tasks = []
-        try:
-            for op in ops:
-                bytes_of = partial(self._bytes_of, passage)
-                moves = op.verb is Verb.MOVE
-                work = carrying(op, bytes_of) if carrying is not None else None
-                if work is None:
-                    work = self._mover(op, passage) if moves else partial(run, bytes_of)
-                reads, writes = cells(self.plan, op.reads), cells(self.plan, op.writes)
-                known = self.lanes.know(op, tuple(reads), tuple(writes))
-                tasks.append(self.lanes.issue(known, pass_number, work, passage))
-            if passage is not None:
-                self.lanes.seal(passage)
-        except BaseException as error:
-            self.lanes.fail(error)  # A passage that is not sealed would be waited for for ever.
-            raise
-        return tasks
-
-    def issue_known_chunk(
-        self, known: Sequence[Known], pass_number: int, settings: Settings
-    ) -> list[Task]:
-        """Queue the ops of a chunk, all with works, which are given `settings`."""
-        try:
-            passes = staged(one.op for one in known)
-            tasks: list[Task] = self.lanes.issue_chunk(known, pass_number, settings, staged=passes)
-            return tasks
-        except BaseException as error:
-            self.lanes.fail(error)  # As in `issue_chunk`.
-            raise
-
-    def _bytes_of(self, passage: Passage | None, use: Use) -> torch.Tensor:
-        return self.memory.at(use if passage is None else in_slot(use, passage.slot))
-
-    def _mover(self, op: Op, passage: Passage | None) -> Run:
-        assert op.verb is Verb.MOVE, "what any other op does says who issues it"
-        source, target, value = op.reads[0], op.writes[0], op.value
-        unit, chunk = self.plan.profile.units[value.unit].name, value.chunk
-        part, step = None if chunk == ALL_CHUNKS else chunk, self.step
-
-        def read() -> None:
-            assert self.store is not None
-            self.store.read(value.kind, unit, self._bytes_of(passage, target), part)
-
-        def write() -> None:
-            assert self.store is not None
-            self.store.write(value.kind, unit, self._bytes_of(passage, source), step, part)
-
-        def copy() -> None:
-            here = self._bytes_of(passage, source)
-            self.device.copy(self._bytes_of(passage, target), here)
-
-        if source.place.tier == "nvme":
-            return read
-        return write if target.place.tier == "nvme" else copy
 
     # -- the user's thread at the homes --------------------------------------------------------
 

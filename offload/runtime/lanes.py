@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from offload.program.ops import Lane, Op
-from offload.program.schedule import Fence, Task
+from offload.program.schedule import Task
 from offload.runtime import entry
-from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks, books_of
+from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks
 from offload.runtime.device import Device
 from offload.runtime.entry import EngineError
 from offload.runtime.trace import LaneUse, Ran, Stepped, Trace, Waited
@@ -112,8 +112,13 @@ LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
 
 
-def _nothing(*_: Any) -> None:
-    """Done after closing unless there is more to do; stands in for what a task has run, too."""
+def _nothing(*_: object) -> None:
+    """Done after closing unless there is more to do; stands in for the work of a task, too."""
+
+
+def _as_it_is(error: BaseException) -> BaseException:
+    """What failed is told as it was raised."""
+    return error
 
 
 class Lanes:
@@ -122,10 +127,12 @@ class Lanes:
     def __init__(
         self,
         lanes: Sequence[Lane],
-        *,
         device: Device,
+        *,
         pace: Callable[[Op], float] | None = None,
         trace: Trace | None = None,
+        native: Any = None,
+        explain: Callable[[BaseException], BaseException] = _as_it_is,
     ):
         """Start a thread for each of `lanes`.
 
@@ -134,31 +141,25 @@ class Lanes:
             device: the compute device; each thread works on it, on a stream of its own.
             pace: least seconds that an op takes, for tests that imitate slower hardware.
             trace: where to record what is done.
+            native: the extension whose books serve; None: those of Python.
+            explain: what the error of a failed work is to the user.
 
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
         kept = trace.ran.maxlen or 0 if trace else 0
-        self._books = books_of(lanes, self.fail, kept, fences=type(device) is not Device)
+        self._books: Any = Books(lanes, self.fail) if native is None else CompiledBooks(kept)
         self.stats = stats = LaneStats(self._books, device, trace)
         self.count, self.waited, self.note = stats.count, stats.waited, stats.note
         self._lock = threading.Lock()
         """Guards `_failure` and `ended`."""
-        self.native: Any = self._books.native if pace is None else None
-        """The extension of lanes that do works by themselves; None where all is done in Python."""
-        self.explain: Callable[[BaseException], BaseException] = lambda error: error
-        """What a failed work of such a lane is to the user."""
-        # What these do is said there; no call is so frequent as these.
-        self.know, self.issue = self._books.know, self._books.issue
-        self.issue_all = self._books.issue_all
-        self.issue_chunk: Any = getattr(self._books, "issue_chunk", None)  # Where ops have works.
+        self.know = self._books.know
+        self.issue: Callable[..., list[Task]] = self._books.issue
         self.touching, self.all = self._books.touching, self._books.all
-        self.passage, self.seal = self._books.passage, self._books.seal
-        self.cancel, self.together = self._books.cancel, self._books.together
-        self.finish: Callable[[Task], None] = (
-            self._books.finish if self._books.native else self._finish
-        )
+        self.cancel = self._books.cancel
+        self.finish: Callable[[Task], None] = self._books.finish if native else self._finish
         """The user's compute is over (on the host; the device may have work left)."""
+        self._explain = explain
         self._pace = pace
         self.owner = trace and trace.key
         """Whose its calls are, for those that record them."""
@@ -296,7 +297,6 @@ class Lanes:
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
-        self._books.forget()
         then()
 
     # -- the lane threads ---------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Lanes:
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
-            self.fail(self.explain(error))
+            self.fail(self._explain(error))
             self._started.abort()
 
     def _prepare(self) -> None:
@@ -325,20 +325,16 @@ class Lanes:
     def _run(self, lane: Lane, task: Task) -> None:
         start = time.perf_counter()
         error: BaseException | None = None
-        assert task.run is not None
+        assert task.work is not None
         try:
-            start += self._come(task, task.fences)
-            work = task.run()
-            if isinstance(work, Iterator):
-                for fence in work:
-                    if fence is not None:
-                        start += self._come(task, [fence])
+            start += self._come(task)
+            task.work(0 if task.passage is None else task.passage.slot, task.settings)
             self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
         except BaseException as caught:
             error = caught
-        task.run = _nothing  # What its function held can go.
+        task.work = _nothing  # What its function held can go.
         now = self.count(task.op, start)
         if error is not None:
             self.fail(error)
@@ -346,13 +342,13 @@ class Lanes:
         self.note(task.op, start, now)
         self._books.finish(task)
 
-    def _come(self, task: Task, fences: Sequence[Fence]) -> float:
+    def _come(self, task: Task) -> float:
         """Wait until the device is through with what is before `task`; the seconds that it took.
         Whoever waits for the task waits for that, till then, and not for its lane."""
-        if all(fence.query() for fence in fences):
+        if not task.fenced:
             return 0.0
         since = time.perf_counter()
-        for fence in fences:
+        for fence in task.fences:
             fence.synchronize()
         task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
         task.ready_at = time.perf_counter()

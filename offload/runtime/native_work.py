@@ -1,19 +1,15 @@
-"""What compiled lanes do by themselves, made from ops: copies, sums, updates, transfers of files.
+"""What lanes do without Python and the GIL, made from ops; see `works`, the reference.
 
 [Note: Native work]
-A lane of the compiled books runs a *work* without Python and without the GIL: a copy within CPU
-memory, the transfers of a value on nvme with their checksums, the sum of two gradients, sums of
-squares and their norm, an update. A work holds addresses, which stay as long as the arenas do. It
-is made once for an op that comes again. What differs between steps, the factors of the update and
-the clipping, are the *settings* that an op is issued with.
-
-Each work does what the Python beside it does: `Store` for transfers, `optim.update` for the rest,
-to the bit.
+A lane of the compiled books runs a work by itself: a copy within CPU memory, the transfers of a
+value on nvme with their checksums, the sum of two gradients, sums of squares and their norm, an
+update. A work holds addresses, which stay as long as the arenas do. Each does what its namesake of
+`PythonWorks` does, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,23 +20,12 @@ from cpu_adam.formats import StateFormat
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
 from offload.planning.layout import Plan
-from offload.planning.profile import Unit
 from offload.program.compile import chunk_range, chunks_of
 from offload.program.ops import ALL_CHUNKS, IN_RING, Op, Use
 from offload.runtime.store import Store
 
 Work = Any
 """An object of C++."""
-
-Settings = Any
-"""What of a step the works of an op are given; an object of C++."""
-
-Taking = Mapping[int, int]
-"""The parameters of a unit that take part in a step, each with its row of factors."""
-
-
-Flat = Mapping[str, Mapping[int, torch.Tensor]]
-"""By kind and parameter, values in torch's own memory."""
 
 
 class Where(NamedTuple):
@@ -60,7 +45,7 @@ class NativeWorks:
     def __init__(
         self, native: Any, plan: Plan, at: Callable[[Use], torch.Tensor], store: Store | None
     ):
-        """With the extension module, a kernel that is compiled, and `Memory.at`."""
+        """With the extension module and `Memory.at`, where the chosen kernel is compiled."""
         self._native = native
         self._plan, self._at = plan, at
         self._kernel = chosen = kernel()
@@ -68,8 +53,7 @@ class NativeWorks:
         native.share_pool(chosen.native.pool())
         self._operations = {name: at for at, name in enumerate(chosen.native.OPERATIONS)}
         self._store = store
-        self.clip = native.Clip
-        """Of a largest norm and a number of chunks: the clipping of a step."""
+        self.clip: Callable[[float, int], Any] = native.Clip
 
     def where(self, use: Use) -> Where:
         """Where a use lies in a memory tier."""
@@ -79,12 +63,18 @@ class NativeWorks:
         first, second = (self._at(Use(slot, use.value)).data_ptr() for slot in slots)
         return Where(first, second - first)
 
-    def move(self, op: Op) -> Work | None:
-        """What a move does; None where nothing is moved."""
+    def explain(self, error: BaseException) -> BaseException:
+        """What a failed work is to the user."""
+        if self._store is None or not isinstance(error, self._native.ChunkFailed):
+            return error
+        return self._store.chunks.explain(error.args)
+
+    def move(self, op: Op) -> Work:
+        """A copy, or the transfer of a file."""
         (source,), (into,) = op.reads, op.writes
+        if not op.bytes:
+            return self._native.several([])
         if "nvme" not in (source.place.tier, into.place.tier):
-            if not op.bytes:
-                return None
             return self._native.copies([(self.where(into), self.where(source), op.bytes)])
         assert self._store is not None
         writing = into.place.tier == "nvme"
@@ -100,14 +90,10 @@ class NativeWorks:
         moved, step = self._store.chunks.native_counts()
         return self._native.chunks(writing, given, self._kernel.index, moved, step)
 
-    def copies(self, spans: Iterable[tuple[Where, Where, int]]) -> Work | None:
-        """Copies of so many bytes from the second place to the first; None where there are none."""
-        given = list(spans)
-        return self._native.copies(given) if given else None
-
-    def add(self, unit: Unit, stage: Use, deposit: Use, arrived: set[int], kept: set[int]) -> Work:
+    def add(self, op: Op, arrived: Collection[int], kept: Collection[int]) -> Work:
         """Add the staged gradients to those kept; what is new is copied."""
-        source, into = self.where(stage), self.where(deposit)
+        unit = self._plan.profile.units[op.value.unit]
+        source, into = map(self.where, op.reads)
         rows: dict[str, list[Sequence[int]]] = {}
         new: list[tuple[Where, Where, int]] = []
         for parameter in sorted(arrived):
@@ -147,7 +133,12 @@ class NativeWorks:
         """The norm and the factor of the clipping, from all sums."""
         return self._native.combine()
 
-    def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
+    def update(
+        self,
+        op: Op,
+        taking: Mapping[int, int],
+        flat: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
+    ) -> Work:
         """The update of the parameters in `taking`, each by its row of factors.
 
         With `flat` weights and gradients lie there.
@@ -194,8 +185,8 @@ class NativeWorks:
         ]
         return self._native.several(works)
 
-    def settings(self, steps: Steps, clip: Any) -> Settings:
-        """Of the steps of some parameters, in the order of their rows of factors."""
+    def settings(self, steps: Steps, clip: Any) -> Any:
+        """What of a step its works are given, see `works`."""
         return self._native.settings(factor_rows(self._kernel, steps, 1.0), clip)
 
     def _sweep(

@@ -8,7 +8,6 @@
 
 #include <cstdint>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 #include "../../../cpu_adam/src/crc32c.h"
@@ -27,6 +26,8 @@ struct Known {
     nb::object op;
     WorkPtr work;
     Cells reads, writes;
+    int64_t passage;  // less than zero: none
+    bool of_user;
 };
 
 // What a lane does, as Python holds it: nothing in it is Python's, so whoever lets go needs no GIL.
@@ -124,7 +125,7 @@ static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<
 // some run much later, and some never.
 constexpr size_t OPS_KEPT = 4;
 
-// The books, and what lanes will do in Python: with the GIL, and never by who copies without it.
+// The books, and Python's ops of what was issued lately.
 class Shared {
 public:
     Shared(int lanes, int slots, size_t ran_max)
@@ -135,61 +136,30 @@ public:
         if (getpid() == pid_) delete books_;
     }
 
-    // Queue a task behind those that touched what it touches.
-    nb::object issue(const Known& known, int64_t pass, nb::object run, const PassagePtr& passage,
-                     const PythonSettings* settings) {
-        const auto task = std::make_shared<Task>();
-        task->lane = known.lane;
-        task->of_user = run.is_none() && known.work == nullptr;
-        task->key = {pass, known.deadline};
-        task->work = known.work;
-        task->bytes = known.bytes;
-        if (settings != nullptr) task->settings = settings->inner;
-        if (run.is_none() && !ops_.empty()) {
-            task->number = number_++;
-            ops_[size_t(task->number) % ops_.size()] = known.op;
+    // Queue ops, each behind those that touched what it touches.
+    std::vector<TaskPtr> issue(const std::vector<const Known*>& ops, int64_t pass,
+                               const PythonSettings* settings) {
+        std::vector<TaskPtr> tasks;
+        PassagePtr passage;
+        int64_t before = -1;
+        for (const Known* one : ops) {
+            if (one->passage != before) {
+                if (passage) books_->seal(passage);
+                passage = one->passage < 0 ? nullptr : std::make_shared<Passage>();
+                before = one->passage;
+            }
+            tasks.push_back(task_of(*one, pass, settings));
+            tasks.back()->passage = passage;
+            books_->issue(tasks.back(), one->reads, one->writes);
         }
-        task->passage = passage;
-        nb::object handle = nb::cast(task);
-        if (known.work == nullptr && !task->of_user) {
-            handle.attr("op") = known.op;
-            handle.attr("run") = run;
-            handles_.emplace(task.get(), handle);
-        }
-        books_->issue(task, known.reads, known.writes);
-        return handle;
-    }
-    // The same for the ops of a pass, in their order.
-    nb::list issue_all(const std::vector<const Known*>& known, int64_t pass, nb::list runs) {
-        nb::list tasks;
-        for (size_t at = 0; at < known.size(); at++) {
-            tasks.append(issue(*known[at], pass, runs[at], nullptr, nullptr));
-        }
-        return tasks;
-    }
-    // The ops of a chunk, in their order, with a passage of their own where they are staged.
-    nb::list issue_chunk(const std::vector<const Known*>& known, int64_t pass, bool staged,
-                         const PythonSettings* settings) {
-        nb::list tasks;
-        const PassagePtr passage = staged ? std::make_shared<Passage>() : nullptr;
-        for (const Known* one : known)
-            tasks.append(issue(*one, pass, nb::none(), passage, settings));
-        if (staged) seal(passage);
+        if (passage) books_->seal(passage);
         return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
         return books_->touching(reads, writes);
     }
     std::vector<TaskPtr> all() { return books_->all(); }
-    void seal(const PassagePtr& passage) { books_->seal(passage); }
-    void cancel(const std::vector<TaskPtr>& tasks) {
-        books_->cancel(tasks);
-        std::vector<nb::object> gone;  // last, as what they hold may come back here as it goes
-        for (const TaskPtr& task : tasks) {
-            if (!task->over()) continue;
-            if (auto found = handles_.extract(task.get())) gone.push_back(found.mapped());
-        }
-    }
+    void cancel(const std::vector<TaskPtr>& tasks) { books_->cancel(tasks); }
     bool begin(Task& task, double seconds) {
         if (seconds <= 0) return books_->begin(task, 0);
         const WithoutGil released;
@@ -206,16 +176,11 @@ public:
         Seen seen = books_->look(task);
         return {seen.key, std::move(seen.waits), std::move(seen.path)};
     }
-    nb::object take(int lane, bool wait) {
-        TaskPtr task;
-        {
-            const WithoutGil released;
-            task = books_->take(lane, wait);
-        }
-        return handed(task);
+    TaskPtr take(int lane, bool wait) {
+        const WithoutGil released;
+        return books_->take(lane, wait);
     }
     void stop(bool closing) { books_->stop(closing); }
-    void forget() { const auto gone = std::exchange(handles_, {}); }
     std::tuple<double, int64_t, int64_t> used(int lane) {
         const Used now = books_->used(lane);
         return {now.busy_s, now.bytes, now.operations};
@@ -230,43 +195,51 @@ public:
     }
 
 private:
-    nb::object handed(const TaskPtr& task) {
-        if (!task) return nb::none();
-        const auto found = handles_.extract(task.get());
-        return found ? found.mapped() : nb::cast(task);
+    TaskPtr task_of(const Known& known, int64_t pass, const PythonSettings* settings) {
+        const auto task = std::make_shared<Task>();
+        task->lane = known.lane;
+        task->of_user = known.of_user;
+        task->key = {pass, known.deadline};
+        task->work = known.work;
+        task->bytes = known.bytes;
+        if (settings != nullptr) task->settings = settings->inner;
+        if (!ops_.empty()) {
+            task->number = number_++;
+            ops_[size_t(task->number) % ops_.size()] = known.op;
+        }
+        return task;
     }
 
     Books* books_;
     pid_t pid_;
     std::vector<nb::object> ops_;  // the last that are numbered, each at its number in turn
     int64_t number_ = 0;           // of the next one
-    std::unordered_map<Task*, nb::object> handles_;
 };
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 2;  // as offload/runtime/books.py has it
+    module.attr("VERSION") = 3;  // as offload/runtime/books.py has it
     nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
-    nb::class_<Task>(module, "Task", nb::dynamic_attr())
+    nb::class_<Task>(module, "Task")
         .def_ro("serial", &Task::serial)
         .def_ro("passage", &Task::passage)
         .def_ro("of_user", &Task::of_user)
         .def_ro("began_at", &Task::began_at)
         .def_prop_ro("over", &Task::over)
-        .def_prop_ro("settled", &Task::over)
         .def_prop_ro("fences", [](const Task&) { return nb::tuple(); })
         .def_prop_ro("begun", &Task::begun)
         .def_prop_ro("cancelled", [](const Task& task) {
             return task.state == State::CANCELLED;
         });
-    module.def("make_passage", [] { return std::make_shared<Passage>(); });
-    nb::class_<Known>(module, "Known");
+    nb::class_<Known>(module, "Known").def_ro("op", &Known::op);
     module.def("make_known", [](int lane, int64_t deadline, int64_t bytes, nb::object op,
-                                const PythonWork* work, Cells reads, Cells writes) {
+                                const PythonWork* work, Cells reads, Cells writes,
+                                int64_t passage, bool of_user) {
         return Known{lane, deadline, bytes, op, work == nullptr ? nullptr : work->inner,
-                     std::move(reads), std::move(writes)};
+                     std::move(reads), std::move(writes), passage, of_user};
     }, nb::arg("lane"), nb::arg("deadline"), nb::arg("bytes"), nb::arg("op"),
-       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"));
+       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"), nb::arg("passage"),
+       nb::arg("of_user"));
     nb::class_<PythonWork>(module, "Work");
     nb::class_<PythonSettings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
@@ -300,15 +273,10 @@ NB_MODULE(_books, module) {
     });
     nb::class_<Shared>(module, "Books")
         .def(nb::init<int, int, size_t>())
-        .def("issue", &Shared::issue, nb::arg("known"), nb::arg("pass_number"),
-             nb::arg("run").none(), nb::arg("passage").none() = nb::none(),
+        .def("issue", &Shared::issue, nb::arg("ops"), nb::arg("pass_number"),
              nb::arg("settings").none() = nb::none())
-        .def("issue_chunk", &Shared::issue_chunk, nb::arg("known"), nb::arg("pass_number"),
-             nb::arg("staged"), nb::arg("settings").none())
-        .def("issue_all", &Shared::issue_all)
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
-        .def("seal", &Shared::seal)
         .def("cancel", &Shared::cancel)
         .def("begin", &Shared::begin)
         .def("over", &Shared::over)
@@ -316,7 +284,6 @@ NB_MODULE(_books, module) {
         .def("look", &Shared::look)
         .def("take", &Shared::take)
         .def("stop", &Shared::stop, nb::arg("closing"))
-        .def("forget", &Shared::forget)
         .def("used", &Shared::used)
         .def("ran", &Shared::ran);
     without_gil::prepare_for_the_end();
