@@ -38,15 +38,12 @@ class Pair:
     def fail(self, error: BaseException) -> None:
         raise error
 
-    def submit(self, wanted: Any, key: Any, passage: object = None, *, user: bool = False) -> None:
+    def submit(self, wanted: Any, key: Any, *, user: bool = False) -> None:
         """Queue ops, each of a lane and with the cells that it reads and writes."""
         issued = []
         for number, books in enumerate(self.both):
             work = None if user or number else print
-            known = [
-                books.know(op(lane, key[1], user=user), *pick, work, passage)
-                for lane, pick in wanted
-            ]
+            known = [books.know(op(lane, key[1], user=user), *pick, work) for lane, pick in wanted]
             waits = [one.serial for one in books.touching(*wanted[0][1])]
             issued.append((waits, books.issue(known, key[0])))
         assert issued[0][0] == issued[1][0]
@@ -70,7 +67,6 @@ class Pair:
 
     def begun(self, task: Any, other: Any) -> None:
         assert task.state is State.RUNNING
-        assert task.passage is None or task.passage.slot == other.passage.slot
         self.running.append((task, other))
         self.started.append(task.serial)
 
@@ -113,14 +109,13 @@ def test_random_ops_start_in_the_order_of_the_reference(seed: int) -> None:
             pick = [luck.sample(cells, luck.choice([0, 1, 1, 2])) for _ in range(2)]
             pair.submit([(luck.choice(LANES), pick)], key, user=luck.random() < 0.3)
         elif what < 0.45:
-            chunk = [
+            several = [
                 (lane, [luck.sample(cells, luck.choice([0, 1])) for _ in range(2)])
                 for lane in luck.choices(LANES, k=luck.randrange(1, 4))
             ]
-            pair.submit(chunk, key, ("a chunk", step))
+            pair.submit(several, key)
         elif what < 0.55:
-            free = [both for both in pair.tasks if both[0].passage is None]
-            chosen = luck.sample(free, min(len(free), luck.randrange(3)))
+            chosen = luck.sample(pair.tasks, min(len(pair.tasks), luck.randrange(3)))
             for index, books in enumerate(pair.both):
                 books.cancel([both[index] for both in chosen])
         elif what < 0.75:
@@ -221,14 +216,3 @@ def test_python_serves_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     assert native_books() is offload_books
     monkeypatch.setenv(BOOKS_VARIABLE, "python")
     assert native_books() is None
-
-
-def test_neighbours_of_two_chunks_are_two_passages() -> None:
-    for books in (Books(LANES, print), CompiledBooks()):
-        work = print if isinstance(books, Books) else None
-        known = [books.know(op(Lane.CPU), (), (), work, chunk) for chunk in ("a", "a", "b", None)]
-        passages = [task.passage for task in books.issue(known, 0)]
-        assert passages[0] is not None
-        assert passages[0] is passages[1]
-        assert passages[2] not in (None, passages[0])
-        assert passages[3] is None

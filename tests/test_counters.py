@@ -91,10 +91,10 @@ def expected(
             carry(lanes, disk, total("gradient"), "nvme", "cpu")
         lanes["compute" if gradient == "device" else "cpu"] += total("gradient")
     site = "device" if state == "device" else "cpu"
-    carry(lanes, disk, total("gradient"), gradient, site)
-    for kind, home in (("weight", weight), ("state", state)):
-        carry(lanes, disk, total(kind), home, site)
-        carry(lanes, disk, total(kind), site, home)
+    for kind, home, ways in (("gradient", gradient, 1), ("weight", weight, 2), ("state", state, 2)):
+        if home == "nvme":  # On the host an update reaches what lies in memory.
+            carry(lanes, disk, total(kind), "nvme", "cpu")
+            carry(lanes, disk, total(kind) * (ways - 1), "cpu", "nvme")
     operands = total("gradient") + 2 * (total("weight") + total("state"))
     lanes["compute" if site == "device" else "cpu"] += operands
     return lanes, disk

@@ -68,8 +68,8 @@ def accesses(plan: Plan, ops: Iterable[Op]) -> dict[object, list[object]]:
     """By place, who writes it and who reads it in between: writers in order, readers in any."""
     found: dict[object, list[tuple[bool, Op]]] = {}
     for op in ops:
-        writes = list(cells(plan, op.writes))
-        for cell in cells(plan, op.reads):
+        writes = list(cells(op.writes))
+        for cell in cells(op.reads):
             if cell not in writes:
                 found.setdefault(cell, []).append((False, bare(op)))
         for cell in writes:

@@ -94,6 +94,7 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
     "share a slot": ("cpu-cpu-cpu", [use_one_block_inside_another]),
     "meet": ("device-device-cpu", [train, evaluate]),
     "meet, from the drive": ("device-device-nvme", [train, evaluate]),
+    "write what the device has made": ("nvme-cpu-device", [evaluate]),
 }
 
 

@@ -20,13 +20,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from offload.planning.layout import CHUNK_STAGES
 from offload.program.ops import Lane, Op, Value, Verb
 from offload.program.schedule import Key, Scoreboard, Task
 from offload.runtime.executor import ENGINE_LANES
 from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
-from tests.submitting import submit, submit_chunk
+from tests.submitting import submit
 
 HOMES, SLOTS = 3, 3
 OPS = 24
@@ -63,8 +62,6 @@ class Bench:
             self.places["home", number] = torch.full((1,), number)
         for number in range(SLOTS):
             self.places["slot", number] = self._slot()
-        for number in range(CHUNK_STAGES):
-            self.places["stage", number] = self._slot()
         device.drain()
         self.serial = 0
         self.log: list[tuple[Task, Cell, tuple[Cell, ...], bool]] = []
@@ -139,39 +136,15 @@ class Bench:
             self.lanes.join(task)
             self.places[only_read].clone()
 
-    def chunk(self) -> None:
-        """A home goes through a staging slot, mixed with another home on the way."""
-        home: Cell = ("home", self.random.randrange(HOMES))
-        self.serial += 1
-        ops = [op(lane) for lane in (Lane.H2D, Lane.COMPUTE, Lane.D2H)]
-        works: list[Callable[[int], None]] = [
-            lambda slot: self._copy(("stage", slot), home),
-            lambda slot: self._mix(("stage", slot), ("stage", slot)),
-            lambda slot: self._copy(home, ("stage", slot)),
-        ]
-        waits, key = self.board.waits([], [home]), (0, self.random.randrange(OPS))
-        tasks = submit_chunk(self.lanes, list(zip(ops, works)), waits, key)
-        chunk: Cell = ("chunk", self.serial)
-        uses: list[tuple[Cell, tuple[Cell, ...]]] = [
-            (chunk, (home,)),
-            (chunk, (chunk, chunk)),
-            (home, (chunk,)),
-        ]
-        for task, (into, sources) in zip(tasks, uses):
-            self.board.note(task, sources, [into])
-            self.log.append((task, into, sources, into != sources[0]))
-
     def cancel(self) -> None:
         """Take back what was queued last, if it has not begun."""
-        for task, *_ in self.log[-self.random.randrange(1, 4) :]:
-            if task.passage is None:
-                self.lanes.cancel([task])
+        self.lanes.cancel([task for task, *_ in self.log[-self.random.randrange(1, 4) :]])
 
     def look(self) -> None:
         """Wait until a place is through, and read it on the host."""
         while self.reserved:
             self.use()
-        cell = self.random.choice([cell for cell in self.places if cell[0] != "stage"])
+        cell = self.random.choice(list(self.places))
         self.lanes.wait(self.board.waits([cell], []))
         with self.device.unordered():
             self.looked.append((len(self.log), cell, int(self.places[cell].item())))
@@ -198,8 +171,7 @@ class Bench:
                     numbers = [held[source] for source in sources]
                     held[into] = wrapped(numbers[0] if copies else mixed(*numbers))
         for cell, place in self.places.items():
-            if cell[0] != "stage":
-                assert int(place.item()) == held[cell], cell
+            assert int(place.item()) == held[cell], cell
 
 
 @contextmanager
@@ -218,7 +190,7 @@ def try_schedule(seed: int) -> None:
     """Random work, queued and taken back while it runs."""
     with bench(seed) as made:
         work: list[Callable[[], None]] = [made.move, made.move, made.reserve, made.reserve]
-        work += [made.use, made.use, made.chunk, made.cancel, made.look]
+        work += [made.use, made.use, made.cancel, made.look]
         work += [partial(made.mix, Lane.CPU, "home", HOMES)]
         work += [partial(made.mix, Lane.COMPUTE, "slot", SLOTS)]
         for _ in range(OPS):

@@ -13,7 +13,7 @@ from offload.planning.layout import Place, Plan
 from offload.planning.profile import profile_of
 from offload.planning.tiers import Tier
 from offload.program.compile import EARLY, as_run, compile_program, with_waits
-from offload.program.ops import ALL_CHUNKS, Phase, Program, Value, Verb
+from offload.program.ops import Phase, Program, Value, Verb
 from offload.program.verify import RUNS, verify, verify_runs
 from tests.profiles import all_placements, blocks, plans, program_of, unit
 from tests.test_verify import BACKWARD, broken
@@ -87,7 +87,7 @@ def test_an_early_update_does_not_overtake_its_backward(
 ) -> None:
     program = program_of(blocks(2), tier, tier, tier)
     phase = as_run(program, "backward_first" + EARLY, {})
-    of_update = [op.value.chunk != ALL_CHUNKS or op.verb is Verb.UPDATE for op in phase.ops]
+    of_update = [op.verb is Verb.UPDATE for op in phase.ops]
     first = of_update.index(True)
     assert phase.ops[first].waits
     wrong = [replace(op, waits=()) if i == first else op for i, op in enumerate(phase.ops)]
@@ -105,12 +105,12 @@ def test_an_update_before_the_last_gradient_of_its_unit(monkeypatch: pytest.Monk
     def wrong(phase: Phase, name: str) -> Phase:
         if EARLY not in name:
             return phase
-        at = next(i for i, op in enumerate(phase.ops) if op.value == Value("state", 0, 0))
+        at = next(i for i, op in enumerate(phase.ops) if op.value == Value("state", 0))
         ops = [phase.ops[0], phase.ops[at], *phase.ops[1:at], *phase.ops[at + 1 :]]
-        return replace(phase, ops=with_waits(program.plan, ops))
+        return replace(phase, ops=with_waits(ops))
 
     as_run_wrongly(monkeypatch, wrong)
-    rule = "updates state of a chunk 0 before its gradient is whole"
+    rule = "updates state of a before its gradient is whole"
     broken_as_run(program, "backward_first", None, rule)
 
 
@@ -120,4 +120,4 @@ def test_an_early_update_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch,
         lambda phase, name: replace(phase, ops=phase.ops[:-1]) if EARLY in name else phase,
     )
-    broken_as_run(program, "backward_first", None, "does not update every chunk once")
+    broken_as_run(program, "backward_first", None, "does not update every unit once")

@@ -92,7 +92,7 @@ WAITS = (
     Wait(
         "schedule: a task for others",
         "program/schedule",
-        "task.missing or task.state",
+        "not task.missing and task.state",
         "task.state",
     ),
     Wait(
@@ -100,20 +100,6 @@ WAITS = (
         "program/schedule",
         "                if other not in follower.waits:\n",
         "                if False:\n",
-    ),
-    Wait(
-        "schedule: a chunk for its slot",
-        "program/schedule",
-        "            elif self._free:\n                heapq.heappop(self._waiting)\n"
-        "                passage.slot = self._free.pop()\n",
-        "            elif True:\n                heapq.heappop(self._waiting)\n"
-        "                passage.slot = self._free.pop() if self._free else 0\n",
-    ),
-    Wait(
-        "schedule: a chunk for what is outside it",
-        "program/schedule",
-        "            task.passage.missing += 1\n",
-        "            task.passage.missing += 0 * task.serial\n",
     ),
     Wait(
         "order: a read for the last write",
@@ -223,8 +209,8 @@ WAITS = (
     Wait(
         "residents: until the norm is known",
         "optim/update",
-        "            self._executor.lanes.wait([self._normed])\n        for unit, some",
-        "            pass\n        for unit, some",
+        "            self._executor.lanes.wait([self._normed])\n        for unit in here",
+        "            pass\n        for unit in here",
     ),
     Wait(
         "residents: for updates in a lane, in the same workspace",
@@ -253,7 +239,7 @@ WAITS = (
     Wait(
         "pending: until the weights are there",
         "model/pending",
-        "        self._executor.lanes.wait(self._tasks)\n",
+        "        self._executor.lanes.wait([self.task])\n",
         "",
         ("test_pending",),
     ),
@@ -262,6 +248,30 @@ WAITS = (
         "optim/update",
         "            pending.hand_over(prepared, pass_number)\n",
         "",
+    ),
+    Wait(
+        "stream: until a chunk is there",
+        "runtime/works",
+        "        if len(stops) > 1:\n            self._device.drain()\n",
+        "",
+    ),
+    Wait(
+        "stream: for a chunk that is to be written",
+        "runtime/works",
+        "                self._device.drain()\n                self._transfer",
+        "                self._transfer",
+    ),
+    Wait(
+        "stream: before another chunk has the slot",
+        "runtime/works",
+        "                        self._device.drain()  # Before another chunk has the slot.\n",
+        "                        pass\n",
+    ),
+    Wait(
+        "stream: for a slot that no chunk has",
+        "runtime/works",
+        "        number = self._slots.get()\n",
+        "        number = 0\n",
     ),
     Wait("residents: after they were attached", "model/resident", "    device.drain()\n", ""),
     Wait(

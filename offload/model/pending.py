@@ -28,7 +28,6 @@ from offload.model.parameter import TRUE_AT_REST, find
 from offload.model.units import FlatUnit
 from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.schedule import Task
-from offload.runtime.books import Known
 from offload.runtime.entry import entry, uncompiled
 from offload.runtime.executor import Executor
 from offload.runtime.torch_internals import no_trap
@@ -128,16 +127,9 @@ class PendingUnit:
         self._parameters = {index: unit.parameters[index] for index in indices}
         self._owed: dict[int, torch.Tensor] = {}
         """By parameter, the gradient that it gets back."""
-        self._tasks: list[Task] = []
-        """What brings the weights back."""
+        self.task: Task
+        """The update, once it is queued."""
         self.flat = in_torch(self._parameters)
-
-    def queued(self, ops: Sequence[Known], tasks: Sequence[Task]) -> None:
-        """Ops were issued: whoever waits for the unit waits for those that write its weights."""
-        home = self._executor.plan.home("weight", self.index)
-        for known, task in zip(ops, tasks, strict=True):
-            if any((use.place, use.value.kind) == (home, "weight") for use in known.op.writes):
-                self._tasks.append(task)
 
     def start(self) -> None:
         """Let the parameters be pending, and the gradients be the lanes'."""
@@ -149,7 +141,7 @@ class PendingUnit:
 
     def finish(self) -> None:
         """Wait for the weights and let the parameters be plain."""
-        self._executor.lanes.wait(self._tasks)
+        self._executor.lanes.wait([self.task])
         with no_trap(), torch.no_grad():
             for index, parameter in self._parameters.items():
                 if (owed := self._owed.pop(index, None)) is not None:

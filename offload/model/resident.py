@@ -21,7 +21,6 @@ device than its states are for is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ from cpu_adam.reference import put_sum_of_squares
 from offload.model.early_updates import Step
 from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
-from offload.planning.profile import Chunk, ParameterSlice
+from offload.planning.profile import ParameterSlice
 from offload.program.ops import Op
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
@@ -110,32 +109,37 @@ class Residents:
                 in_lanes = unit in self.pending.units
                 _check(self._units[unit], at, self._executor.device, in_lanes=in_lanes)
 
-    def squares(self, ops: Sequence[Op], step: Step) -> list[float]:
-        """The sum of the squares of the chunk of each op; the device is waited for once."""
+    def squares(self, ops: Sequence[Op], step: Step) -> list[dict[int, float]]:
+        """Of each op, the sums of squares by chunk; the device is waited for once."""
         device, memory = self._executor.device, self._executor.memory
-        sums, filled, stops = memory.sums(), 0, []
-        for op in ops:
-            for span in self._due(op, step):
-                gradient, into = self._gradient(op.value.unit, span), sums[filled]
-                if device.is_host:
-                    into.fill_(sum_of_squares(gradient))
-                else:
-                    put_sum_of_squares(gradient, into, memory.workspace(op))
-                filled += 1
-            stops.append(filled)
+        sums, filled = memory.sums(), 0
+        stops = list[tuple[int, int, int]]()
+        for at, op in enumerate(ops):
+            for chunk, spans in self._due(op.value.unit, step):
+                for span in spans:
+                    gradient, into = self._gradient(op.value.unit, span), sums[filled]
+                    if device.is_host:
+                        into.fill_(sum_of_squares(gradient))
+                    else:
+                        put_sum_of_squares(gradient, into, memory.workspace(op))
+                    filled += 1
+                stops.append((at, chunk, filled))
         there = torch.empty(filled, dtype=sums.dtype, device="cpu")
         self._executor.copy_now(there, sums[:filled])
-        found = there.tolist()
-        return [in_order(found[start:stop]) for start, stop in pairwise([0, *stops])]
+        parts, start = there.tolist(), 0
+        found: list[dict[int, float]] = [{} for _ in ops]
+        for at, chunk, stop in stops:
+            found[at][chunk] = in_order(parts[start:stop])
+            start = stop
+        return found
 
     def flat(self, unit: int, step: Step) -> Flat:
         """What the update of a unit works on."""
         return in_torch({index: self._units[unit].parameters[index] for index in step[unit]})
 
-    def _due(self, op: Op, step: Step) -> Iterator[ParameterSlice]:
-        _, unit, chunk = op.value
-        spec: Chunk = self._units[unit].spec.chunks[chunk]
-        return (span for span in spec.slices if span.parameter in step[unit])
+    def _due(self, unit: int, step: Step) -> Iterator[tuple[int, list[ParameterSlice]]]:
+        for number, chunk in enumerate(self._units[unit].spec.chunks):
+            yield number, [span for span in chunk.slices if span.parameter in step[unit]]
 
     def _gradient(self, unit: int, span: ParameterSlice) -> torch.Tensor:
         gradient = self._units[unit].parameters[span.parameter].grad

@@ -12,6 +12,7 @@ update of a unit is issued as soon as the unit's own backward is over. `as_run` 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,9 +21,8 @@ from offload.planning.layout import STAGES, Place, Plan, route, site
 from offload.planning.profile import KINDS, Kind
 from offload.planning.tiers import Tier
 from offload.program.ops import (
-    ALL_CHUNKS,
     FACTOR,
-    IN_RING,
+    LANE_OF_MOVE,
     Lane,
     Op,
     Phase,
@@ -31,6 +31,7 @@ from offload.program.ops import (
     Value,
     Verb,
     cells,
+    part_of,
 )
 from offload.program.schedule import Scoreboard
 
@@ -81,51 +82,37 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
         if verb is Verb.BACKWARD and units[unit].trainable:
             first = name == "backward_first" and unit not in steps[:position]
             ops += offload_gradient(plan, unit, position + 1, first=first)
-    return Phase(name, with_waits(plan, ops), entry, dict(in_slots))
+    return Phase(name, with_waits(ops), entry, dict(in_slots))
 
 
 def _norm_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
     if plan.clips:
-        for ordinal, unit, chunk, _ in update_order(plan):
-            ops += square(plan, unit, chunk, ordinal)
-        ops.append(norm([op.writes[0] for op in ops if op.verb is Verb.SQUARE]))
-    return Phase("norm", with_waits(plan, ops), {}, {})
+        ops += [square(plan, unit, ordinal) for ordinal, unit, _ in update_order(plan)]
+        ops.append(norm([op.writes[0] for op in ops]))
+    return Phase("norm", with_waits(ops), {}, {})
 
 
 def _update_phase(plan: Plan) -> Phase:
-    ops: list[Op] = []
-    for _, unit, chunk, deadline in update_order(plan):
-        ops += update(plan, unit, chunk, deadline)
-    return Phase("update", with_waits(plan, ops), {}, {})
+    ops = [update(plan, unit, deadline) for _, unit, deadline in update_order(plan)]
+    return Phase("update", with_waits(ops), {}, {})
 
 
-def in_chunks(plan: Plan, unit: int) -> bool:
-    """Whether a unit is updated chunk by chunk: not where all of it lives in CPU memory, as then
-    nothing passes through a staging slot, nor needs a workspace."""
-    return any(plan.placements[unit].of(kind) != "cpu" for kind in KINDS)
-
-
-def chunks_of(plan: Plan, value: Value) -> Sequence[int]:
-    """The chunks of a value that is one, or all of a unit."""
-    every = range(len(plan.profile.units[value.unit].chunks))
-    return every if value.chunk == ALL_CHUNKS else [value.chunk]
-
-
-def chunk_range(plan: Plan, value: Value, chunk: int) -> slice:
-    """The bytes of a chunk in a value that is that chunk, or all of its unit."""
-    kind, unit, whole = value
-    size, start = _sizes(plan, unit, chunk)[kind], 0
-    if whole == ALL_CHUNKS:
-        spec = plan.profile.units[unit].chunks[chunk]
-        starts = {"weight": spec.weight_offset, "gradient": spec.gradient_offset}
-        start = starts[kind] if kind in starts else plan.record_offset(unit, chunk)
+def chunk_range(plan: Plan, kind: Kind, unit: int, chunk: int) -> slice:
+    """The bytes of a chunk in a value of its unit."""
+    spec = plan.profile.units[unit].chunks[chunk]
+    if kind == "weight":
+        start, size = spec.weight_offset, spec.weight_bytes
+    elif kind == "gradient":
+        start, size = spec.gradient_offset, spec.gradient_bytes
+    else:
+        start, size = plan.record_offset(unit, chunk), plan.record_bytes(unit, chunk)
     return slice(start, start + size)
 
 
-def update_order(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
-    """(ordinal, unit, chunk, deadline) of all that is updated, in the order in which the next
-    forward needs it. The ordinal counts chunks; a unit that is updated whole has that of its first.
+def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
+    """(ordinal, unit, deadline) of all that is updated, in the order in which the next forward
+    needs it. The ordinal is that of the unit's first chunk, which are counted.
     """
     profile, ordinal = plan.profile, 0
     first: dict[int, int] = {}
@@ -133,17 +120,16 @@ def update_order(plan: Plan) -> Iterator[tuple[int, int, int, int]]:
         first.setdefault(unit, position)
     late = len(profile.forward)
     for unit in sorted(range(len(profile.units)), key=lambda u: (first.get(u, late), u)):
-        count = len(profile.units[unit].chunks)
-        for chunk in range(count) if in_chunks(plan, unit) else [ALL_CHUNKS] * (count > 0):
-            yield ordinal + max(chunk, 0), unit, chunk, first.get(unit, late)
+        if count := len(profile.units[unit].chunks):
+            yield ordinal, unit, first.get(unit, late)
         ordinal += count
 
 
-def with_waits(plan: Plan, ops: Sequence[Op]) -> tuple[Op, ...]:
+def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
     """Fresh `ops` with the waits of a phase that issues them in this order."""
     board: Scoreboard[int] = Scoreboard()
     for index, op in enumerate(ops):
-        reads, writes = tuple(cells(plan, op.reads)), tuple(cells(plan, op.writes))
+        reads, writes = tuple(cells(op.reads)), tuple(cells(op.writes))
         waits = tuple(sorted(board.waits(reads, writes)))
         board.note(index, reads, writes)
         # In place, as nothing else has the op yet: copying takes a third of the compilation.
@@ -181,31 +167,21 @@ def _not_updated(plan: Plan, in_slots: Mapping[Place, int]) -> dict[Place, int]:
 
 def _with_updates(plan: Plan, phase: Phase) -> Phase:
     """A backward with the update of each unit after the unit's last op."""
-    updates: dict[int, list[Op]] = {}
-    for _, unit, chunk, deadline in update_order(plan):
-        updates.setdefault(unit, []).extend(update(plan, unit, chunk, deadline))
+    updates = {unit: update(plan, unit, deadline) for _, unit, deadline in update_order(plan)}
     last = {op.value.unit: index for index, op in enumerate(phase.ops)}
     ops: list[Op] = []
     for index, op in enumerate(phase.ops):
         ops.append(op)
-        if last[op.value.unit] == index:
-            ops += updates.pop(op.value.unit, [])
-    return replace(phase, ops=with_waits(plan, ops), exit=_not_updated(plan, phase.exit))
-
-
-_LANE_OF_MOVE: dict[tuple[Tier, Tier], Lane] = {
-    ("nvme", "cpu"): Lane.DISK,
-    ("cpu", "nvme"): Lane.DISK,
-    ("cpu", "device"): Lane.H2D,
-    ("device", "cpu"): Lane.D2H,
-}
+        if last[op.value.unit] == index and op.value.unit in updates:
+            ops.append(updates.pop(op.value.unit))
+    return replace(phase, ops=with_waits(ops), exit=_not_updated(plan, phase.exit))
 
 
 def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list[Op]:
     """Move the `size` bytes of `value` from the first of `stops` to the last, an op per step."""
     return [
         Op(
-            lane=_LANE_OF_MOVE[start.tier, stop.tier],
+            lane=LANE_OF_MOVE[start.tier, stop.tier],
             verb=Verb.MOVE,
             value=value,
             reads=(Use(start, value),),
@@ -269,19 +245,13 @@ def offload_gradient(plan: Plan, unit: int, deadline: int, *, first: bool) -> li
     return ops
 
 
-def square(plan: Plan, unit: int, chunk: int, ordinal: int) -> list[Op]:
-    """Sum the squares of a gradient, or of a chunk, at home or, from nvme, in a staging slot."""
-    size = _sizes(plan, unit, chunk)["gradient"]
-    value, home = Value("gradient", unit, chunk), plan.home("gradient", unit)
-    ops, place = [], home
-    if home.tier == "nvme":
-        place = Place("cpu", "gradient_chunk", IN_RING)
-        ops = move(value, size, [home, place], -1)
+def square(plan: Plan, unit: int, ordinal: int) -> Op:
+    """Sum the squares of a gradient, by chunk; see [Note: Streams] of `ops`."""
+    value, home = Value("gradient", unit), plan.home("gradient", unit)
     partial = Use(Place("cpu", "partial", ordinal), value)
     lane = Lane.COMPUTE if home.tier == "device" else Lane.CPU
-    reads = (Use(place, value),)
-    ops.append(Op(lane, Verb.SQUARE, value, reads, (partial,), size, -1))
-    return ops
+    size = plan.bytes_of("gradient", unit)
+    return Op(lane, Verb.SQUARE, value, (Use(home, value),), (partial,), size, -1)
 
 
 def norm(partials: Sequence[Use]) -> Op:
@@ -289,41 +259,32 @@ def norm(partials: Sequence[Use]) -> Op:
     return Op(Lane.CPU, Verb.NORM, FACTOR.value, tuple(partials), (FACTOR,), 0, -1)
 
 
-def update(plan: Plan, unit: int, chunk: int, deadline: int) -> list[Op]:
-    """Move gradient, weight and record to their site, update, move the last two home."""
-    sizes = _sizes(plan, unit, chunk)
-    at = site(plan.placements[unit])
-    before: list[Op] = []
-    after: list[Op] = []
-    uses: dict[str, Use] = {}
-    kinds: tuple[Kind, ...] = ("gradient", "weight", "state")
-    for kind in kinds:
-        value, home = Value(kind, unit, chunk), plan.home(kind, unit)
-        stops = [home] + [
-            Place(tier, f"{kind}_chunk", IN_RING) for tier in route(home.tier, at)[1:]
-        ]
-        before += move(value, sizes[kind], stops, deadline)
-        if kind != "gradient":
-            # The next forward needs the weight; only the next update needs the state.
-            needed = deadline if kind == "weight" else len(plan.profile.forward)
-            after += move(value, sizes[kind], stops[::-1], needed)
-        uses[kind] = Use(stops[-1], value)
-    op = Op(
-        lane=Lane.COMPUTE if at == "device" else Lane.CPU,
+def update(plan: Plan, unit: int, deadline: int) -> Op:
+    """Take the optimizer's step on a unit; see [Note: Streams] of `ops`."""
+    gradient, weight, state = (
+        Use(plan.home(kind, unit), Value(kind, unit)) for kind in ("gradient", "weight", "state")
+    )
+    sizes = {kind: plan.bytes_of(kind, unit) for kind in KINDS}
+    return Op(
+        lane=Lane.COMPUTE if site(plan.placements[unit]) == "device" else Lane.CPU,
         verb=Verb.UPDATE,
-        value=Value("state", unit, chunk),
-        reads=(*uses.values(), FACTOR) if plan.clips else tuple(uses.values()),
-        writes=(uses["weight"], uses["state"]),
+        value=state.value,
+        reads=(gradient, weight, state, *[FACTOR] * plan.clips),
+        writes=(weight, state),
         bytes=sizes["gradient"] + 2 * (sizes["weight"] + sizes["state"]),
         deadline=deadline,
     )
-    return [*before, op, *after]
 
 
-def _sizes(plan: Plan, unit: int, chunk: int) -> dict[Kind, int]:
-    """Bytes by kind of a chunk, or of all of a unit."""
-    if chunk == ALL_CHUNKS:
-        return {kind: plan.bytes_of(kind, unit) for kind in KINDS}
-    spec = plan.profile.units[unit].chunks[chunk]
-    state = plan.record_bytes(unit, chunk)
-    return {"weight": spec.weight_bytes, "gradient": spec.gradient_bytes, "state": state}
+def parts_of(plan: Plan, op: Op) -> list[Op]:
+    """What an op moves inside, see [Note: Streams] of `ops`; on the host the drive's part alone."""
+    if op.verb not in (Verb.SQUARE, Verb.UPDATE):
+        return []
+    at: Tier = "device" if op.lane is Lane.COMPUTE else "cpu"
+    sizes = Counter[tuple[Tier, Tier]]()
+    for uses, way in ((op.reads, 1), (op.writes, -1)):
+        for place, (kind, unit, _) in uses:
+            if place.use == "home":
+                for start, stop in pairwise(route(place.tier, at)[::way]):
+                    sizes[start, stop] += plan.bytes_of(kind, unit)
+    return [part_of(op, size, start, stop) for (start, stop), size in sizes.items()]

@@ -10,11 +10,11 @@ Waits inside a phase are compiled. Between phases the same rule holds: the first
 touches a place waits for what earlier phases did there. `Scoreboard` is that rule, used by
 `compile`, `simulate` and the engine.
 
-[Note: Chunks]
-Values on their way through a tier lie in *staging rings*: a few slots that many values share. The
-ops of one chunk of `norm` or `update` are consecutive and use one slot of each ring; the chunk's
-way through the rings is its *passage*. The slot is assigned when the passage starts. Until then its
-number is `IN_RING`, and two chunks have different places. See [Note: Passages] of `schedule`.
+[Note: Streams]
+A unit is updated by one op, and so are its squares summed. What of it lives where the op cannot
+work comes through staging slots of the op's own lane, chunk by chunk: read, updated, written back,
+several at once. So a drive is busy while the CPU computes, and the program need not say how: the
+op touches homes only. `parts_of` says what it moves.
 
 [Note: Slots between phases]
 Forward leaves the last units in their slots, and backward does not fetch those again. `Phase.entry`
@@ -25,13 +25,13 @@ requires at entry. Only backward requires anything, and `norm` precedes only `up
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import groupby
 from typing import NamedTuple
 
 from offload.planning.layout import Place, Plan
 from offload.planning.profile import Kind
+from offload.planning.tiers import Tier
 
 
 class Lane(str, Enum):
@@ -63,11 +63,11 @@ class Verb(str, Enum):
     ADD = "add"
     """Add the gradient of a micro-batch to the accumulated one."""
     SQUARE = "square"
-    """The sum of squares of one chunk of the gradient."""
+    """The sums of squares of a unit's gradient."""
     NORM = "norm"
     """The clip factor from all sums of squares."""
     UPDATE = "update"
-    """The optimizer's step on one chunk."""
+    """The optimizer's step on a unit."""
 
 
 OF_USER = (Verb.FORWARD, Verb.BACKWARD)
@@ -78,9 +78,6 @@ ALL_CHUNKS = -1
 
 ALL_UNITS = -1
 """In place of a unit: the value is computed from all units."""
-
-IN_RING = -1
-"""In place of a slot's number: it is not assigned yet, see [Note: Chunks]."""
 
 
 class Value(NamedTuple):
@@ -115,6 +112,14 @@ class Op:
     """Indices in the phase of the ops that must be done before this one starts."""
 
 
+LANE_OF_MOVE: dict[tuple[Tier, Tier], Lane] = {
+    ("nvme", "cpu"): Lane.DISK,
+    ("cpu", "nvme"): Lane.DISK,
+    ("cpu", "device"): Lane.H2D,
+    ("device", "cpu"): Lane.D2H,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """Ops in order of issue, see [Note: Phases]."""
@@ -141,35 +146,18 @@ class Program:
         return tuple(self.phases[name] for name in ("forward", "backward_first", "norm", "update"))
 
 
-def cells(plan: Plan, uses: Iterable[Use]) -> Iterator[object]:
-    """What two uses can have in common: a slot, or a chunk of a value at home."""
-    for use in uses:
-        place, value = use
-        if place.number == IN_RING:
-            yield use
-        elif place.use != "home":
-            yield place
-        elif value.chunk != ALL_CHUNKS:
-            yield value
-        else:
-            yield value
-            for chunk in range(len(plan.profile.units[value.unit].chunks)):
-                yield Value(value.kind, value.unit, chunk)
+def cells(uses: Iterable[Use]) -> Iterator[object]:
+    """What two uses can have in common: a slot, or a value at home."""
+    for place, value in uses:
+        yield value if place.use == "home" else place
 
 
 FACTOR = Use(Place("cpu", "factor"), Value("gradient", ALL_UNITS))
 """The clip factor of all gradients: written by `norm`, read by every update."""
 
 
-def staged(ops: Iterable[Op]) -> bool:
-    """Whether the ops of a chunk use staging slots."""
-    return any(use.place.number == IN_RING for op in ops for use in (*op.reads, *op.writes))
-
-
-def by_chunk(ops: Iterable[Op]) -> Iterator[list[Op]]:
-    """The ops of a phase in order, grouped: those of a chunk together, any other by itself."""
-    for (_, chunk), group in groupby(ops, lambda op: (op.value.unit, op.value.chunk)):
-        if chunk == ALL_CHUNKS:
-            yield from ([op] for op in group)
-        else:
-            yield list(group)
+def part_of(op: Op, size: int, start: Tier, stop: Tier) -> Op:
+    """What an op has moved inside from one tier to the next, see [Note: Streams]; for reports."""
+    lane = LANE_OF_MOVE[start, stop]
+    source, into = (Use(Place(tier, "home"), op.value) for tier in (start, stop))
+    return replace(op, lane=lane, verb=Verb.MOVE, reads=(source,), writes=(into,), bytes=size)

@@ -3,21 +3,13 @@
 The lanes and the simulator both run this, so the simulator predicts what the lanes do.
 
 [Note: Tasks]
-A task is one op in one step. It is WAITING until the tasks that it waits for are over and its
-passage, if any, has started; READY until its lane or the user takes it; then RUNNING, and DONE. A
-cancelled task passes its waits on to the tasks that waited for it. A task without work is the
-user's own compute.
+A task is one op in one step. It is WAITING until the tasks that it waits for are over; READY until
+its lane or the user takes it; then RUNNING, and DONE. A cancelled task passes its waits on to the
+tasks that waited for it. A task without work is the user's own compute.
 
 [Note: Urgency]
 A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
 first. Priority is inherited: a task is at least as urgent as every task that waits for it.
-
-[Note: Passages]
-The chunks of an update share a few staging slots: slot n of every ring serves one chunk. The ops of
-a chunk are one passage. A passage starts, the most urgent first, when its ops wait for nothing
-outside of it and a slot is free; it frees the slot when its last op is done. A passage that has
-started therefore waits only for lanes, and slots cannot take part in a deadlock. While passages
-wait for a slot, the started one with the fewest ops left inherits the urgency of the most urgent.
 """
 
 from __future__ import annotations
@@ -27,7 +19,6 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar
 
-from offload.planning.layout import CHUNK_STAGES
 from offload.program.ops import Lane, Op
 
 
@@ -57,9 +48,6 @@ _LEGAL = {
 Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
-LAST: Key = (1 << 62, 0)
-"""Less urgent than anything."""
-
 
 class Fence(Protocol):
     """Work that the device has still to finish (an event)."""
@@ -74,8 +62,8 @@ class Fence(Protocol):
         """Whether it has."""
 
 
-Work = Callable[[int, Any], object]
-"""What a lane does: it is given a staging slot and settings."""
+Work = Callable[[Any], object]
+"""What a lane does: it is given the settings of the step."""
 
 
 class Task:
@@ -92,7 +80,6 @@ class Task:
         "missing",
         "op",
         "over",
-        "passage",
         "ready_at",
         "serial",
         "settings",
@@ -108,7 +95,6 @@ class Task:
         work: Work | None,
         key: Key,
         serial: int,
-        passage: Passage | None = None,
         settings: object = None,
     ):
         self.op = op
@@ -117,7 +103,6 @@ class Task:
         self.settings = settings
         self.key = key
         self.serial = serial
-        self.passage = passage
         self.missing = 0
         """How many it waits for."""
         self.followers: list[Task] = []
@@ -155,29 +140,6 @@ class Task:
         self.cancelled = state is _CANCELLED
         self.state = state
         self.over = state is _DONE or state is _CANCELLED
-
-
-class Passage:
-    """A chunk on its way through the staging slots, see [Note: Passages] of `schedule`."""
-
-    __slots__ = ("key", "left", "missing", "serial", "slot", "tasks")
-
-    def __init__(self) -> None:
-        self.slot = -1
-        """The slot of every staging ring that is its own from start to end; -1 before."""
-        self.tasks: list[Task] = []
-        self.left = 0
-        """Tasks that are not over."""
-        self.missing = 1
-        """Tasks outside it that its own wait for, and its sealing."""
-        self.key = LAST
-        """As urgent as the most urgent of its tasks, and of those that wait for it."""
-        self.serial = 0
-
-    @property
-    def started(self) -> bool:
-        """Whether it has its slot."""
-        return self.slot >= 0
 
 
 Access = TypeVar("Access")
@@ -258,7 +220,7 @@ class Scoreboard(Generic[Access]):
 
 
 class Schedule:
-    """All tasks that are not over, and the staging slots."""
+    """All tasks that are not over."""
 
     def __init__(self, on_ready: Callable[[Task, Task | None], None]):
         """Empty.
@@ -270,22 +232,11 @@ class Schedule:
         self._on_ready = on_ready
         self._queues: dict[Lane, list[tuple[Key, int, Task]]] = {lane: [] for lane in Lane}
         """Heaps; a task may be in one twice, with the urgency that it had and the one lent."""
-        self._waiting: list[tuple[Key, int, Passage]] = []
-        """A heap of passages that want but a slot, each perhaps twice in the same way."""
-        self._free = list(range(CHUNK_STAGES))
-        self._started: list[Passage] = []
 
     # -- tasks --------------------------------------------------------------------------------
 
     def add(self, task: Task, waits: Iterable[Task]) -> None:
-        """Let `task` be ready when `waits` are over, and its passage, if any, has started."""
-        passage = task.passage
-        if passage is not None:
-            assert not passage.started, "a passage is sealed before it starts"
-            passage.serial = passage.serial or task.serial
-            passage.tasks.append(task)
-            passage.left += 1
-            passage.key = min(passage.key, task.key)
+        """Let `task` be ready when `waits` are over."""
         for other in waits:
             if other.over:
                 task.fences += other.fences
@@ -293,20 +244,10 @@ class Schedule:
                 self._link(other, task)
                 if task.key < other.key:
                     self._hurry(other, task.key)
-        if not task.missing:
-            self._try(task, None)
-
-    def seal(self, passage: Passage) -> None:
-        """All tasks of `passage` are there."""
-        assert passage.tasks, "a passage that is sealed has tasks: its end frees its slot"
-        for task in passage.tasks:
-            for other in task.waits:
-                self._hurry(other, passage.key if other.passage is not passage else task.key)
-        self._came(passage, None)
+        self._try(task, None)
 
     def cancel(self, task: Task) -> None:
         """Take `task` back: whoever waited for it waits for what it was waiting for."""
-        assert task.passage is None, "a passage is not taken back"
         task.go(State.CANCELLED)
         for other in task.waits:
             for follower in task.followers if not other.over else ():
@@ -318,14 +259,6 @@ class Schedule:
         """`task` is done."""
         task.go(State.DONE)
         self._release(task)
-        passage = task.passage
-        if passage is not None:
-            passage.left -= 1
-            if not passage.left:
-                self._started.remove(passage)
-                passage.tasks = []
-                self._free.append(passage.slot)
-                self._start(task)
 
     # -- what goes next -----------------------------------------------------------------------
 
@@ -361,24 +294,17 @@ class Schedule:
         other.followers.append(task)
         task.waits.append(other)
         task.missing += 1
-        if task.passage is not None and task.passage is not other.passage:
-            task.passage.missing += 1
 
     def _release(self, task: Task) -> None:
         for follower in task.followers:
             follower.fences += task.fences
             follower.missing -= 1
-            if follower.passage is not None and follower.passage is not task.passage:
-                self._came(follower.passage, task)
-            if not follower.missing:
-                self._try(follower, task)
+            self._try(follower, task)
         task.followers, task.waits = [], []
 
     def _try(self, task: Task, last: Task | None) -> None:
         """Make `task` ready if nothing is in its way."""
-        if task.missing or task.state is not State.WAITING:
-            return
-        if task.passage is None or task.passage.started:
+        if not task.missing and task.state is State.WAITING:
             task.go(State.READY)
             self._queue(task, last)
 
@@ -386,31 +312,6 @@ class Schedule:
         if task.work is not None:
             heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
         self._on_ready(task, last)
-
-    def _came(self, passage: Passage, last: Task | None) -> None:
-        """One of the things that a passage waits for is there."""
-        passage.missing -= 1
-        if not passage.missing:
-            heapq.heappush(self._waiting, (passage.key, passage.serial, passage))
-            self._start(last)
-
-    def _start(self, last: Task | None) -> None:
-        """Start the passages for which there are slots."""
-        while self._waiting:
-            passage = self._waiting[0][2]
-            if passage.started:
-                heapq.heappop(self._waiting)
-            elif self._free:
-                heapq.heappop(self._waiting)
-                passage.slot = self._free.pop()
-                self._started.append(passage)
-                for task in passage.tasks:
-                    self._try(task, last)
-            else:
-                ending = min(self._started, key=lambda one: (one.left, one.serial))
-                for task in ending.tasks:
-                    self._hurry(task, passage.key)
-                return
 
     def _hurry(self, task: Task, key: Key) -> None:
         """Let `task` and all that it waits for be at least as urgent as `key`."""
@@ -423,12 +324,3 @@ class Schedule:
             if one.state is State.READY:
                 self._queue(one, None)
             found += one.waits
-            passage = one.passage
-            if passage is None or passage.started or passage.key <= key:
-                continue
-            passage.key = key
-            for inner in passage.tasks:
-                found += [other for other in inner.waits if other.passage is not passage]
-            if not passage.missing:
-                heapq.heappush(self._waiting, (key, passage.serial, passage))
-                self._start(None)

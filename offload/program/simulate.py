@@ -13,8 +13,10 @@ lane (updates of states that live on the device) share the device with the user,
 If the CPU is the compute device, that lane is a thread beside the user's, and both run at full
 speed.
 
-Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. The user's
-compute takes the given time.
+Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. One that
+moves chunks inside ([Note: Streams] of `ops`) takes what the slowest of its lanes takes, and has
+each for as long as that needs; it starts when all are free. The user's compute takes the given
+time.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ import gc
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.planning.machine import Machine
-from offload.program.compile import compute_phase
-from offload.program.ops import OF_USER, Lane, Op, Program, Verb, by_chunk, cells, staged
-from offload.program.schedule import Passage, Schedule, Scoreboard, State, Task
+from offload.program.compile import compute_phase, parts_of
+from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
+from offload.program.schedule import Schedule, Scoreboard, State, Task
 
 ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
@@ -162,14 +164,19 @@ def seconds_of(op: Op, machine: Machine) -> float:
     return op.bytes / speed + machine.op_seconds
 
 
+Inside = Mapping[Lane, tuple[float, int]]
+"""Seconds and bytes by lane of what an op moves inside."""
+
+
 class _Task(Task):
     """One op in one step, and when it runs."""
 
-    __slots__ = ("phase", "seconds", "start", "step")
+    __slots__ = ("inside", "phase", "seconds", "start", "step")
 
     phase: str
     step: int
     seconds: float
+    inside: Inside
     start: float
 
 
@@ -183,13 +190,14 @@ class _Simulation:
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
-        self._templates: dict[int, tuple[list[object], list[object], float]] = {}
+        self._templates: dict[int, tuple[list[object], list[object], float, Inside]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule(lambda task, last: None)
         self._serial = 0
         self._now = 0.0
         self._running: dict[object, _Task] = {}
-        self._events: list[tuple[float, int, _Task | None]] = []
+        self._events: list[tuple[float, int, _Task | tuple[Lane, _Task] | None]] = []
+        """When which task ends, or what moves inside one; None: the user's thread goes on."""
         self._spans: list[Span] = []
         self._blocked_on: _Task | None = None
         """What the user's thread waits for, since `_since`."""
@@ -205,8 +213,11 @@ class _Simulation:
             self._now = self._events[0][0]
             resumes = False
             while self._events and self._events[0][0] == self._now:
-                task = heapq.heappop(self._events)[2]
-                resumes |= task is None or self._finish(task)
+                _, _, what = heapq.heappop(self._events)
+                if isinstance(what, tuple):
+                    self._leave(*what)
+                else:
+                    resumes |= what is None or self._finish(what)
             if resumes:
                 self._advance(user)
             self._dispatch()
@@ -224,7 +235,8 @@ class _Simulation:
         phases, number = self._program.phases, 0
         begun: list[_Task] = []
         for step in range(steps):
-            updates, before, begun = self._updates_by_unit(), begun, []
+            updates = {op.value.unit: op for op in phases["update"].ops}
+            before, begun = begun, []
             for batch in range(micro_batches):
                 backward = "backward_first" if batch == 0 else "backward_next"
                 ahead = phases["forward"] if batch == 0 else self._forward_next
@@ -239,22 +251,15 @@ class _Simulation:
                         final = name == backward and batch == micro_batches - 1 and not left[unit]
                         if early and final and unit in updates:
                             yield from _unfinished(before)
-                            begun += self._issue(updates.pop(unit), "update", step, number + 1)
+                            begun += self._issue([updates.pop(unit)], "update", step, number + 1)
                     number += 1
             marks.append((self._now, self._waited))
             self._waited = 0.0
             yield from _unfinished(before)
             self._issue(phases["norm"].ops, "norm", step, number)
-            for ops in updates.values():
-                begun += self._issue(ops, "update", step, number)
+            begun += self._issue(list(updates.values()), "update", step, number)
             if self._host_seconds:
                 yield self._host_seconds
-
-    def _updates_by_unit(self) -> dict[int, list[Op]]:
-        updates: dict[int, list[Op]] = {}
-        for op in self._program.phases["update"].ops:
-            updates.setdefault(op.value.unit, []).append(op)
-        return updates
 
     def _advance(self, user: Iterator[_Task | float]) -> None:
         """Resume the user's thread until it blocks."""
@@ -267,38 +272,34 @@ class _Simulation:
 
     def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
         """Queue the ops of a phase."""
-        tasks: list[_Task] = []
-        for group in by_chunk(ops):
-            passage = Passage() if staged(group) else None
-            tasks += [self._queue(op, phase, step, number, passage) for op in group]
-            if passage is not None:
-                self._schedule.seal(passage)
-        return tasks
+        return [self._queue(op, phase, step, number) for op in ops]
 
-    def _queue(self, op: Op, phase: str, step: int, number: int, passage: Passage | None) -> _Task:
+    def _queue(self, op: Op, phase: str, step: int, number: int) -> _Task:
         self._serial += 1
-        reads, writes, seconds = self._template(op)
+        reads, writes, seconds, inside = self._template(op)
         work = None if op.verb in OF_USER else _no_work
-        task = _Task(op, work, (number, op.deadline), self._serial, passage)
-        task.phase, task.step, task.seconds = phase, step, seconds
+        task = _Task(op, work, (number, op.deadline), self._serial)
+        task.phase, task.step, task.seconds, task.inside = phase, step, seconds, inside
         # They include the compiled ones of the phase: one rule, see [Note: Phases] of `ops`.
         waits = self._board.waits(reads, writes)
         self._board.note(task, reads, writes)
         self._schedule.add(task, waits)
         return task
 
-    def _template(self, op: Op) -> tuple[list[object], list[object], float]:
-        """The cells that an op reads and writes, and its seconds: the same in every step."""
+    def _template(self, op: Op) -> tuple[list[object], list[object], float, Inside]:
+        """The cells that an op reads and writes, its seconds, and the lanes that it has inside."""
         if id(op) not in self._templates:
-            plan = self._program.plan
-            found = (list(cells(plan, op.reads)), list(cells(plan, op.writes)), self._seconds(op))
-            self._templates[id(op)] = found
+            machine, inside = self._machine, dict[Lane, tuple[float, int]]()
+            for part in parts_of(self._program.plan, op):
+                if part.lane is Lane.DISK or not machine.device_is_cpu:
+                    seconds, size = inside.get(part.lane, (0.0, 0))
+                    inside[part.lane] = seconds + seconds_of(part, machine), size + part.bytes
+            if op.verb in OF_USER:
+                own = self._compute(op.value.unit, op.verb)
+            else:
+                own = max(seconds_of(op, machine), *(one for one, _ in inside.values()), 0.0)
+            self._templates[id(op)] = list(cells(op.reads)), list(cells(op.writes)), own, inside
         return self._templates[id(op)]
-
-    def _seconds(self, op: Op) -> float:
-        if op.verb in OF_USER:
-            return self._compute(op.value.unit, op.verb)
-        return seconds_of(op, self._machine)
 
     # -- the lanes
 
@@ -310,9 +311,24 @@ class _Simulation:
             task.go(State.RUNNING)
             self._begin(task)
         for lane in Lane:
-            if lane not in self._running and (first := self._schedule.take(lane)):
-                assert isinstance(first, _Task)
-                self._begin(first)
+            first = self._schedule.first(lane) if lane not in self._running else None
+            if first is None:
+                continue
+            assert isinstance(first, _Task)
+            if not all(self._is_free(other, first) for other in first.inside):
+                continue
+            first.go(State.RUNNING)
+            self._begin(first)
+            for other, (seconds, _) in first.inside.items():
+                self._running[other] = first
+                heapq.heappush(self._events, (self._now + seconds, -self._serial, (other, first)))
+                self._serial += 1
+
+    def _is_free(self, lane: Lane, task: _Task) -> bool:
+        """Whether a lane is free for what moves inside a task, and nothing more urgent wants it."""
+        other = self._schedule.first(lane)
+        ahead = other is not None and (other.key, other.serial) < (task.key, task.serial)
+        return lane not in self._running and not ahead
 
     def _may_compute(self, task: _Task) -> bool:
         """Whether the user's thread may compute `task` now."""
@@ -335,6 +351,12 @@ class _Simulation:
         self._blocked_on = None
         self._waited += self._now - self._since
 
+    def _leave(self, lane: Lane, task: _Task) -> None:
+        """What moves inside a task needs a lane no more."""
+        del self._running[lane]
+        op = replace(task.op, lane=lane, verb=Verb.MOVE, bytes=task.inside[lane][1])
+        self._spans.append(Span(lane, op, task.phase, task.step, task.start, self._now))
+
     def _finish(self, task: _Task) -> bool:
         """End an op. Returns whether that resumes the user's thread."""
         self._schedule.finish(task)
@@ -352,5 +374,5 @@ def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
     return (task for task in tasks if not task.over)
 
 
-def _no_work(slot: int, settings: object) -> None:
+def _no_work(settings: object) -> None:
     """What every lane's task does: a simulation does no work."""

@@ -4,9 +4,8 @@
 First, rules of the plan and of single ops. Homes and slots are disjoint and inside their budgets.
 An op is on the lane of its work, counts the bytes of its value, fits it into its slot, and waits
 for earlier ops only. The user computes in order, and every op is issued after those that it waits
-for, so waits cannot form a cycle: no deadlock. Nor can waits for staging slots: the ops of a chunk
-are consecutive and start only when they wait for nothing outside their passage, so every passage
-ends and frees its slot ([Note: Passages] of `schedule`).
+for, so waits cannot form a cycle: no deadlock. A chunk of a stream takes one staging slot, waits
+for nothing else, and gives it back, so that slots cannot take part in one.
 
 Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op:
 by `verify` it is `CHAIN`, the phases as compiled; by `verify_runs` it is `RUNS`, the phases as the
@@ -31,15 +30,13 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
-from offload.planning.layout import CHUNK_STAGES, Buffer, Place, Plan, site
+from offload.planning.layout import Buffer, Place, Plan, site
 from offload.planning.profile import BLOCK_BYTES, KINDS
 from offload.planning.tiers import TIERS, Tier
-from offload.program.compile import EARLY, as_run, in_chunks
+from offload.program.compile import EARLY, as_run
 from offload.program.ops import (
-    ALL_CHUNKS,
     ALL_UNITS,
     FACTOR,
-    IN_RING,
     Lane,
     Op,
     Phase,
@@ -48,7 +45,6 @@ from offload.program.ops import (
     Value,
     Verb,
     cells,
-    staged,
 )
 from offload.program.schedule import Scoreboard
 
@@ -176,12 +172,13 @@ def broken_by(plan: Plan, index: int, op: Op) -> str:
     if (op.value.unit == ALL_UNITS) != (op.verb is Verb.NORM):
         return "is of all units, or its verb is: norm, and nothing else, is of all"
     expected, uses = _expected(plan, op), (*op.reads, *op.writes)
-    if staged([op]) and op.value.chunk == ALL_CHUNKS:
-        return "passes through slots that only chunks use"
     if [use.value for use in uses] != expected.values or len(op.reads) != expected.reads:
         names = ", ".join(value_text(plan, value) for value in expected.values) or "nothing"
         return f"has to read {expected.reads} and write the others of: {names}"
-    if any(use.place.tier not in expected.tiers for use in uses if use.place.use not in _NUMBERS):
+    if op.verb in (Verb.SQUARE, Verb.UPDATE):
+        if away := next((use for use in uses if use.place.use not in ("home", *_NUMBERS)), None):
+            return f"works at homes, and not in {place_text(away.place)}"
+    elif any(use.place.tier not in expected.tiers for use in uses if use.place.use not in _NUMBERS):
         return f"works on the {' and '.join(expected.tiers)}, and has to have all it needs there"
     if op.verb in (Verb.ADD, Verb.UPDATE) and not set(op.writes) <= set(op.reads):
         return "has to work in place"
@@ -219,7 +216,7 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         return _Expected(
             _MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value)
         )
-    weight, gradient, state = (Value(kind, value.unit, value.chunk) for kind in KINDS)
+    weight, gradient, state = (Value(kind, value.unit) for kind in KINDS)
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
         backward = op.verb is Verb.BACKWARD
         read = [weight] if unit.weight_bytes and (unit.backward or not backward) else []
@@ -228,23 +225,18 @@ def _expected(plan: Plan, op: Op) -> _Expected:
     if op.verb is Verb.ADD:
         return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
     if op.verb is Verb.SQUARE:
-        tier: Tier = "device" if plan.home("gradient", value.unit).tier == "device" else "cpu"
+        tier = plan.home("gradient", value.unit).tier
         values, reads, size = [gradient] * 2, 1, _size(plan, gradient)
     else:
         tier = site(plan.placements[value.unit])
         needs = [gradient, weight, state] + [FACTOR.value] * plan.clips
         values, reads = [*needs, weight, state], len(needs)
         size = _size(plan, gradient) + 2 * (_size(plan, weight) + _size(plan, state))
-    return _Expected(Lane.COMPUTE if tier == "device" else Lane.CPU, (tier,), reads, values, size)
+    return _Expected(Lane.COMPUTE if tier == "device" else Lane.CPU, (), reads, values, size)
 
 
 def _size(plan: Plan, value: Value) -> int:
-    if value.chunk == ALL_CHUNKS:
-        return plan.bytes_of(value.kind, value.unit)
-    chunk = plan.profile.units[value.unit].chunks[value.chunk]
-    if value.kind == "state":
-        return plan.record_bytes(value.unit, value.chunk)
-    return chunk.weight_bytes if value.kind == "weight" else chunk.gradient_bytes
+    return plan.bytes_of(value.kind, value.unit)
 
 
 def _misfit(plan: Plan, use: Use) -> str:
@@ -257,20 +249,18 @@ def _misfit(plan: Plan, use: Use) -> str:
         return (
             "" if place == at else f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
         )
-    ring = range(CHUNK_STAGES) if place.number == IN_RING else (place.number,)
-    for slot in (place._replace(number=index) for index in ring):
-        if slot not in plan.slots:
-            return f"there is no slot {place_text(slot)}"
-        size, room = _size(plan, value), plan.slots[slot].bytes
-        if size > room:
-            text = value_text(plan, value)
-            return f"{text} of {size} bytes is in {place_text(slot)} of {room} bytes"
+    if place not in plan.slots:
+        return f"there is no slot {place_text(place)}"
+    size, room = _size(plan, value), plan.slots[place].bytes
+    if size > room:
+        text = value_text(plan, value)
+        return f"{text} of {size} bytes is in {place_text(place)} of {room} bytes"
     return ""
 
 
-def _cell(use: Use) -> object:
-    """What two uses outside of homes can share; nothing in a ring, see [Note: Chunks] of `ops`."""
-    return use if use.place.number == IN_RING else use.place
+def _shared(uses: Iterable[Use]) -> list[object]:
+    """What uses can have in common, without `cells`, which waits were found by."""
+    return [use.value if use.place.use == "home" else use.place for use in uses]
 
 
 class _Walk:
@@ -283,11 +273,10 @@ class _Walk:
         self._waits: list[set[int]] = []
         self._writer: dict[object, int] = {}
         self._readers: dict[object, list[int]] = {}
-        # Contents; of homes and updates by chunk, and by unit for what is in no chunk.
+        # Contents.
         self._slots: dict[object, tuple[Value, Version]] = {}
         self._homes: dict[Value, Version] = {}
         self._newest: dict[Value, Version] = {}
-        self._home_cells: dict[Value, tuple[Value, ...]] = {}
         # The backward ops whose sum is a unit's gradient, and those that a chunk's update used.
         self._produced: dict[int, Version] = {}
         self._used: dict[Value, Version] = {}
@@ -300,14 +289,8 @@ class _Walk:
         self._filled, self._unsaved = set[object](phase.entry), set[Place]()
         self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
         self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
-        chunks: set[tuple[int, int]] = set()
         for index, op in enumerate(phase.ops):
             self._index, self._op = index, op
-            chunk = op.value[1:]
-            if chunk[1] != ALL_CHUNKS and not (index and chunk == phase.ops[index - 1].value[1:]):
-                if chunk in chunks:
-                    self._fail("does not stand with the other ops of its chunk")
-                chunks.add(chunk)
             self._check_waits(self._base + index)
             self._apply(frozenset({self._base + index}))
             self._seen[op.verb].append(op.value)
@@ -322,37 +305,23 @@ class _Walk:
     def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
         for slot, unit in claims:
             value = Value("weight", unit)
-            if self._slots.get(slot) != (value, self._version(self._newest, value)):
+            if self._slots.get(slot) != (value, self._newest.get(value, START)):
                 self._fail(f"{rule}: {value_text(self._plan, value)} in {place_text(slot)}")
-
-    def _cells_of(self, value: Value) -> tuple[Value, ...]:
-        if value.chunk != ALL_CHUNKS:
-            return (value,)
-        if value not in self._home_cells:
-            chunks = range(len(self._plan.profile.units[value.unit].chunks))
-            self._home_cells[value] = (value, *(Value(value.kind, value.unit, c) for c in chunks))
-        return self._home_cells[value]
-
-    def _shared_cells(self, uses: Iterable[Use]) -> list[object]:
-        found: list[object] = []
-        for place, value in uses:
-            found += self._cells_of(value) if place.use == "home" else (_cell(Use(place, value)),)
-        return found
 
     def _check_waits(self, own: int) -> None:
         """The op must wait for every earlier one that it would race with. Notes its accesses."""
         op, base = self._op, self._base
-        reads, writes = list(cells(self._plan, op.reads)), list(cells(self._plan, op.writes))
+        reads, writes = list(cells(op.reads)), list(cells(op.writes))
         earlier = [task for task in self._board.waits(reads, writes) if task < base]
         self._board.note(own, reads, writes)
         self._waits.append({*earlier, *(base + wait for wait in op.waits)})
-        reads, writes = self._shared_cells(op.reads), self._shared_cells(op.writes)
+        reads, writes = _shared(op.reads), _shared(op.writes)
         sharers = [(cell, self._writer.get(cell, own)) for cell in (*reads, *writes)]
         sharers += [(cell, reader) for cell in writes for reader in self._readers.get(cell, ())]
         for cell, other in sharers:
             if other != own and not self._waits_for(own, other):
                 which = f"op {other - base}" if other >= base else "an op of an earlier phase"
-                where = "a home" if isinstance(cell, Value) else place_text(cell)
+                where = place_text(cell) if isinstance(cell, Place) else "a home"
                 self._fail(f"does not wait for {which}, with which it shares {where}")
         for cell in reads:
             self._readers.setdefault(cell, []).append(own)
@@ -370,31 +339,26 @@ class _Walk:
             seen.update(waits)
         return False
 
-    def _version(self, of: dict[Value, Version], value: Value) -> Version:
-        if value.chunk != ALL_CHUNKS:
-            return of.get(value, START)
-        return START.union(*(of.get(cell, START) for cell in self._cells_of(value)))
-
     def _write(self, use: Use, version: Version) -> None:
         if use.place.use == "home":
-            self._homes.update(dict.fromkeys(self._cells_of(use.value), version))
+            self._homes[use.value] = version
         else:
-            self._slots[_cell(use)] = (use.value, version)
-            self._filled.add(_cell(use))
+            self._slots[use.place] = (use.value, version)
+            self._filled.add(use.place)
 
     def _read(self, use: Use) -> Version:
         """The version that an op reads."""
         place, value = use
-        version = self._version(self._homes, value) if place.use == "home" else START
+        version = self._homes.get(value, START) if place.use == "home" else START
         if place.use != "home":
-            if _cell(use) not in self._filled and use != FACTOR:
+            if place not in self._filled and use != FACTOR:
                 self._fail(f"reads {place_text(place)}, which nothing in its phase has filled")
-            there, version = self._slots.get(_cell(use), (None, START))
+            there, version = self._slots.get(place, (None, START))
             if there != value:
                 has = "nothing" if there is None else value_text(self._plan, there)
                 asked = value_text(self._plan, value)
                 self._fail(f"reads {asked} in {place_text(place)}, which has {has}")
-        if value.kind != "gradient" and version != self._version(self._newest, value):
+        if value.kind != "gradient" and version != self._newest.get(value, START):
             self._fail(f"reads {value_text(self._plan, value)} from before an update")
         return version
 
@@ -438,12 +402,7 @@ class _Walk:
         """What must be complete at the end of the phase."""
         plan, name, seen = self._plan, self._phase.name, self._seen
         trainable = [u for u, unit in enumerate(plan.profile.units) if unit.trainable]
-        chunks = [
-            value
-            for unit in trainable
-            for value in self._cells_of(Value("gradient", unit))
-            if (value.chunk != ALL_CHUNKS) == in_chunks(plan, unit)
-        ]
+        gradients = [Value("gradient", unit) for unit in trainable]
         ahead, back = ([v.unit for v in seen[verb]] for verb in (Verb.FORWARD, Verb.BACKWARD))
         if name == "forward" and ahead != list(plan.profile.forward):
             self._fail("does not compute in the order of the profile")
@@ -451,24 +410,20 @@ class _Walk:
             order = list(plan.profile.backward)
             if back[: len(order)] != order or not set(trainable) <= set(back):
                 self._fail("does not compute in the order of the profile")
-            for value in (Value("gradient", u) for u in trainable):
-                at_home = {self._homes.get(cell, START) for cell in self._cells_of(value)}
-                if at_home != {self._produced[value.unit]}:
+            for value in gradients:
+                if self._homes.get(value, START) != self._produced[value.unit]:
                     self._fail(
                         f"does not bring home all that was made of {value_text(plan, value)}"
                     )
-        combined = sorted(seen[Verb.SQUARE]) == chunks and len(seen[Verb.NORM]) == 1
+        combined = sorted(seen[Verb.SQUARE]) == gradients and len(seen[Verb.NORM]) == 1
         if name == "norm" and plan.clips and not combined:
-            self._fail("does not square every chunk of the gradient once, then combine")
+            self._fail("does not square every gradient once, then combine")
         if name == "update" or seen[Verb.UPDATE]:
-            if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != chunks:
-                self._fail("does not update every chunk once")
+            if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != gradients:
+                self._fail("does not update every unit once")
             for value in seen[Verb.UPDATE]:
                 if self._used[value] != self._produced.get(value.unit, START):
                     self._fail(f"updates {value_text(plan, value)} before its gradient is whole")
-            for value, newest in self._newest.items():
-                if self._homes.get(value) != newest:
-                    self._fail(f"does not bring home the update of {value_text(plan, value)}")
 
 
 def op_text(plan: Plan, op: Op) -> str:
@@ -480,13 +435,10 @@ def value_text(plan: Plan, value: Value) -> str:
     """A value, for a message."""
     if value == FACTOR.value:
         return "clip factor"
-    chunk = "" if value.chunk == ALL_CHUNKS else f" chunk {value.chunk}"
-    return f"{value.kind} of {plan.profile.units[value.unit].name}{chunk}"
+    return f"{value.kind} of {plan.profile.units[value.unit].name}"
 
 
-def place_text(cell: object) -> str:
-    """A place, or the use of a staging slot, for a message."""
-    place = cell.place if isinstance(cell, Use) else cell
-    assert isinstance(place, Place)
-    unnumbered = place.use == "home" or place.number == IN_RING
-    return f"{place.tier} {place.use}" + ("" if unnumbered else f" {place.number}")
+def place_text(place: Place) -> str:
+    """A place, for a message."""
+    number = "" if place.use == "home" else f" {place.number}"
+    return f"{place.tier} {place.use}{number}"

@@ -28,8 +28,9 @@ from typing import Any
 
 from cpu_adam.choice import kernel, require_version
 from offload.planning.layout import CHUNK_STAGES
-from offload.program.ops import OF_USER, Lane, Op
-from offload.program.schedule import Fence, Passage, Schedule, Scoreboard, State, Task, Work
+from offload.planning.tiers import Tier
+from offload.program.ops import OF_USER, Lane, Op, part_of
+from offload.program.schedule import Fence, Schedule, Scoreboard, State, Task, Work
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
@@ -46,8 +47,6 @@ class Known:
     writes: Sequence[object]
     """The cells that it reads and writes, see `program.cells`."""
     work: Work | None
-    passage: object
-    """Ops that follow one another, and have the same one that is not None, are a passage."""
 
 
 class Books:
@@ -81,35 +80,25 @@ class Books:
         reads: Sequence[object],
         writes: Sequence[object],
         work: Work | None = None,
-        passage: object = None,
     ) -> Known:
         """Write an op down, to be issued any number of times; without work it is the user's."""
-        return Known(op, reads, writes, work, passage)
+        return Known(op, reads, writes, work)
 
     def issue(self, ops: Sequence[Known], number: int, settings: object = None) -> list[Task]:
         """Queue ops of the pass of that number, each behind those that touched its cells before.
 
         Their works are given `settings`.
         """
-        tasks, before, passage = list[Task](), None, None
+        tasks = list[Task]()
         with self.lock, self:
             for one in ops:
-                if one.passage != before:
-                    self._seal(passage)
-                    before, passage = one.passage, None if one.passage is None else Passage()
                 self._serial += 1
                 key = number, one.op.deadline
-                task = Task(one.op, one.work, key, self._serial, passage, settings)
+                task = Task(one.op, one.work, key, self._serial, settings)
                 self._schedule.add(task, self._board.waits(one.reads, one.writes))
                 self._board.note(task, one.reads, one.writes)
                 tasks.append(task)
-            self._seal(passage)
         return tasks
-
-    def _seal(self, passage: Passage | None) -> None:
-        """All ops of `passage` are queued: let it start."""
-        if passage is not None:
-            self._schedule.seal(passage)
 
     def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
         """Whom an op with these cells would have to wait for."""
@@ -210,7 +199,7 @@ class Books:
 
     def _wake_lanes(self) -> None:
         while not self._depth and self._woken:
-            self._wake[self._woken.pop()].notify()
+            self._wake[self._woken.pop()].notify_all()  # A lane may have several threads.
 
     def _wait(self, come: Callable[[], bool], seconds: float) -> None:
         """Wait once at most for something to change, unless what is awaited has come."""
@@ -243,11 +232,15 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 3
+BOOKS_VERSION = 4
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
 _NUMBER = {lane: number for number, lane in enumerate(_LANES)}
+
+_WAYS: tuple[tuple[Tier, Tier], ...] = (("cpu", "cpu"), ("nvme", "cpu"), ("cpu", "nvme"))
+"""Of the parts that compiled lanes tell of (`Part` in src/books.h): no way, what a stream has read,
+what it has written."""
 
 _native: Any = None
 """The extension; None where it is not compiled, and the reference serves."""
@@ -263,9 +256,10 @@ class CompiledBooks:
 
     def __init__(self, kept: int = SPANS_MAX) -> None:
         """Nothing is queued; of what has run, remember the last so many."""
-        self._books = books = _native.Books(len(_LANES), CHUNK_STAGES, kept)
+        disk = _NUMBER[Lane.DISK]
+        self._books = books = _native.Books(len(_LANES), disk, CHUNK_STAGES, kept)
         self._numbers: dict[object, int] = {}
-        """Of every place, and of every passage."""
+        """Of every place."""
         self.issue, self.cancel = books.issue, books.cancel
         self.begin, self.over = books.begin, books.over
         self.finish: Callable[..., None] = books.finish
@@ -277,14 +271,11 @@ class CompiledBooks:
         reads: Iterable[object],
         writes: Iterable[object],
         work: Any = None,
-        passage: object = None,
     ) -> Any:
         """Write an op down; `work` is an object of C++."""
-        cells = self._numbered(reads), self._numbered(writes)
-        together = -1 if passage is None else self._numbered([passage])[0]
-        of_user = op.verb in OF_USER
+        cells, of_user = (self._numbered(reads), self._numbered(writes)), op.verb in OF_USER
         return _native.make_known(
-            _NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells, together, of_user
+            _NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells, of_user
         )
 
     def _numbered(self, names: Iterable[object]) -> list[int]:
@@ -313,7 +304,11 @@ class CompiledBooks:
 
     def ran(self) -> list[Ran]:
         """The last works and computes of the user since that was asked."""
-        return [Ran(op.lane, op, start, stop) for op, start, stop in self._books.ran()]
+        found = []
+        for op, part, size, start, stop in self._books.ran():
+            one = part_of(op, size, *_WAYS[part]) if part else op
+            found.append(Ran(one.lane, one, start, stop))
+        return found
 
 
 def native_books() -> Any:

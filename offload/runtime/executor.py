@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.planning.layout import Plan
+from offload.planning.layout import CHUNK_STAGES, Plan
 from offload.planning.profile import Kind
-from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells, staged
+from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.schedule import Task, Work
 from offload.runtime.books import Known, native_books
 from offload.runtime.device import Device
@@ -69,15 +69,15 @@ class Executor:
         self._step = 0
         can_be_native = pace is None and device.is_host and (store is None or store.native)
         native = native_books() if can_be_native else None
+        works = PythonWorks(plan, memory, store, device)
+        self.works: PythonWorks | NativeWorks = works
+        """Makes what lanes do."""
+        if native is not None:
+            self.works = NativeWorks(native, plan, memory.at, store)
+        streams = native is None and pace is None and not (device.is_host and store is None)
         try:
-            self.works: PythonWorks | NativeWorks = (
-                PythonWorks(plan, memory, store, device)
-                if native is None
-                else NativeWorks(native, plan, memory.at, store)
-            )
-            """Makes what lanes do."""
             self.lanes = Lanes(
-                ENGINE_LANES,
+                (*ENGINE_LANES, *([Lane.CPU] * (CHUNK_STAGES - 2) if streams else [])),
                 device,
                 pace=pace,
                 trace=trace,
@@ -87,6 +87,7 @@ class Executor:
         except BaseException:
             self._release()
             raise
+        works.did = self.lanes.stats.did
 
     @property
     def step(self) -> int:
@@ -118,15 +119,10 @@ class Executor:
         """`op`, to be issued any number of times; `work` is what it does, where it is no move."""
         if op.verb is Verb.MOVE and work is None:
             work = self.works.move(op)
-        reads, writes = tuple(cells(self.plan, op.reads)), tuple(cells(self.plan, op.writes))
-        passage = (op.value.unit, op.value.chunk) if staged([op]) else None
-        return self.lanes.know(op, reads, writes, work, passage)
+        return self.lanes.know(op, tuple(cells(op.reads)), tuple(cells(op.writes)), work)
 
     def issue(self, ops: Sequence[Known], pass_number: int, settings: Any = None) -> list[Task]:
-        """Queue ops, each behind those that touched its places before; works get `settings`.
-
-        All that pass through staging slots of a chunk come in one call, one after the other.
-        """
+        """Queue ops, each behind those that touched its places before; works get `settings`."""
         try:
             return self.lanes.issue(ops, pass_number, settings)
         except BaseException as error:
@@ -138,7 +134,7 @@ class Executor:
     def quiesce(self, kind: Kind, unit: int, *, to_write: bool = True) -> None:
         """Block until no task writes the home of a value (nor reads it, with `to_write`)."""
         use = Use(self.plan.home(kind, unit), Value(kind, unit))
-        touched = tuple(cells(self.plan, [use]))
+        touched = tuple(cells([use]))
         reads, writes = ((), touched) if to_write else (touched, ())
         self.lanes.wait(self.lanes.touching(reads, writes))
 

@@ -96,6 +96,10 @@ class LaneStats:
             with self._lock:
                 self.trace.ran.append(Ran(op.lane, op, start, stop))
 
+    def did(self, op: Op, since: float) -> None:
+        """An op has run since then, inside another one."""
+        self.note(op, since, self.count(op, since))
+
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
         with self._lock:
@@ -134,10 +138,10 @@ class Lanes:
         native: Any = None,
         explain: Callable[[BaseException], BaseException] = _as_it_is,
     ):
-        """Start a thread for each of `lanes`.
+        """Start the threads of `lanes`.
 
         Args:
-            lanes: those that have ops.
+            lanes: those that have ops, each as often as it has threads.
             device: the compute device; each thread works on it, on a stream of its own.
             pace: least seconds that an op takes, for tests that imitate slower hardware.
             trace: where to record what is done.
@@ -328,7 +332,7 @@ class Lanes:
         assert task.work is not None
         try:
             start += self._come(task)
-            task.work(0 if task.passage is None else task.passage.slot, task.settings)
+            task.work(task.settings)
             self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))

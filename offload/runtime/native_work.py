@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from cpu_adam.choice import kernel
-from cpu_adam.formats import StateFormat
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
-from offload.planning.layout import Plan
-from offload.program.compile import chunk_range, chunks_of
-from offload.program.ops import ALL_CHUNKS, IN_RING, Op, Use
+from offload.planning.layout import Place, Plan
+from offload.planning.profile import KINDS, Kind
+from offload.program.ops import Op, Use, Value
 from offload.runtime.store import Store
 
 Work = Any
@@ -57,10 +56,15 @@ class NativeWorks:
 
     def where(self, use: Use) -> Where:
         """Where a use lies in a memory tier."""
-        if use.place.number != IN_RING:
-            return Where(self._at(use).data_ptr())
-        slots = [use.place._replace(number=number) for number in (0, 1)]
-        first, second = (self._at(Use(slot, use.value)).data_ptr() for slot in slots)
+        return Where(self._at(use).data_ptr())
+
+    def _home(self, kind: Kind, unit: int, number: int) -> Where:
+        """Where the bytes of a chunk are worked on: at home, from nvme in a staging slot."""
+        value, home = Value(kind, unit, number), self._plan.home(kind, unit)
+        if home.tier != "nvme":
+            return self.where(Use(home, value))
+        slots = [Use(Place("cpu", f"{kind}_chunk", slot), value) for slot in (0, 1)]
+        first, second = (self._at(slot).data_ptr() for slot in slots)
         return Where(first, second - first)
 
     def explain(self, error: BaseException) -> BaseException:
@@ -76,18 +80,22 @@ class NativeWorks:
             return self._native.several([])
         if "nvme" not in (source.place.tier, into.place.tier):
             return self._native.copies([(self.where(into), self.where(source), op.bytes)])
-        assert self._store is not None
-        writing = into.place.tier == "nvme"
-        kind, unit, chunk = op.value
-        name = self._plan.profile.units[unit].name
-        numbers = self._store.numbers(kind, name, None if chunk == ALL_CHUNKS else chunk)
-        chunks = self._store.chunks.native_chunks(numbers)
-        at = self.where(source if writing else into)
-        given = [
-            (number, at.plus(start), size, check, parts)
-            for number, start, size, check, parts in chunks
-        ]
-        moved, step = self._store.chunks.native_counts()
+        writing, (kind, unit, _) = into.place.tier == "nvme", op.value
+        return self._transfer(
+            writing, [(kind, unit, None, self.where(source if writing else into))]
+        )
+
+    def _transfer(
+        self, writing: bool, values: Iterable[tuple[Kind, int, int | None, Where]]
+    ) -> Work:
+        """Reads or writes chunks of values, or all chunks of some, each from or to a place."""
+        store, given = self._store, []
+        assert store is not None
+        for kind, unit, chunk, at in values:
+            numbers = store.numbers(kind, self._plan.profile.units[unit].name, chunk)
+            for number, start, size, check, parts in store.chunks.native_chunks(numbers):
+                given.append((number, at.plus(start), size, check, parts))
+        moved, step = store.chunks.native_counts()
         return self._native.chunks(writing, given, self._kernel.index, moved, step)
 
     def add(self, op: Op, arrived: Collection[int], kept: Collection[int]) -> Work:
@@ -110,24 +118,39 @@ class NativeWorks:
             works.append(self._sweep(f"accumulate_{dtype}", dtype, table, [0, 0]))
         return self._native.several(works)
 
-    def squares(self, op: Op, ordinal: int, taking: Iterable[int]) -> Work:
+    def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
         """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
-        unit, use, mine = self._plan.profile.units[op.value.unit], op.reads[0], set(taking)
-        stretches: dict[str, list[tuple[int, Where, int]]] = {}
-        for at, number in enumerate(chunks_of(self._plan, op.value)):
-            chunk = unit.chunks[number]
-            dtype = unit.segments[chunk.segment].gradient_dtype
-            start = self.where(use).plus(chunk_range(self._plan, use.value, number).start)
-            stretches.setdefault(dtype, []).extend(
-                (ordinal + at, start.plus(span.chunk_start * _item(dtype)), span.elements)
+        unit, works = op.value.unit, dict[int, Work]()
+        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
+            dtype = self._plan.profile.units[unit].segments[chunk.segment].gradient_dtype
+            at = self._home("gradient", unit, number)
+            given = [
+                (ordinal + number, at.plus(span.chunk_start * _item(dtype)), span.elements)
                 for span in chunk.slices
-                if span.parameter in mine
-            )
-        works = []
-        for dtype, given in stretches.items():
-            kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
-            works.append(self._native.squares(self._kernel.index, kind, given))
-        return self._native.several(works)
+                if span.parameter in taking
+            ]
+            if given:
+                kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
+                works[number] = self._native.squares(self._kernel.index, kind, given)
+        return self._stream(op, works, ["gradient"])
+
+    def _stream(self, op: Op, works: Mapping[int, Work], kinds: Iterable[Kind]) -> Work:
+        """The works of the chunks of an op: those of its values that are on nvme come and go."""
+        unit = op.value.unit
+        away = [kind for kind in kinds if self._plan.home(kind, unit).tier == "nvme"]
+        if not away:
+            return self._native.several(list(works.values()))
+        written = [use.value.kind for use in op.writes if use.place.use == "home"]
+        back = [kind for kind in away if kind in written]
+        elements = [chunk.elements for chunk in self._plan.profile.units[unit].chunks]
+        links = []
+        for number, work in works.items():
+            values = {kind: (kind, unit, number, self._home(kind, unit, number)) for kind in away}
+            reads = self._transfer(False, values.values())
+            writes = self._transfer(True, [values[kind] for kind in back]) if back else None
+            size = op.bytes * elements[number] // sum(elements)
+            links.append((reads, work, writes, size))
+        return self._native.stream(links)
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
@@ -139,51 +162,44 @@ class NativeWorks:
         taking: Mapping[int, int],
         flat: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
     ) -> Work:
-        """The update of the parameters in `taking`, each by its row of factors.
+        """The update of the parameters in `taking`; weights and gradients may be in `flat`."""
+        spec, works = self._plan.profile.units[op.value.unit], dict[int, Work]()
+        for number, chunk in enumerate(spec.chunks):
+            if any(span.parameter in taking for span in chunk.slices):
+                works[number] = self._update(op.value.unit, number, taking, flat)
+        return self._stream(op, works, KINDS if flat is None else ["state"])
 
-        With `flat` weights and gradients lie there.
-        """
-        unit = self._plan.profile.units[op.value.unit]
-        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
-        places: dict[str, Where] = {
-            kind: Where(0) if flat is not None and kind in flat else self.where(use)
-            for kind, use in uses.items()
+    def _update(
+        self,
+        unit: int,
+        number: int,
+        taking: Mapping[int, int],
+        flat: Mapping[str, Mapping[int, torch.Tensor]] | None,
+    ) -> Work:
+        """The update of a chunk."""
+        chunk = self._plan.profile.units[unit].chunks[number]
+        segment = self._plan.profile.units[unit].segments[chunk.segment]
+        fmt = self._plan.states.format(segment.dtype)
+        dtypes: dict[Kind, str] = {"gradient": segment.gradient_dtype, "weight": segment.dtype}
+        at = {
+            kind: Where(0) if flat is not None and kind in flat else self._home(kind, unit, number)
+            for kind in KINDS
         }
-        tables: dict[tuple[StateFormat, str], list[list[int]]] = {}
-        for number in chunks_of(self._plan, op.value):
-            chunk = unit.chunks[number]
-            segment = unit.segments[chunk.segment]
-            fmt = self._plan.states.format(segment.dtype)
-            at = {
-                kind: places[kind].base + chunk_range(self._plan, use.value, number).start
-                for kind, use in uses.items()
-            }
-            rows = tables.setdefault((fmt, segment.gradient_dtype), [])
-            for span in chunk.slices:
-                if span.parameter not in taking:
-                    continue
-                row = [span.elements, taking[span.parameter], span.parameter_start]
-                for kind, dtype in (
-                    ("gradient", segment.gradient_dtype),
-                    ("weight", segment.dtype),
-                ):
-                    if flat is None:
-                        row.append(at[kind] + span.chunk_start * _item(dtype))
-                    else:
-                        mine = flat[kind][span.parameter]
-                        row.append(mine.data_ptr() + span.parameter_start * _item(dtype))
-                for slot, offset in zip(fmt.slots, fmt.slot_offsets(chunk.elements)):
-                    first = span.chunk_start // slot.elements_per_item * slot.bytes_per_item
-                    row.append(at["state"] + offset + first)
-                rows.append(row)
-        strides = [places["gradient"].stride, places["weight"].stride]
-        works = [
-            self._sweep(
-                fmt.name, dtype, rows, [*strides, *[places["state"].stride] * len(fmt.slots)]
-            )
-            for (fmt, dtype), rows in tables.items()
-        ]
-        return self._native.several(works)
+        rows = []
+        for span in (span for span in chunk.slices if span.parameter in taking):
+            row = [span.elements, taking[span.parameter], span.parameter_start]
+            for kind, dtype in dtypes.items():
+                base, first = at[kind].base, span.chunk_start
+                if flat is not None:
+                    base, first = flat[kind][span.parameter].data_ptr(), span.parameter_start
+                row.append(base + first * _item(dtype))
+            for slot, offset in zip(fmt.slots, fmt.slot_offsets(chunk.elements)):
+                first = span.chunk_start // slot.elements_per_item * slot.bytes_per_item
+                row.append(at["state"].base + offset + first)
+            rows.append(row)
+        strides = [at["gradient"].stride, at["weight"].stride]
+        strides += [at["state"].stride] * len(fmt.slots)
+        return self._sweep(fmt.name, segment.gradient_dtype, rows, strides)
 
     def settings(self, steps: Steps, clip: Any) -> Any:
         """What of a step its works are given, see `works`."""

@@ -2,15 +2,20 @@
 
 [Note: Works]
 A *work* is what an op does each time that it comes. It is made once, from the op and the memory of
-the plan. Called, it is given the staging slot of its chunk (0 without one) and the *settings* of
-the step that the op was issued with: what its parameters are updated by, and the clipping.
+the plan. Called, it is given the *settings* of the step that the op was issued with: what its
+parameters are updated by, and the clipping. What streams chunks ([Note: Streams] of `ops`) takes a
+staging slot for each, one after the other: other threads of its lane do another unit meanwhile.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,10 +23,10 @@ import torch
 from cpu_adam import Part, accumulate, sum_of_squares, update_parts, views
 from cpu_adam.reference import cut
 from cpu_adam.spans import Steps
-from offload.planning.layout import Plan
-from offload.planning.profile import ParameterSlice, Unit
-from offload.program.compile import chunk_range, chunks_of
-from offload.program.ops import ALL_CHUNKS, IN_RING, Op, Use
+from offload.planning.layout import CHUNK_STAGES, Place, Plan, route, site
+from offload.planning.profile import KINDS, Kind, ParameterSlice, Unit
+from offload.planning.tiers import Tier
+from offload.program.ops import Op, Use, Value, part_of
 from offload.program.schedule import Work
 from offload.runtime.device import Device
 from offload.runtime.store import Store
@@ -106,6 +111,12 @@ class PythonWorks:
     def __init__(self, plan: Plan, memory: Places, store: Store | None, device: Device):
         """Of the ops of a plan, in this memory."""
         self._plan, self._memory, self._store, self._device = plan, memory, store, device
+        self._slots: SimpleQueue[int] = SimpleQueue()
+        """Staging slots that no chunk has."""
+        for number in range(CHUNK_STAGES):
+            self._slots.put(number)
+        self.did: Callable[[Op, float], object] = lambda op, since: None
+        """Told of what was read or written inside another op, and since when."""
 
     def explain(self, error: BaseException) -> BaseException:
         """What a failed work is to the user."""
@@ -114,49 +125,25 @@ class PythonWorks:
     def move(self, op: Op) -> Work:
         """A copy, or the transfer of a file."""
         (source,), (into,) = op.reads, op.writes
-        (kind, unit, chunk), store = op.value, self._store
-        key = kind, self._plan.profile.units[unit].name
-        part = None if chunk == ALL_CHUNKS else chunk
+        store, key = self._store, (op.value.kind, self._plan.profile.units[op.value.unit].name)
         if store is not None and source.place.tier == "nvme":
-            return lambda slot, _: store.read(*key, self._at(into, slot), part)
+            return lambda _: store.read(*key, self._memory.at(into))
         if store is not None and into.place.tier == "nvme":
             step = store.chunks.step
-            return lambda slot, _: store.write(*key, self._at(source, slot), int(step[0]), part)
-        return lambda slot, _: self._device.copy(self._at(into, slot), self._at(source, slot))
-
-    def carry(self, op: Op, flat: Flat) -> Work:
-        """A move of a chunk that begins or ends in torch's own memory, or any other.
-
-        Of the parameters that do not take part, and between parameters, nothing is moved.
-        """
-        kind, unit, chunk = op.value
-        home, leaves = self._plan.home(kind, unit), op.writes[0].place.number == IN_RING
-        stage = op.writes[0] if leaves else op.reads[0]
-        if self._plan.in_arena(kind, unit) or home not in (op.reads[0].place, op.writes[0].place):
-            return self.move(op)
-        mine, slices = flat[kind], self._plan.profile.units[unit].chunks[chunk].slices
-
-        def run(slot: int, _: object) -> None:
-            inside = self._at(stage, slot)
-            for span in (span for span in slices if span.parameter in mine):
-                lies = _part(mine, span)
-                start = span.chunk_start * lies.itemsize
-                staged = inside[start : start + lies.nbytes].view(lies.dtype)
-                self._device.copy(*((staged, lies) if leaves else (lies, staged)))
-
-        return run
+            return lambda _: store.write(*key, self._memory.at(source), int(step[0]))
+        return lambda _: self._device.copy(self._memory.at(into), self._memory.at(source))
 
     def add(self, op: Op, arrived: Collection[int], kept: Collection[int]) -> Work:
         """Add the staged gradients to those kept; what is new is copied."""
         unit, (stage, deposit) = self._plan.profile.units[op.value.unit], op.reads
 
-        def run(slot: int, _: object) -> None:
+        def run(_: object) -> None:
             for parameter in sorted(arrived):
                 start, dtype = unit.gradient_offset(parameter), unit.gradient_dtype(parameter)
                 kind: torch.dtype = getattr(torch, dtype)
                 stop = start + unit.parameters[parameter].elements * kind.itemsize
                 into, gradient = (
-                    self._at(use, slot)[start:stop].view(kind) for use in (deposit, stage)
+                    self._memory.at(use)[start:stop].view(kind) for use in (deposit, stage)
                 )
                 if parameter in kept:
                     accumulate(into, gradient)
@@ -167,85 +154,183 @@ class PythonWorks:
 
     def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
         """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
-        use = op.reads[0]
+        unit, tier = op.value.unit, op.reads[0].place.tier
+        at: Tier = "device" if tier == "device" else "cpu"
 
-        def run(slot: int, settings: Settings) -> None:
-            for at, (number, spans) in enumerate(self._spans(op, taking)):
-                gradient, total = self._typed(use, slot, number), 0.0
-                for span in spans:
-                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    total += sum_of_squares(part, self._memory.workspace(op), self._device.drain)
-                assert settings.clip is not None
-                settings.clip.put(ordinal + at, total)
+        def run(settings: Settings) -> None:
+            assert settings.clip is not None
+            for number, spans in self._spans(unit, taking):
+                with self._slot() as slot:
+                    bytes_ = self._bring(op, Value("gradient", unit, number), at, slot)
+                    gradient, total = self._typed("gradient", unit, number, bytes_), 0.0
+                    for span in spans:
+                        part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                        total += sum_of_squares(
+                            part, self._memory.workspace(op), self._device.drain
+                        )
+                settings.clip.put(ordinal + number, total)
 
         return run
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
-        return lambda slot, settings: settings.clip.combine()
+        return lambda settings: settings.clip.combine()
 
     def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
-        """The update of the parameters in `taking`; weights and gradients may be in `flat`."""
-        unit = self._plan.profile.units[op.value.unit]
-        uses: dict[str, Use] = {use.value.kind: use for use in op.reads[:3]}
+        """The update of the parameters in `taking`, whose weights and gradients may be in `flat`.
 
-        def run(slot: int, settings: Settings) -> None:
-            scale = 1.0 if settings.clip is None else settings.clip.factor
-            for number, spans in self._spans(op, taking):
-                chunk = unit.chunks[number]
-                fmt = self._plan.states.format(unit.segments[chunk.segment].dtype)
-                record = views(self._chunk(uses["state"], slot, number), fmt, chunk.elements)
-                parts = [_part_of(unit, span, taking[span.parameter]) for span in spans]
-                if flat is None:
-                    weight, gradient = (
-                        self._typed(uses[kind], slot, number) for kind in ("weight", "gradient")
-                    )
-                    pieces = [(weight, gradient, record, parts)]
-                else:
-                    pieces = [
-                        (
-                            _part(flat["weight"], span),
-                            _part(flat["gradient"], span),
-                            cut(record, fmt, span.chunk_start, span.elements),
-                            [part._replace(start=0)],
-                        )
-                        for span, part in zip(spans, parts)
-                    ]
-                for piece in pieces:
-                    update_parts(
-                        *(*piece, settings.steps),
-                        gradient_scale=scale,
-                        format=fmt,
-                        workspace=self._memory.workspace(op),
-                    )
+        That is torch's memory on the device: on the host it is updated there.
+        """
+        unit, at = op.value.unit, site(self._plan.placements[op.value.unit])
+        there = flat is not None and (at == "device" or self._device.is_host)
+
+        def run(settings: Settings) -> None:
+            for number, spans in self._spans(unit, taking):
+                with self._slot() as slot:
+                    values = [Value(kind, unit, number) for kind in KINDS]
+                    brought = [v for v in values if v.kind == "state" or not there]
+                    found = {v.kind: self._bring(op, v, at, slot, flat) for v in brought}
+                    self._update(op, number, spans, taking, settings, found, flat)
+                    taken = [v for v in brought if v.kind != "gradient"]
+                    away = [self._take_back(op, v, at, slot, flat) for v in taken]
+                    if any(away):
+                        self._device.drain()  # Before another chunk has the slot.
 
         return run
 
-    # -- places ----------------------------------------------------------------------------------
+    def _update(
+        self,
+        op: Op,
+        number: int,
+        spans: Sequence[ParameterSlice],
+        taking: Taking,
+        settings: Settings,
+        found: Mapping[Kind, torch.Tensor],
+        flat: Flat | None,
+    ) -> None:
+        """Update a chunk, of which `found` has the bytes; what is not there is in `flat`."""
+        unit = self._plan.profile.units[op.value.unit]
+        chunk = unit.chunks[number]
+        fmt = self._plan.states.format(unit.segments[chunk.segment].dtype)
+        record = views(found["state"], fmt, chunk.elements)
+        parts = [_part_of(unit, span, taking[span.parameter]) for span in spans]
+        if "weight" in found:
+            weight, gradient = (
+                self._typed(kind, op.value.unit, number, found[kind]) for kind in KINDS[:2]
+            )
+            pieces = [(weight, gradient, record, parts)]
+        else:
+            assert flat is not None
+            pieces = [
+                (
+                    _part(flat["weight"], span),
+                    _part(flat["gradient"], span),
+                    cut(record, fmt, span.chunk_start, span.elements),
+                    [part._replace(start=0)],
+                )
+                for span, part in zip(spans, parts)
+            ]
+        for piece in pieces:
+            update_parts(
+                *(*piece, settings.steps),
+                gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
+                format=fmt,
+                workspace=self._memory.workspace(op),
+            )
+
+    # -- chunks on their way -----------------------------------------------------------------------
+
+    @contextmanager
+    def _slot(self) -> Iterator[int]:
+        """A staging slot of one's own."""
+        number = self._slots.get()
+        try:
+            yield number
+        finally:
+            self._slots.put(number)
 
     def _spans(
-        self, op: Op, taking: Collection[int]
+        self, unit: int, taking: Collection[int]
     ) -> Iterator[tuple[int, Sequence[ParameterSlice]]]:
-        """The chunks of an op, each with the parts of parameters that take part."""
-        for number in chunks_of(self._plan, op.value):
-            slices = self._plan.profile.units[op.value.unit].chunks[number].slices
-            yield number, [span for span in slices if span.parameter in taking]
+        """The chunks of a unit in which any parameters take part, with the parts of these."""
+        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
+            if spans := [span for span in chunk.slices if span.parameter in taking]:
+                yield number, spans
 
-    def _at(self, use: Use, slot: int) -> torch.Tensor:
-        """The flat bytes of a use, wherever its chunk has its staging slot."""
-        if use.place.number == IN_RING:
-            use = Use(use.place._replace(number=slot), use.value)
-        return self._memory.at(use)
+    def _stops(self, value: Value, at: Tier, slot: int) -> list[torch.Tensor | None]:
+        """A chunk's memory from its home, None on nvme, to where the op works."""
+        home = self._plan.home(value.kind, value.unit)
+        way = route(home.tier, at)
+        if self._device.is_host and home.tier != "nvme":
+            way = way[:1]  # What is on the device is in reach.
+        elif self._device.is_host:
+            way = ("nvme", "cpu")
+        torchs = not self._plan.in_arena(value.kind, value.unit)
+        first = None if way[0] == "nvme" or torchs else self._memory.at(Use(home, value))
+        use = f"{value.kind}_chunk"
+        return [first, *(self._memory.at(Use(Place(t, use, slot), value)) for t in way[1:])]
 
-    def _chunk(self, use: Use, slot: int, number: int) -> torch.Tensor:
-        return self._at(use, slot)[chunk_range(self._plan, use.value, number)]
+    def _bring(
+        self, op: Op, value: Value, at: Tier, slot: int, flat: Flat | None = None
+    ) -> torch.Tensor:
+        """The bytes of a chunk where the op works."""
+        stops = self._stops(value, at, slot)
+        for start, stop in pairwise(stops):
+            assert stop is not None
+            if start is not None:
+                self._device.copy(stop, start)
+            elif flat is not None and value.kind in flat:
+                for staged, lies in self._carried(value, stop, flat[value.kind]):
+                    self._device.copy(staged, lies)
+            else:
+                self._transfer(op, value, stop, writes=False)
+        if len(stops) > 1:
+            self._device.drain()
+        assert stops[-1] is not None
+        return stops[-1]
 
-    def _typed(self, use: Use, slot: int, number: int) -> torch.Tensor:
+    def _take_back(self, op: Op, value: Value, at: Tier, slot: int, flat: Flat | None) -> bool:
+        """Put a chunk home from where the op works; whether that is elsewhere."""
+        stops = self._stops(value, at, slot)[::-1]
+        for start, stop in pairwise(stops):
+            assert start is not None
+            if stop is not None:
+                self._device.copy(stop, start)
+            elif flat is not None and value.kind in flat:
+                for staged, lies in self._carried(value, start, flat[value.kind]):
+                    self._device.copy(lies, staged)
+            else:
+                self._device.drain()
+                self._transfer(op, value, start, writes=True)
+        return len(stops) > 1
+
+    def _carried(
+        self, value: Value, stage: torch.Tensor, flat: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parts of a chunk in its slot, and in torch's memory; of no others, nor between."""
+        for span in self._plan.profile.units[value.unit].chunks[value.chunk].slices:
+            if span.parameter in flat:
+                lies = _part(flat, span)
+                start = span.chunk_start * lies.itemsize
+                yield stage[start : start + lies.nbytes].view(lies.dtype), lies
+
+    def _transfer(self, op: Op, value: Value, memory: torch.Tensor, *, writes: bool) -> None:
+        store, since = self._store, time.perf_counter()
+        assert store is not None
+        key = value.kind, self._plan.profile.units[value.unit].name, memory
+        if writes:
+            store.write(*key, int(store.chunks.step[0]), value.chunk)
+        else:
+            store.read(*key, value.chunk)
+        way: tuple[Tier, Tier] = ("cpu", "nvme") if writes else ("nvme", "cpu")
+        self.did(part_of(op, memory.nbytes, *way), since)
+
+    def _typed(self, kind: Kind, unit: int, number: int, chunk: torch.Tensor) -> torch.Tensor:
         """A chunk of weights or gradients as a flat tensor of its dtype."""
-        spec = self._plan.profile.units[use.value.unit]
+        spec = self._plan.profile.units[unit]
         segment = spec.segments[spec.chunks[number].segment]
-        name = segment.dtype if use.value.kind == "weight" else segment.gradient_dtype
-        return self._chunk(use, slot, number).view(getattr(torch, name))
+        name = segment.dtype if kind == "weight" else segment.gradient_dtype
+        return chunk.view(getattr(torch, name))
 
 
 def _part(flat: Mapping[int, torch.Tensor], span: ParameterSlice) -> torch.Tensor:

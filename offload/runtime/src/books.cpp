@@ -14,14 +14,14 @@ static void require(bool so, const char* what) {
 
 static void require_new(const Task& task) {
     require(task.serial == 0, "a task is queued once");
-    require(!task.passage || !task.passage->started(), "a passage is sealed before it starts");
 }
 
 static std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
 }
 
-Books::Books(int lanes, int slots, size_t ran_max) : lanes_(lanes), ran_max_(ran_max) {
+Books::Books(int lanes, int disk, int slots, size_t ran_max)
+    : lanes_(lanes), disk_(disk), ran_max_(ran_max) {
     for (int slot = 0; slot < slots; slot++) free_.push_back(slot);
 }
 
@@ -45,30 +45,15 @@ std::vector<TaskPtr> Books::all() {
     return board_.all();
 }
 
-void Books::seal(const PassagePtr& passage) {
-    Turn turn(*this);
-    require(!passage->tasks.empty(), "a passage that is sealed has tasks: its end frees its slot");
-    for (Task* task : passage->tasks) {
-        for (Task* other : task->waits) {
-            hurry(other, other->passage != passage ? passage->key : task->key);
-        }
-    }
-    came(passage.get(), nullptr);
-    work_at_hand(turn);
-}
-
 void Books::cancel(const std::vector<TaskPtr>& tasks) {
     Turn turn(*this);
     const auto open = [](const TaskPtr& task) {
         return task->state == State::WAITING || task->state == State::READY;
     };
     for (const TaskPtr& task : tasks) {
-        require(!task->passage || !open(task), "a passage is not taken back");
-    }
-    for (const TaskPtr& task : tasks) {
         if (!open(task)) continue;
         if (!task->of_user) {
-            lanes_[task->lane].ready.erase({{task->key, task->serial}, task.get()});
+            lanes_[number_of(*task)].ready.erase({{task->key, task->serial}, task.get()});
         }
         task->state = State::CANCELLED;
         for (Task* other : task->waits) {
@@ -109,7 +94,7 @@ bool Books::over(Task& task, double seconds) {
 void Books::finish(Task& task) {
     Turn turn(*this);
     require(task.state == State::RUNNING, "what is finished has begun");
-    if (task.of_user) record(task.number, task.began_at, now());
+    if (task.of_user) record({task.number, Part::WORK, task.bytes, task.began_at, now()});
     done(&task);
     work_at_hand(turn);
 }
@@ -118,7 +103,7 @@ Seen Books::look(const Task& task) {
     const Turn turn(*this);
     Seen seen{task.key, {}, {}};
     for (const Task* other : task.waits) seen.waits.push_back(other->serial);
-    if (!task.of_user) seen.path.emplace_back(task.lane, task.ready_at);
+    if (!task.of_user) seen.path.emplace_back(number_of(task), task.ready_at);
     seen.path.insert(seen.path.end(), task.history.begin(), task.history.end());
     return seen;
 }
@@ -145,11 +130,24 @@ TaskPtr Books::take(int number, bool wait) {
         if (lane.failure && lane.flights.empty()) std::rethrow_exception(lane.failure);
         const bool may_begin =
             !stopped_ && !lane.failure && lane.flying_bytes < FLYING_BYTES_MAX;
-        if (Task* task = may_begin ? first(lane) : nullptr) {
+        if (may_begin && !lane.worked.empty()) {
+            const TaskPtr work = lane.worked.front();
+            lane.worked.pop_front();
+            const Link& link = (*work->stream->work->links())[work->link];
+            const aio::ChunkTransfer& transfer = *link.writes->transfer();
+            take_off(turn, lane, {work->stream, now(), transfer, {transfer, work->slot}, true,
+                                  work->link, work->slot});
+        } else if (Task* task = may_begin ? first(lane) : nullptr) {
             if (task->work == nullptr) return task->shared_from_this();
             turn.tell();
-            if (task->work->transfer() != nullptr) take_off(turn, lane, task);
-            else run_work(turn, lane, task);
+            if (task->work->links() != nullptr) {
+                begin_link(turn, lane, task);
+            } else if (const aio::ChunkTransfer* transfer = task->work->transfer()) {
+                take_off(turn, lane, {task->shared_from_this(), now(), *transfer, {*transfer, 0},
+                                      false, 0, 0});
+            } else {
+                run_work(turn, lane, task);
+            }
         } else if (wait || !lane.flights.empty()) {
             turn.sleep(lane);
         } else {
@@ -174,35 +172,52 @@ std::deque<Ran> Books::ran() {
     return std::exchange(ran_, {});
 }
 
-Task* Books::first(Lane& lane) {
-    if (lane.ready.empty()) return nullptr;
-    Task* task = lane.ready.begin()->second;
-    lane.ready.erase(lane.ready.begin());
-    task->state = State::RUNNING;
-    return task;
+int Books::number_of(const Task& task) const {
+    return task.work != nullptr && task.work->links() != nullptr ? disk_ : task.lane;
 }
 
-void Books::count(Lane& lane, const Task& task, double since, double until) {
-    record(task.number, since, until);
-    lane.used.bytes += task.bytes;
+bool Books::has_work(const Lane& lane) const {
+    return !lane.worked.empty() || std::ranges::any_of(lane.ready, [this](const auto& entry) {
+        return !free_.empty() || number_of(*entry.second) == entry.second->lane;
+    });
+}
+
+// A stream stays queued until all its links have begun, and is passed by while no slot is free.
+Task* Books::first(Lane& lane) {
+    for (auto at = lane.ready.begin(); at != lane.ready.end(); ++at) {
+        Task* task = at->second;
+        const auto* links = task->work != nullptr ? task->work->links() : nullptr;
+        if (links != nullptr && !links->empty() && free_.empty()) continue;
+        if (links == nullptr || task->next_link + 1 >= links->size()) lane.ready.erase(at);
+        task->state = State::RUNNING;
+        return task;
+    }
+    return nullptr;
+}
+
+void Books::count(Lane& lane, const Ran& ran) {
+    record(ran);
+    lane.used.bytes += ran.bytes;
     lane.used.operations++;
 }
 
 void Books::run_work(Turn& turn, Lane& lane, Task* task) {
+    const TaskPtr kept = task->shared_from_this();
     const double since = now();
     std::exception_ptr failure;
     turn.without([&] {
         try {
-            task->work->run(task->slot(), task->settings.get());
+            task->work->run(task->slot, task->settings.get());
         } catch (...) {
             failure = std::current_exception();
         }
     });
     if (failure) std::rethrow_exception(failure);
     const double until = now();
-    count(lane, *task, since, until);
+    count(lane, {task->number, Part::WORK, task->bytes, since, until});
     lane.used.busy_s += until - since;
-    done(task);
+    if (task->stream) worked(task);
+    else done(task);
 }
 
 // Spare lanes that sleep what takes no longer than to wake them.
@@ -218,10 +233,10 @@ void Books::work_at_hand(Turn& turn) {
     }
 }
 
-void Books::record(int64_t number, double since, double until) {
-    if (number < 0 || ran_max_ == 0) return;
+void Books::record(const Ran& ran) {
+    if (ran.number < 0 || ran_max_ == 0) return;
     if (ran_.size() == ran_max_) ran_.pop_front();
-    ran_.push_back({number, since, until});
+    ran_.push_back(ran);
 }
 
 }  // namespace books

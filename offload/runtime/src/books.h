@@ -40,15 +40,24 @@ struct Used {
     int64_t bytes = 0, operations = 0;
 };
 
-// An op whose transfers are under way.
+// An op, or what a link of a stream reads or writes, whose transfers are under way.
 struct Flight {
     TaskPtr task;
     double since;
+    const aio::ChunkTransfer& transfer;
     aio::ChunkFlight inner;
+    bool of_stream;
+    size_t link;
+    int slot;
 };
+
+// Of a stream each part is told: what was read or written for a link, or its work.
+enum class Part { WORK, READ, WRITE };
 
 struct Ran {
     int64_t number;
+    Part part;
+    int64_t bytes;
     double start, stop;
 };
 
@@ -64,14 +73,14 @@ struct Seen {
 // anything is written (`std::logic_error`).
 class Books {
 public:
-    Books(int lanes, int slots, size_t ran_max);
+    // With so many lanes, of which one is that of the drives, and so many staging slots.
+    Books(int lanes, int disk, int slots, size_t ran_max);
 
     // Queue a task behind those that touched the places that it reads and writes.
     void issue(const TaskPtr& task, const Cells& reads, const Cells& writes);
     // Whom a task would have to wait for that reads and writes these places; all that touch any.
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes);
     std::vector<TaskPtr> all();
-    void seal(const PassagePtr& passage);
     void cancel(const std::vector<TaskPtr>& tasks);
     // Begin the user's own task; wait for that at most so long. Whether it has begun.
     bool begin(Task& task, double seconds);
@@ -99,6 +108,7 @@ private:
         std::condition_variable wake;
         bool asleep = false;
         Used used;
+        std::deque<TaskPtr> worked;  // links of streams whose work is done, to be written
         std::vector<std::unique_ptr<Flight>> flights;
         std::vector<std::pair<Flight*, aio::ChunkFlight::Landed>> landed;
         int64_t flying_bytes = 0;
@@ -108,20 +118,25 @@ private:
     // The lock; who is to be woken is told when it is let go.
     class Turn;
 
+    // The lane that runs a task; of a stream that of the drives, which hands its works out.
+    int number_of(const Task& task) const;
+    bool has_work(const Lane& lane) const;
     Task* first(Lane& lane);
     void run_work(Turn& turn, Lane& lane, Task* task);
     void work_at_hand(Turn& turn);
-    void take_off(Turn& turn, Lane& lane, Task* task);
+    void begin_link(Turn& turn, Lane& lane, Task* stream);
+    void take_off(Turn& turn, Lane& lane, Flight flight);
     void land(Turn& turn, Lane& lane);
-    void count(Lane& lane, const Task& task, double since, double until);
+    void landed(Flight& flight);
+    void worked(Task* work);
+    void link_over(Task* stream, int slot);
+    void count(Lane& lane, const Ran& ran);
     void queue(const TaskPtr& task, const std::vector<TaskPtr>& waits);
-    void record(int64_t number, double since, double until);
+    void record(const Ran& ran);
     void link(Task* other, Task* task);
     void done(Task* task);
     void release(Task* task);
     void try_ready(Task* task, Task* last);
-    void came(Passage* passage, Task* last);
-    void start(Task* last);
     void hurry(Task* task, Key key);
 
     std::mutex mutex_;
@@ -132,9 +147,8 @@ private:
     int64_t serial_ = 0;
     Board board_;
     std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over
-    std::set<std::pair<Place, Passage*>> waiting_;
-    std::vector<int> free_;
-    std::vector<Passage*> started_;
+    const int disk_;
+    std::vector<int> free_;  // staging slots
     std::deque<Ran> ran_;
     size_t ran_max_;
 };

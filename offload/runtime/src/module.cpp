@@ -26,7 +26,6 @@ struct Known {
     nb::object op;
     WorkPtr work;
     Cells reads, writes;
-    int64_t passage;  // less than zero: none
     bool of_user;
 };
 
@@ -116,6 +115,19 @@ static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given,
     return {std::make_shared<Chunks>(std::move(transfer))};
 }
 
+using PythonLink = std::tuple<const PythonWork*, const PythonWork*, const PythonWork*, int64_t>;
+
+static PythonWork stream_of(const std::vector<PythonLink>& given) {
+    std::vector<Link> found;
+    for (const auto& [reads, work, writes, bytes] : given) {
+        const WorkPtr back = writes == nullptr ? nullptr : writes->inner;
+        if (reads->inner->transfer() == nullptr || (back && back->transfer() == nullptr))
+            throw nb::value_error("a link reads, and may write, chunks");
+        found.push_back({reads->inner, work->inner, back, bytes});
+    }
+    return {std::make_shared<Stream>(std::move(found))};
+}
+
 static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
     std::vector<float> all(factors.data(), factors.data() + factors.size());
     return {std::make_shared<Settings>(Settings{std::move(all), clip})};
@@ -128,8 +140,9 @@ constexpr size_t OPS_KEPT = 4;
 // The books, and Python's ops of what was issued lately.
 class Shared {
 public:
-    Shared(int lanes, int slots, size_t ran_max)
-        : books_(new Books(lanes, slots, ran_max)), pid_(getpid()), ops_(OPS_KEPT * ran_max) {}
+    Shared(int lanes, int disk, int slots, size_t ran_max)
+        : books_(new Books(lanes, disk, slots, ran_max)), pid_(getpid()),
+          ops_(OPS_KEPT * ran_max) {}
     Shared(const Shared&) = delete;
     ~Shared() {
         // In a forked child nobody will ever wake who sleeps here, which its end would wait for.
@@ -140,19 +153,10 @@ public:
     std::vector<TaskPtr> issue(const std::vector<const Known*>& ops, int64_t pass,
                                const PythonSettings* settings) {
         std::vector<TaskPtr> tasks;
-        PassagePtr passage;
-        int64_t before = -1;
         for (const Known* one : ops) {
-            if (one->passage != before) {
-                if (passage) books_->seal(passage);
-                passage = one->passage < 0 ? nullptr : std::make_shared<Passage>();
-                before = one->passage;
-            }
             tasks.push_back(task_of(*one, pass, settings));
-            tasks.back()->passage = passage;
             books_->issue(tasks.back(), one->reads, one->writes);
         }
-        if (passage) books_->seal(passage);
         return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
@@ -185,11 +189,12 @@ public:
         const Used now = books_->used(lane);
         return {now.busy_s, now.bytes, now.operations};
     }
-    std::vector<std::tuple<nb::object, double, double>> ran() {
-        std::vector<std::tuple<nb::object, double, double>> found;
+    std::vector<std::tuple<nb::object, int, int64_t, double, double>> ran() {
+        std::vector<std::tuple<nb::object, int, int64_t, double, double>> found;
         for (const Ran& one : books_->ran()) {
             if (one.number + int64_t(ops_.size()) < number_) continue;  // The place is another's.
-            found.emplace_back(ops_[size_t(one.number) % ops_.size()], one.start, one.stop);
+            found.emplace_back(ops_[size_t(one.number) % ops_.size()], int(one.part), one.bytes,
+                               one.start, one.stop);
         }
         return found;
     }
@@ -218,11 +223,9 @@ private:
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 3;  // as offload/runtime/books.py has it
-    nb::class_<Passage>(module, "Passage").def_ro("slot", &Passage::slot);
+    module.attr("VERSION") = 4;  // as offload/runtime/books.py has it
     nb::class_<Task>(module, "Task")
         .def_ro("serial", &Task::serial)
-        .def_ro("passage", &Task::passage)
         .def_ro("of_user", &Task::of_user)
         .def_ro("began_at", &Task::began_at)
         .def_prop_ro("over", &Task::over)
@@ -234,12 +237,11 @@ NB_MODULE(_books, module) {
     nb::class_<Known>(module, "Known").def_ro("op", &Known::op);
     module.def("make_known", [](int lane, int64_t deadline, int64_t bytes, nb::object op,
                                 const PythonWork* work, Cells reads, Cells writes,
-                                int64_t passage, bool of_user) {
+                                bool of_user) {
         return Known{lane, deadline, bytes, op, work == nullptr ? nullptr : work->inner,
-                     std::move(reads), std::move(writes), passage, of_user};
+                     std::move(reads), std::move(writes), of_user};
     }, nb::arg("lane"), nb::arg("deadline"), nb::arg("bytes"), nb::arg("op"),
-       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"), nb::arg("passage"),
-       nb::arg("of_user"));
+       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"), nb::arg("of_user"));
     nb::class_<PythonWork>(module, "Work");
     nb::class_<PythonSettings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
@@ -259,6 +261,7 @@ NB_MODULE(_books, module) {
     module.def("squares", &squares_of);
     module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
     module.def("chunks", &chunks_of);
+    module.def("stream", &stream_of);
     module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
     static nb::exception<aio::ChunkFailed> failed(module, "ChunkFailed", PyExc_OSError);
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
@@ -272,7 +275,7 @@ NB_MODULE(_books, module) {
         }
     });
     nb::class_<Shared>(module, "Books")
-        .def(nb::init<int, int, size_t>())
+        .def(nb::init<int, int, int, size_t>())
         .def("issue", &Shared::issue, nb::arg("ops"), nb::arg("pass_number"),
              nb::arg("settings").none() = nb::none())
         .def("touching", &Shared::touching)

@@ -38,7 +38,7 @@ public:
     void tell() {
         if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
         for (Lane& lane : books_.lanes_) {
-            if (!lane.asleep || lane.ready.empty() || books_.stopped_) continue;
+            if (!lane.asleep || books_.stopped_ || !books_.has_work(lane)) continue;
             lane.asleep = false;
             lane.wake.notify_one();
         }

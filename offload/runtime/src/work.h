@@ -42,6 +42,8 @@ struct Settings {
     std::shared_ptr<Clip> clip;
 };
 
+struct Link;
+
 class Work {
 public:
     virtual ~Work() = default;
@@ -51,6 +53,8 @@ public:
     virtual size_t bytes_at_hand() const { return SIZE_MAX; }
     // What it is for the lane of the drives, which has many under way.
     virtual const aio::ChunkTransfer* transfer() const { return nullptr; }
+    // The chunks of a stream.
+    virtual const std::vector<Link>* links() const { return nullptr; }
 };
 
 using WorkPtr = std::shared_ptr<const Work>;
@@ -124,6 +128,24 @@ public:
 
 private:
     const aio::ChunkTransfer transfer_;
+};
+
+// A chunk of a stream: what is read for it, done with it, and written back.
+struct Link {
+    WorkPtr reads, work;
+    WorkPtr writes;  // or none
+    int64_t bytes;   // that the work counts for
+};
+
+// See [Note: Streams] of `program/ops.py`.
+class Stream : public Work {
+public:
+    explicit Stream(std::vector<Link> links) : links_(std::move(links)) {}
+    void run(int, const Settings*) const override { throw std::logic_error("of another lane"); }
+    const std::vector<Link>* links() const override { return &links_; }
+
+private:
+    const std::vector<Link> links_;
 };
 
 }  // namespace books
