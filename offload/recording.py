@@ -40,7 +40,7 @@ def _speeds(lane: Lane) -> list[str]:
 
 def program_of(engine: Engine) -> Program:
     """The compiled phases of a step, in the order of use of the last passes."""
-    orders = (engine.passes.orders[verb] for verb in OF_USER)
+    orders = (engine.passes.orders[verb] for verb in (Verb.FORWARD, Verb.BACKWARD))
     profile = profile_of(engine.plan.profile.units, *orders)
     return compile_program(engine.plan.reordered(profile))
 
@@ -114,7 +114,7 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
         return None, "too few whole steps were kept"
     since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
     ran = [one for one in trace.ran if since <= one.start and one.stop <= until]
-    user = [one for one in ran if one.op.verb in OF_USER and not is_pass(one.op)]
+    user = [one for one in map(_compute_of(engine), ran) if one is not None]
     trained = _trained(user)
     if not trained:
         return None, "all units live on the device"
@@ -156,6 +156,22 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
         )
 
     return _simulated(timeline, most // count, engine), ""
+
+
+def _compute_of(engine: Engine) -> Callable[[Ran], Ran | None]:
+    """Of what ran, the user's compute of units: where nothing announces the backward of one, it is
+    known by its gradient."""
+    announced = set(engine.passes.orders[Verb.BACKWARD])
+
+    def found(one: Ran) -> Ran | None:
+        if one.op.verb not in OF_USER or is_pass(one.op):
+            return None
+        if one.op.verb is not Verb.COLLECT:
+            return one
+        unseen = one.op.value.unit not in announced
+        return one._replace(op=replace(one.op, verb=Verb.BACKWARD)) if unseen else None
+
+    return found
 
 
 def _trained(user: Sequence[Ran]) -> int:

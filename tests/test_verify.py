@@ -133,7 +133,7 @@ def test_a_wait_for_a_later_op_is_a_cycle() -> None:
 def test_a_race_between_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offload.program.verify.cells", lambda uses: iter(()))
     program = program_of(blocks(1), "device", "device", "device")
-    broken(program, "backward_next", 0, "does not wait for an op of an earlier phase")
+    broken(program, "backward_next", 1, "does not wait for an op of an earlier phase")
 
 
 # -- one op -------------------------------------------------------------------------------------
@@ -349,6 +349,8 @@ def test_no_op_can_be_left_out(phase: str) -> None:
     ops = program.phases[phase].ops
     at_the_end = {
         Verb.FORWARD: "does not compute in the order of the profile",
+        Verb.BACKWARD: "does not compute in the order of the profile",
+        Verb.COLLECT: "does not bring home all that was made of",
         Verb.MOVE: "does not bring home all that was made of",
         Verb.ADD: "does not bring home all that was made of",
         Verb.UPDATE: "does not update every unit once",
@@ -398,7 +400,7 @@ def test_a_gradient_overwritten_in_its_slot() -> None:
     program = program_of(blocks(3))
     ops = program.phases["backward_first"].ops
     out, _ = find(program.phases["backward_first"], lane=Lane.D2H)
-    late = next(i for i, op in enumerate(ops) if op.verb is Verb.BACKWARD and out in op.waits)
+    late = next(i for i, op in enumerate(ops) if op.verb is Verb.COLLECT and out in op.waits)
     assert ops[late].value.unit == 0
     wrong = without(program, "backward_first", out)
     rule = "overwrites gradient of block2 before it has left its slot"

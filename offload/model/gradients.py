@@ -33,6 +33,7 @@ from offload.model.passes import Passes
 from offload.model.snapshots import Alias, Key, Snapshots, share
 from offload.model.units import refuse_sparse
 from offload.planning.profile import Parameter
+from offload.program.compile import collected
 from offload.program.ops import Op, Use, Value, Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
@@ -122,9 +123,8 @@ class Gradients:
             parameter, gradient = one.deferred.popitem()
             view = one.views.get(parameter)
             if view is None:
-                view = one.views[parameter] = self._view(
-                    self._passes.known.collecting_place(unit), unit, parameter
-                )
+                there = collected(self._plan, unit)
+                view = one.views[parameter] = self._view(there, unit, parameter)
             if at_home and parameter in one.kept:
                 accumulate(view, gradient)
             else:

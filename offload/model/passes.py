@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from offload.model.running import in_backward
 from offload.planning.layout import Place
 from offload.planning.profile import profile_of
-from offload.program.compile import compute, fetch, offload_gradient, weight_in_use
-from offload.program.ops import Op, Use, Value, Verb
+from offload.program.compile import collect, fetch, offload_gradient, use
+from offload.program.ops import Op, Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
 from offload.runtime.executor import Executor
@@ -61,19 +61,13 @@ class KnownOps:
             lambda: self._all(offload_gradient(self._plan, unit, deadline, first=first)),
         )
 
-    def collecting_place(self, unit: int) -> Use:
-        """Where the gradient of a unit is collected."""
-        place = self._plan.gradient_slot[unit] or self._plan.home("gradient", unit)
-        return Use(place, Value("gradient", unit))
-
     def _turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
-        weights = Use(weight_in_use(self._plan, unit), Value("weight", unit))
-        op = replace(compute(self._plan, unit, verb, position), reads=(weights,), writes=())
-        return self._all(fetch(self._plan, unit, position)), self._executor.known(op)
+        return self._all(fetch(self._plan, unit, position)), self._executor.known(
+            use(self._plan, unit, verb, position)
+        )
 
     def _collect(self, unit: int, position: int) -> Known:
-        op = compute(self._plan, unit, Verb.BACKWARD, position)
-        return self._executor.known(replace(op, reads=(), writes=(self.collecting_place(unit),)))
+        return self._executor.known(collect(self._plan, unit, position))
 
     def _all(self, ops: list[Op]) -> list[Known]:
         return [self._executor.known(op) for op in ops]

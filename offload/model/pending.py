@@ -26,7 +26,7 @@ from torch import nn
 from offload.model.early_updates import Step
 from offload.model.parameter import TRUE_AT_REST, find
 from offload.model.units import FlatUnit
-from offload.program.ops import Lane, Op, Use, Value, Verb
+from offload.program.compile import collect
 from offload.program.schedule import Task
 from offload.runtime.entry import entry, uncompiled
 from offload.runtime.executor import Executor
@@ -72,10 +72,8 @@ class PendingUpdates:
         """Let lanes wait for what the user's stream has still to do with values of `units`."""
         lanes, plan = self._executor.lanes, self._executor.plan
         for unit in () if self._executor.device.is_host else units:
-            value, gradient = Value("weight", unit), Value("gradient", unit)
-            homes = Use(plan.home(*value[:2]), value), Use(plan.home(*gradient[:2]), gradient)
-            op = Op(Lane.COMPUTE, Verb.BACKWARD, gradient, (), homes, 0, -1)
-            (task,) = self._executor.issue([self._executor.known(op)], pass_number)
+            known = self._executor.known(collect(plan, unit, -1))
+            (task,) = self._executor.issue([known], pass_number)
             lanes.begin(task)
             lanes.finish(task)
 

@@ -2,23 +2,20 @@
 
 [Note: As it runs]
 `Program` has every phase once, as a plain step runs it. The engine makes its ops with the same
-functions, unit by unit, and its phases differ in two ways. First, a pass starts with whatever its
-slots hold: after a backward (a next micro-batch, or a second backward of one graph) that is more
-than `Phase.entry` requires, and after an update no weights that it changed. Second, in the last
-backward of a step, if `Config.micro_batches` tells which that is and the step does not clip, the
-update of a unit is issued as soon as the unit's own backward is over. `as_run` makes such phases.
+functions, and issues them as they come: a pass by its order of use and by what its slots hold, a
+gradient when autograd has made it, an update when its gradient is whole. By the rule of
+`Scoreboard` they wait for one another as those of the program do.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from offload.planning.layout import STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS, Kind
+from offload.planning.profile import KINDS
 from offload.planning.tiers import Tier
 from offload.program.ops import (
     FACTOR,
@@ -70,18 +67,18 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
         steps += [u for u in range(len(units)) if units[u].trainable and u not in set(order)]
     for position, unit in enumerate(steps):
         slot = plan.weight_slot[unit]
-        needed = verb is Verb.FORWARD or units[unit].backward
-        if slot is not None and needed:
+        if slot is not None and (verb is Verb.FORWARD or units[unit].backward):
             if in_slots.get(slot) != unit:
                 ops += fetch(plan, unit, position)
             elif slot not in touched:
                 entry[slot] = unit
             in_slots[slot] = unit
             touched.add(slot)
-        ops.append(compute(plan, unit, verb, position))
+        ops.append(use(plan, unit, verb, position))
         if verb is Verb.BACKWARD and units[unit].trainable:
             first = name == "backward_first" and unit not in steps[:position]
-            ops += offload_gradient(plan, unit, position + 1, first=first)
+            ops.append(collect(plan, unit, position + 1))
+            ops += offload_gradient(plan, unit, position + 2, first=first)
     return Phase(name, with_waits(ops), entry, dict(in_slots))
 
 
@@ -96,18 +93,6 @@ def _norm_phase(plan: Plan) -> Phase:
 def _update_phase(plan: Plan) -> Phase:
     ops = [update(plan, unit, deadline) for _, unit, deadline in update_order(plan)]
     return Phase("update", with_waits(ops), {}, {})
-
-
-def chunk_range(plan: Plan, kind: Kind, unit: int, chunk: int) -> slice:
-    """The bytes of a chunk in a value of its unit."""
-    spec = plan.profile.units[unit].chunks[chunk]
-    if kind == "weight":
-        start, size = spec.weight_offset, spec.weight_bytes
-    elif kind == "gradient":
-        start, size = spec.gradient_offset, spec.gradient_bytes
-    else:
-        start, size = plan.record_offset(unit, chunk), plan.record_bytes(unit, chunk)
-    return slice(start, start + size)
 
 
 def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
@@ -135,46 +120,6 @@ def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
         # In place, as nothing else has the op yet: copying takes a third of the compilation.
         object.__setattr__(op, "waits", waits)
     return tuple(ops)
-
-
-EARLY = "+update"
-"""Suffix of the name of a backward in which updates begin."""
-
-
-def as_run(program: Program, name: str, in_slots: Mapping[Place, int]) -> Phase:
-    """A phase as the engine runs it, see [Note: As it runs].
-
-    Args:
-        program: the compiled phases.
-        name: of one of them; for a backward optionally with the suffix `EARLY`.
-        in_slots: the unit in each weight slot, the `exit` of the phase before.
-    """
-    plan, profile = program.plan, program.plan.profile
-    if name == "norm":
-        return replace(program.phases[name], exit=dict(in_slots))
-    if name == "update":
-        return replace(program.phases[name], exit=_not_updated(plan, in_slots))
-    base = name.removesuffix(EARLY)
-    order = profile.forward if base == "forward" else profile.backward
-    phase = compute_phase(plan, base, order, dict(in_slots))
-    return _with_updates(plan, phase) if base != name and not plan.clips else phase
-
-
-def _not_updated(plan: Plan, in_slots: Mapping[Place, int]) -> dict[Place, int]:
-    """The slots whose weights no update changes."""
-    return {slot: unit for slot, unit in in_slots.items() if not plan.profile.units[unit].trainable}
-
-
-def _with_updates(plan: Plan, phase: Phase) -> Phase:
-    """A backward with the update of each unit after the unit's last op."""
-    updates = {unit: update(plan, unit, deadline) for _, unit, deadline in update_order(plan)}
-    last = {op.value.unit: index for index, op in enumerate(phase.ops)}
-    ops: list[Op] = []
-    for index, op in enumerate(phase.ops):
-        ops.append(op)
-        if last[op.value.unit] == index and op.value.unit in updates:
-            ops.append(updates.pop(op.value.unit))
-    return replace(phase, ops=with_waits(ops), exit=_not_updated(plan, phase.exit))
 
 
 def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list[Op]:
@@ -208,18 +153,24 @@ def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
     return move(value, size, [home, *stops, slot], deadline)
 
 
-def compute(plan: Plan, unit: int, verb: Verb, deadline: int) -> Op:
-    """The user's own forward or backward of a unit."""
-    one, backward = plan.profile.units[unit], verb is Verb.BACKWARD
-    value, gradient = Value("weight", unit), Value("gradient", unit)
-    reads: tuple[Use, ...] = ()
-    writes: tuple[Use, ...] = ()
-    if one.weight_bytes and (one.backward or not backward):
-        reads = (Use(weight_in_use(plan, unit), value),)
-    if backward and one.trainable:
-        place = plan.gradient_slot[unit] or plan.home("gradient", unit)
-        writes = (Use(place, gradient),)
-    return Op(Lane.COMPUTE, verb, value, reads, writes, 0, deadline)
+def use(plan: Plan, unit: int, verb: Verb, deadline: int) -> Op:
+    """The user's own forward or backward with the weights of a unit, if it needs them."""
+    one, value = plan.profile.units[unit], Value("weight", unit)
+    needed = one.weight_bytes and (one.backward or verb is Verb.FORWARD)
+    reads = (Use(weight_in_use(plan, unit), value),) if needed else ()
+    return Op(Lane.COMPUTE, verb, value, reads, (), 0, deadline)
+
+
+def collected(plan: Plan, unit: int) -> Use:
+    """Where the gradient of a unit is collected."""
+    place = plan.gradient_slot[unit] or plan.home("gradient", unit)
+    return Use(place, Value("gradient", unit))
+
+
+def collect(plan: Plan, unit: int, deadline: int) -> Op:
+    """The user's backward puts the gradient of a unit where it is collected."""
+    there = collected(plan, unit)
+    return Op(Lane.COMPUTE, Verb.COLLECT, there.value, (), (there,), 0, deadline)
 
 
 def offload_gradient(plan: Plan, unit: int, deadline: int, *, first: bool) -> list[Op]:

@@ -58,6 +58,8 @@ class Verb(str, Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    COLLECT = "collect"
+    """The user's backward puts the gradient of a unit where it is collected."""
     MOVE = "move"
     """Copy a value from one tier to the next."""
     ADD = "add"
@@ -70,7 +72,7 @@ class Verb(str, Enum):
     """The optimizer's step on a unit."""
 
 
-OF_USER = (Verb.FORWARD, Verb.BACKWARD)
+OF_USER = (Verb.FORWARD, Verb.BACKWARD, Verb.COLLECT)
 """Compute of the user's own modules and autograd."""
 
 ALL_CHUNKS = -1

@@ -294,7 +294,9 @@ class _Simulation:
                 if part.lane is Lane.DISK or not machine.device_is_cpu:
                     seconds, size = inside.get(part.lane, (0.0, 0))
                     inside[part.lane] = seconds + seconds_of(part, machine), size + part.bytes
-            if op.verb in OF_USER:
+            if op.verb is Verb.COLLECT:
+                own = 0.0  # A part of the backward that makes the gradient, and no span.
+            elif op.verb in OF_USER:
                 own = self._compute(op.value.unit, op.verb)
             else:
                 own = max(seconds_of(op, machine), *(one for one, _ in inside.values()), 0.0)
@@ -361,8 +363,9 @@ class _Simulation:
         """End an op. Returns whether that resumes the user's thread."""
         self._schedule.finish(task)
         self._running = {by: one for by, one in self._running.items() if one is not task}
-        span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
-        self._spans.append(span)
+        if task.op.verb is not Verb.COLLECT:
+            span = Span(task.op.lane, task.op, task.phase, task.step, task.start, self._now)
+            self._spans.append(span)
         if task is self._blocked_on:
             self._unblock()
             return True

@@ -7,17 +7,17 @@ for earlier ops only. The user computes in order, and every op is issued after t
 for, so waits cannot form a cycle: no deadlock. A chunk of a stream takes one staging slot, waits
 for nothing else, and gives it back, so that slots cannot take part in one.
 
-Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op:
-by `verify` it is `CHAIN`, the phases as compiled; by `verify_runs` it is `RUNS`, the phases as the
-engine runs them ([Note: As it runs] of `compile`). Waits inside a phase are the compiled ones, and
-between phases those of `Scoreboard`. An op must reach, through waits, every earlier access to the
-same place if one of the two writes. So all orders in which lanes can run the ops give the result of
-the order of issue, and it suffices to follow the contents of every place in that order. An op must
-read the newest version of its value, put there in this phase or declared at its entry. An update
-must use the sum of all gradients. No gradient and no update may be overwritten before it is home.
+Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
+Waits inside a phase are the compiled ones, between phases those of `Scoreboard`. An op must reach,
+through waits, every earlier access to the same place if one of the two writes. So all orders in
+which lanes can run the ops give the result of the order of issue, and it suffices to follow the
+contents of every place in that order. An op must read the newest version of its value, put there in
+this phase or declared at its entry. An update must use the sum of all gradients. No gradient may be
+overwritten before it is home.
 
-Not proved: units used in another order than compiled. The engine then cancels what is queued and
-fetches more, and only the rule of `Scoreboard` holds.
+The engine checks each op by itself before its first run (`check_op`). Not proved: units used in
+another order than compiled. Then it cancels what is queued and fetches more, and only the rule of
+`Scoreboard` holds.
 
 A version of a value is the set of the ops that made it: one update, or the backward ops of all
 micro-batches whose gradients were added.
@@ -33,7 +33,6 @@ from typing import NamedTuple
 from offload.planning.layout import Buffer, Place, Plan, site
 from offload.planning.profile import BLOCK_BYTES, KINDS
 from offload.planning.tiers import TIERS, Tier
-from offload.program.compile import EARLY, as_run
 from offload.program.ops import (
     ALL_UNITS,
     FACTOR,
@@ -70,19 +69,6 @@ CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, *_EVALUATION)
 
 Backward follows only forward, and update only norm; the others may follow all but norm."""
 
-_LETTERS = {
-    "F": ("forward",),
-    "B": ("backward_first",),
-    "b": ("backward_next",),
-    "U": ("norm", "update"),
-    "E": ("backward_first" + EARLY,),
-    "e": ("backward_next" + EARLY,),
-}
-RUNS = tuple(name for letter in "FEUFbUBeUUBBbBFeFBUFUFFbbFEFbe" for name in _LETTERS[letter])
-"""Phases as run, in an order with every legal pair of neighbours. Here backward may also follow
-backward (a first one if gradients were dropped) and update (if it recomputes every activation). A
-backward in which updates begin ends its step: step() has nothing left to do."""
-
 Version = frozenset[int]
 """Numbers, along the chain, of the ops that made a value; empty for values from before it."""
 
@@ -100,26 +86,25 @@ def verify(program: Program) -> None:
     check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
-            if rule := broken_by(plan, index, op):
+            late = [wait for wait in op.waits if not 0 <= wait < index]
+            rule = (
+                f"waits for op {late[0]}, which is not an earlier op of its phase" if late else ""
+            )
+            if rule := rule or broken_by(plan, op):
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Walk(program)
     for name in CHAIN:
         walk.run(program.phases[name])
 
 
-def verify_runs(program: Program) -> None:
-    """Check the phases of a valid program as the engine runs them, see [Note: What is proved].
+def check_op(plan: Plan, op: Op) -> None:
+    """Check an op by itself, before its first run.
 
     Raises:
-        ProgramError: the first broken rule, with its phase and op.
+        ProgramError: the rule that it breaks.
     """
-    walk, in_slots = _Walk(program), frozenset[tuple[Place, int]]()
-    known: dict[object, Phase] = {}
-    for name in RUNS:
-        if (name, in_slots) not in known:
-            known[name, in_slots] = as_run(program, name, dict(in_slots))
-        walk.run(known[name, in_slots])
-        in_slots = frozenset(known[name, in_slots].exit.items())
+    if rule := broken_by(plan, op):
+        raise ProgramError(f"{op_text(plan, op)} {rule}", "an op")
 
 
 def check_buffers(plan: Plan) -> None:
@@ -165,10 +150,8 @@ def check_slots(plan: Plan) -> None:
                 raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
 
 
-def broken_by(plan: Plan, index: int, op: Op) -> str:
+def broken_by(plan: Plan, op: Op) -> str:
     """The rule that an op breaks by itself; empty if none."""
-    if late := [wait for wait in op.waits if not 0 <= wait < index]:
-        return f"waits for op {late[0]}, which is not an earlier op of its phase"
     if (op.value.unit == ALL_UNITS) != (op.verb is Verb.NORM):
         return "is of all units, or its verb is: norm, and nothing else, is of all"
     expected, uses = _expected(plan, op), (*op.reads, *op.writes)
@@ -218,10 +201,10 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         )
     weight, gradient, state = (Value(kind, value.unit) for kind in KINDS)
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
-        backward = op.verb is Verb.BACKWARD
-        read = [weight] if unit.weight_bytes and (unit.backward or not backward) else []
-        made = [gradient] if backward and unit.trainable else []
-        return _Expected(Lane.COMPUTE, ("device",), len(read), read + made)
+        read = [weight] if unit.weight_bytes and (unit.backward or op.verb is Verb.FORWARD) else []
+        return _Expected(Lane.COMPUTE, ("device",), len(read), read)
+    if op.verb is Verb.COLLECT:
+        return _Expected(Lane.COMPUTE, ("device",), 0, [gradient])
     if op.verb is Verb.ADD:
         return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
     if op.verb is Verb.SQUARE:
@@ -376,7 +359,7 @@ class _Walk:
         elif verb is Verb.UPDATE:
             self._newest.update((use.value, made) for use in op.writes)
             self._used[op.value] = versions[0]
-        elif verb is Verb.BACKWARD and op.writes:
+        elif verb is Verb.COLLECT:
             made = self._accumulate(op.writes[0], made, again=op.value in self._seen[verb])
         for use in op.writes:
             self._write(use, made)

@@ -17,6 +17,7 @@ from offload.planning.layout import CHUNK_STAGES, Plan
 from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.schedule import Task, Work
+from offload.program.verify import check_op
 from offload.runtime.books import Known, native_books
 from offload.runtime.device import Device
 from offload.runtime.lanes import Lanes
@@ -119,6 +120,7 @@ class Executor:
         """`op`, to be issued any number of times; `work` is what it does, where it is no move."""
         if op.verb is Verb.MOVE and work is None:
             work = self.works.move(op)
+        check_op(self.plan, op)
         return self.lanes.know(op, tuple(cells(op.reads)), tuple(cells(op.writes)), work)
 
     def issue(self, ops: Sequence[Known], pass_number: int, settings: Any = None) -> list[Task]:
