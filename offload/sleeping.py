@@ -12,9 +12,8 @@ taken leaves it asleep. Graphs from before are invalid: torch refuses their back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal
 
 import torch
 from torch import nn
@@ -29,15 +28,10 @@ from offload.planning.planner import BudgetError
 from offload.planning.profile import KINDS
 from offload.planning.tiers import TIERS, Tier, format_bytes
 from offload.program.ops import Value
-from offload.program.schedule import Fence
-from offload.runtime.device import CPU, Device
 from offload.runtime.entry import entry
 from offload.runtime.executor import Executor
-from offload.runtime.memory import Arena, host_tensor, typed
+from offload.runtime.memory import host_tensor, typed
 from offload.runtime.store import Store
-
-PIECE_BYTES = 32 << 20
-"""Of each of the two registered pieces through which bytes go between device and CPU memory."""
 
 
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
@@ -96,14 +90,11 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
     _let_go_of_all(engine)
     area = SwapArea(executor, given, directories)
     try:
-        with _copying(executor.device, area.largest) as copy:
-            for value in area.values():
-                if plan.in_arena(value.kind, value.unit):
-                    area.put(value, executor.read_home(value), executor.step, copy)
-                else:
-                    flat = area.room(value)
-                    _gather(engine.units[value.unit], value, flat, copy)
-                    area.keep(value, flat, executor.step)
+        for value in area.values():
+            if plan.in_arena(value.kind, value.unit):
+                area.put(value, executor.read_home(value))
+            else:
+                area.put(value, _gathered(engine.units[value.unit], value, area.room(value)))
     except BaseException:
         area.awake()
         raise
@@ -135,13 +126,15 @@ def _wake_up(engine: Engine, area: SwapArea) -> None:
         for tier in area.given:
             executor.memory.take(tier)
             taken.append(tier)
-        with _copying(executor.device, area.largest) as copy:
-            for value in area.values():
-                if engine.plan.in_arena(value.kind, value.unit):
-                    area.get(value, executor.read_home(value), copy)
-                else:
-                    unit, flat = engine.units[value.unit], area.content(value)
-                    fresh[value] = _scattered(unit, value, flat, executor.device, copy)
+        for value in area.values():
+            if engine.plan.in_arena(value.kind, value.unit):
+                area.get(value, executor.read_home(value))
+            else:
+                flat = area.get(value, area.room(value))
+                fresh[value] = {
+                    index: executor.device.empty(view.shape, view.dtype).copy_(view)
+                    for index, view in _views(engine.units[value.unit], value, flat)
+                }
     except BaseException:
         for tier in taken:
             executor.memory.give_back(tier)
@@ -167,29 +160,15 @@ def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[i
             yield index, typed(flat, one.dtype, unit.spec.gradient_offset(index), one.shape)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
 @torch.no_grad()
-def _gather(unit: FlatUnit, value: Value, flat: torch.Tensor, copy: Copy) -> None:
-    """Copy the weights or gradients of a unit into `flat`, laid out as in an arena."""
+def _gathered(unit: FlatUnit, value: Value, flat: torch.Tensor) -> torch.Tensor:
+    """`flat`, with the weights or gradients of a unit laid out as in an arena."""
     for index, view in _views(unit, value, flat):
         parameter = unit.parameters[index]
         source = parameter if value.kind == "weight" else parameter.grad
         if source is not None and source.dtype == view.dtype:
-            copy(_bytes(view), _bytes(source.detach().contiguous()))
-
-
-def _scattered(
-    unit: FlatUnit, value: Value, flat: torch.Tensor, device: Device, copy: Copy
-) -> dict[int, torch.Tensor]:
-    """By parameter, its value in `flat`, in memory of its own on the device."""
-    found = {}
-    for index, view in _views(unit, value, flat):
-        found[index] = device.empty(view.shape, view.dtype)
-        copy(_bytes(found[index]), _bytes(view))
-    return found
+            view.copy_(source)
+    return flat
 
 
 def _rest(engine: Engine, unit: FlatUnit) -> dict[int, torch.Tensor | None]:
@@ -228,9 +207,6 @@ def _restore(
 
 # -- the swap area ---------------------------------------------------------------------------------
 
-Copy = Callable[[torch.Tensor, torch.Tensor], object]
-"""Copies flat bytes into the first from the second, and returns when they are there."""
-
 
 class SwapArea:
     """Where the values of a sleeping engine lie: in CPU memory, or in a file of their own."""
@@ -246,14 +222,12 @@ class SwapArea:
         self.gradients: dict[int, dict[int, torch.Tensor | None]] = {}
         """By resident unit and parameter, the gradients that there are, see `_rest`."""
         self._plan: Plan = executor.plan
-        self._share, self._device = executor.share, executor.device
+        self._executor, self._share = executor, executor.share
         self._tier: Tier = "nvme" if directories else "cpu"
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
         sizes = {one: self._plan.bytes_of(one.kind, one.unit) for one in self.values()}
         self.bytes = sum(sizes.values())
-        self.largest = max(sizes.values(), default=0)
-        """Bytes of the largest value."""
         layout = file_layout(self._plan.profile, self._placements(), self._plan.states)
         if directories and sizes:
             self.bytes = layout.bytes
@@ -329,120 +303,32 @@ class SwapArea:
     # -- the values ----------------------------------------------------------------------------
 
     def room(self, value: Value) -> torch.Tensor:
-        """CPU memory for the bytes of a value, to be filled and then kept."""
+        """CPU memory for the bytes of a value."""
         if self._store is None:
             return self._memory[value]
         return host_tensor(self._plan.bytes_of(value.kind, value.unit))
 
-    def keep(self, value: Value, flat: torch.Tensor, step: int) -> None:
-        """Keep the bytes of a value, which lie in its room or elsewhere in CPU memory."""
+    def put(self, value: Value, content: torch.Tensor) -> None:
+        """Keep the bytes of a value; those in its room are there already."""
+        if self._store is None or self._executor.device.holds(content):
+            flat = self.room(value)
+            if flat.data_ptr() != content.data_ptr():
+                flat.copy_(content)
+            content = flat
         if self._store is not None:
-            self._store.write(value.kind, self._plan.profile.units[value.unit].name, flat, step)
+            name = self._plan.profile.units[value.unit].name
+            self._store.write(value.kind, name, content, self._executor.step)
 
-    def content(self, value: Value) -> torch.Tensor:
-        """The bytes of a value, in CPU memory."""
-        flat = self.room(value)
-        if self._store is not None:
-            self._store.read(value.kind, self._plan.profile.units[value.unit].name, flat)
-        return flat
-
-    def put(self, value: Value, content: torch.Tensor, step: int, copy: Copy) -> None:
-        """Keep the bytes of a value; `copy` brings them from where they are."""
-        direct = self._store is not None and not self._device.holds(content)
-        flat = content if direct else self.room(value)
-        if not direct:
-            copy(flat, content)
-        self.keep(value, flat, step)
-
-    def get(self, value: Value, into: torch.Tensor, copy: Copy) -> None:
-        """Fill `into` with the bytes of a value."""
-        if self._store is not None and not self._device.holds(into):
-            self._store.read(value.kind, self._plan.profile.units[value.unit].name, into)
-        else:
-            copy(into, self.content(value))
+    def get(self, value: Value, into: torch.Tensor) -> torch.Tensor:
+        """`into`, with the bytes of a value."""
+        if self._store is None:
+            return into if into is self._memory[value] else into.copy_(self._memory[value])
+        flat = self.room(value) if self._executor.device.holds(into) else into
+        self._store.read(value.kind, self._plan.profile.units[value.unit].name, flat)
+        return into if flat is into else into.copy_(flat)
 
     def close(self) -> None:
         """Let go of what it holds, which nobody needs any more."""
         self._memory = {}
         if self._store is not None:
             self._store.close()
-
-
-# -- copies between the device and memory that is not registered -----------------------------------
-
-
-@contextmanager
-def _copying(device: Device, most: int) -> Iterator[Copy]:
-    """What copies up to `most` bytes at a time; any kinds of memory.
-
-    A driver copies memory that is not registered through a small buffer of its own, at a fraction
-    of the bus, and to register it for one copy takes longer than the copy. So bytes go through two
-    registered pieces in turn: while the device moves one, the host copies the other.
-
-    Raises:
-        MemoryError: there is no memory for the pieces.
-    """
-    if device.is_host:
-        yield lambda into, source: into.copy_(source)
-        return
-    size = min(PIECE_BYTES, most)
-    arena = Arena(2 * size, CPU, driver=device.driver, edges=(size,))
-    pieces = [arena.tensor[:size], arena.tensor[size:]]
-
-    def copy(into: torch.Tensor, source: torch.Tensor) -> None:
-        if device.holds(into) == device.holds(source):
-            into.copy_(source)
-        elif device.holds(into):
-            _send(device, into, source, pieces)
-        else:
-            _fetch(device, into, source, pieces)
-        device.drain()
-
-    try:
-        yield copy
-    finally:
-        device.drain()  # After an error a copy may be under way.
-        arena.close()
-
-
-def _send(
-    device: Device, into: torch.Tensor, source: torch.Tensor, pieces: list[torch.Tensor]
-) -> None:
-    """From CPU memory to the device."""
-    left: list[Fence | None] = [None, None]
-    """By piece, the copy out of it."""
-    for turn, (into_part, part) in enumerate(_parts(into, source, len(pieces[0]))):
-        piece, before = pieces[turn % 2][: len(part)], left[turn % 2]
-        if before is not None:
-            before.synchronize()
-        piece.copy_(part)
-        device.copy(into_part, piece)
-        left[turn % 2] = device.fence(device.stream())
-
-
-def _fetch(
-    device: Device, into: torch.Tensor, source: torch.Tensor, pieces: list[torch.Tensor]
-) -> None:
-    """From the device to CPU memory."""
-    arriving: list[tuple[torch.Tensor, torch.Tensor, Any]] = []
-    for turn, (into_part, part) in enumerate(_parts(into, source, len(pieces[0]))):
-        piece = pieces[turn % 2][: len(part)]
-        device.copy(piece, part)
-        arriving.append((into_part, piece, device.fence(device.stream())))
-        if len(arriving) == 2:
-            _empty(*arriving.pop(0))
-    for one in arriving:
-        _empty(*one)
-
-
-def _empty(into: torch.Tensor, piece: torch.Tensor, fence: Fence | None) -> None:
-    if fence is not None:
-        fence.synchronize()
-    into.copy_(piece)
-
-
-def _parts(
-    into: torch.Tensor, source: torch.Tensor, size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for start in range(0, len(source), size):
-        yield into[start : start + size], source[start : start + size]

@@ -30,13 +30,10 @@ class Pair:
     """The same done to both books; whatever they answer must be the same."""
 
     def __init__(self) -> None:
-        self.both: tuple[Any, Any] = (Books(LANES, self.fail), CompiledBooks())
+        self.both: tuple[Any, Any] = (Books(LANES), CompiledBooks())
         self.tasks: list[tuple[Any, Any]] = []
         self.running: list[tuple[Any, Any]] = []
         self.started: list[int] = []
-
-    def fail(self, error: BaseException) -> None:
-        raise error
 
     def submit(self, wanted: Any, key: Any, *, user: bool = False) -> None:
         """Queue ops, each of a lane and with the cells that it reads and writes."""

@@ -150,6 +150,7 @@ class SlowFence(FakeFence):
     """A device that takes a while for what is queued on it."""
 
     def synchronize(self) -> None:
+        self.through.set()
         time.sleep(0.15)
         super().synchronize()
 

@@ -211,7 +211,7 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
         run.optimizer.zero_grad()
         expected = loss_of(run.model, x)
         works, known = run.engine.executor.works, run.engine.passes.known
-        known._turns.clear()
+        known._kept.clear()
         run.engine.passes._turns.clear()
 
         def broken(*_: object) -> Any:

@@ -244,21 +244,15 @@ def test_lanes_compute_with_one_thread_each_and_leave_ours_alone() -> None:
 
 
 class FakeFence:
-    """An event of a device that finishes nothing until somebody waits for it."""
+    """An event of a device that is through when it is let."""
 
     def __init__(self, log: list[str]):
         self.log = log
-        self.done = False
+        self.through = threading.Event()
 
     def synchronize(self) -> None:
-        self.log.append("host waits")
-        self.done = True
-
-    def wait(self) -> None:
-        self.log.append("stream waits")
-
-    def query(self) -> bool:
-        return self.done
+        assert self.through.wait(20.0)
+        self.log.append("the device is through")
 
 
 class Fenced(Device):
@@ -281,84 +275,78 @@ def fenced(log: list[str]) -> Iterator[tuple[Lanes, Task, FakeFence]]:
     with lanes(device=Fenced(fence)) as made:
         mine = submit(made, op(Lane.COMPUTE), [], (0, 0))
         made.begin(mine)
-        yield made, mine, fence
+        try:
+            yield made, mine, fence
+        finally:
+            fence.through.set()
 
 
-def test_a_lane_waits_for_the_device_whether_it_was_queued_before_or_after() -> None:
-    for late in (False, True):
-        log: list[str] = []
-        with fenced(log) as (made, mine, fence):
-            if late:
-                made.finish(mine)
-            task = submit(made, op(), [mine], (0, 0), partial(log.append, "lane runs"))
-            if not late:
-                made.finish(mine)
-            made.wait([task])
-            assert log == ["host waits", "lane runs"]
-            assert (fence.done, task.fences) == (True, [])
-
-
-def test_the_users_next_compute_waits_on_the_device_and_not_on_the_host() -> None:
-    for late in (False, True):
-        log: list[str] = []
-        with fenced(log) as (made, mine, _):
-            if late:
-                made.finish(mine)
-            after = submit(made, op(Lane.COMPUTE), [mine], (0, 1))
-            if not late:
-                made.finish(mine)
-            made.begin(after)
-            assert log == ["stream waits"]
-            made.finish(after)
-
-
-def test_a_task_is_settled_when_the_device_is_through_too() -> None:
-    with fenced([]) as (made, mine, fence):
-        assert not mine.settled
-        made.finish(mine)
-        assert mine.over
-        assert not mine.settled
-        made.wait([mine])
-        assert mine.settled
-        assert fence.log == ["host waits"]
-
-
-def test_a_cancelled_task_hands_on_what_the_device_has_to_finish() -> None:
-    log: list[str] = []
-    with fenced(log) as (made, mine, _):
-        gate = submit(made, op(Lane.COMPUTE), [], (0, 1))
-        made.finish(mine)
-        between = submit(made, op(), [mine, gate], (0, 1), _nothing)
-        last = submit(made, op(), [between], (0, 2), lambda: log.append("lane runs"))
-        made.cancel([between])
-        assert log == []
-        made._device = CPU
-        made.begin(gate)
-        made.finish(gate)
-        made.wait([last])
-    assert log == ["host waits", "lane runs"]
-
-
-def test_what_the_device_is_not_ready_for_holds_up_nothing_behind_it() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_a_lane_waits_for_the_device_whether_it_was_queued_before_or_after(late: bool) -> None:
     log: list[str] = []
     with fenced(log) as (made, mine, fence):
-        gate = submit(made, op(Lane.COMPUTE), [], (0, 0))
-        made.begin(gate)
+        if late:
+            made.finish(mine)
+        task = submit(made, op(), [mine], (0, 0), partial(log.append, "lane runs"))
+        if not late:
+            made.finish(mine)
+        assert not mine.over
+        fence.through.set()
+        made.wait([task])
+        assert log == ["the device is through", "lane runs"]
+        assert mine.over
+
+
+def test_the_user_waits_for_what_the_device_has_to_finish_before() -> None:
+    log: list[str] = []
+    with fenced(log) as (made, mine, fence):
+        after = submit(made, op(Lane.COMPUTE), [mine], (0, 1))
+        made.finish(mine)
+        fence.through.set()
+        made.begin(after)
+        assert log == ["the device is through"]
+        made.finish(after)
+        made.wait([after])
+
+
+def test_what_a_cancelled_task_waited_for_is_waited_for_on_the_device_too() -> None:
+    log: list[str] = []
+    with fenced(log) as (made, mine, fence):
+        made.finish(mine)
+        between = submit(made, op(), [mine], (0, 1), _nothing)
+        last = submit(made, op(), [between], (0, 2), partial(log.append, "lane runs"))
+        made.cancel([between])
+        assert log == []
+        fence.through.set()
+        made.wait([last])
+    assert log == ["the device is through", "lane runs"]
+
+
+def test_what_the_device_is_not_through_with_holds_up_nothing_behind_it() -> None:
+    log: list[str] = []
+    with fenced(log) as (made, mine, fence):
         made.finish(mine)
         tasks = [
-            submit(made, op(), [gate, *waits], (0, key), partial(log.append, name))
-            for name, key, waits in (
-                ("first", 1, [mine]),
-                ("second", 2, []),
-                ("third", 3, [mine]),
-                ("last", 4, []),
-            )
+            submit(made, op(), waits, (0, key), partial(log.append, name))
+            for name, key, waits in (("first", 1, [mine]), ("second", 2, []))
         ]
-        made._device = CPU
-        made.finish(gate)
+        made.wait(tasks[1:])
+        fence.through.set()
         made.wait(tasks)
-        assert fence.done
-    assert log == ["second", "last", "host waits", "first", "third"]
+    assert log == ["second", "the device is through", "first"]
+
+
+def test_an_error_of_the_device_is_told() -> None:
+    class Broken(FakeFence):
+        def synchronize(self) -> None:
+            raise RuntimeError("an illegal address")
+
+    with lanes(device=Fenced(Broken([]))) as made:
+        mine = submit(made, op(Lane.COMPUTE), [], (0, 0))
+        made.begin(mine)
+        made.finish(mine)
+        with pytest.raises(EngineError, match="an illegal address"):
+            made.wait([mine])
 
 
 # -- failures and the end ---------------------------------------------------------------------

@@ -17,7 +17,6 @@ from cpu_adam import reference
 from offload.optim.update import Updates
 from offload.program.ops import Op, Value
 from offload.runtime.memory import Memory
-from offload.sleeping import _copying
 from tests.paced import Paced, paced
 from tests.paced_loops import (
     Actions,
@@ -376,53 +375,6 @@ def test_zeros_are_there_for_every_stream() -> None:
 def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
     script = script_of([], [], [edit_held, nap, look])
     check(script, RESIDENT, tmp_path, tight=False)
-
-
-@pytest.mark.parametrize("size", [1, 63, 64, 65, 128, 129, 64 * 7 + 5])
-@pytest.mark.parametrize("pace", [0.0, 30.0, 1000.0])
-def test_copies_by_way_of_registered_memory_arrive(
-    size: int, pace: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("offload.sleeping.PIECE_BYTES", 64)
-    content = torch.arange(size).mul(7).to(torch.uint8)
-    with paced() as device:
-        device.change(size, host_pace=pace, host_pauses_s=0.0)
-        one, other, back = device.zeros(size), device.zeros(size), torch.zeros_like(content)
-        with _copying(device, size) as copy:
-            for into, source in ((one, content), (other, one), (back, other)):
-                copy(into, source)
-        assert torch.equal(back, content)
-        device.timeline.finish()
-    assert not device.timeline.races
-
-
-def test_a_copy_on_the_device_is_there_for_every_stream() -> None:
-    with paced() as device:
-        one, other = device.zeros(64), device.zeros(64)
-        with _copying(device, 64) as copy:
-            copy(other, one)
-            with device.unordered():
-                other.add_(1)
-        device.timeline.finish()
-    assert not device.timeline.races
-
-
-def test_a_copy_that_fails_half_way_leaves_none_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.sleeping.PIECE_BYTES", 64)
-    with paced() as device:
-        device.change(0, host_pace=0.0, host_pauses_s=0.0)
-        there, queue, left = device.zeros(640), device.copy, [3]
-
-        def copy_or_fail(into: torch.Tensor, source: torch.Tensor) -> None:
-            left[0] -= 1
-            if not left[0]:
-                raise RuntimeError("the device is gone")
-            queue(into, source)
-
-        monkeypatch.setattr(device, "copy", copy_or_fail)
-        with pytest.raises(RuntimeError), _copying(device, 640) as copy:
-            copy(there, torch.ones(640, dtype=torch.uint8))
-        assert not any(stream.items for stream in device.timeline._streams)
 
 
 # -- any schedule -------------------------------------------------------------------------------

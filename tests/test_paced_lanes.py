@@ -55,7 +55,7 @@ class Bench:
         self.board: Scoreboard[Task] = Scoreboard(
             taken_back=lambda task: task.cancelled,
             fixed=lambda task: task.begun,
-            settled=lambda task: task.settled,
+            settled=lambda task: task.over,
         )
         self.places: dict[Cell, torch.Tensor] = {}
         for number in range(HOMES):

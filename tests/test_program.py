@@ -10,6 +10,7 @@ from hypothesis import given
 from offload.planning.layout import Place, Placement, Plan, lay_out
 from offload.planning.profile import StateChoice, profile_of
 from offload.program.compile import (
+    add_gradient,
     compile_program,
     fetch,
     offload_gradient,
@@ -64,17 +65,15 @@ def test_weight_in_use() -> None:
 
 def test_offload_gradient_puts_the_first_gradient_and_adds_the_next() -> None:
     profile = blocks(2)
-    assert offload_gradient(plan_of(profile, gradient="device"), 0, 1, first=True) == []
+    assert offload_gradient(plan_of(profile, gradient="device"), 0, 1) == []
     cpu, nvme = plan_of(profile), plan_of(profile, gradient="nvme")
-    assert path(offload_gradient(cpu, 0, 1, first=True)) == [("d2h", "device gradient", "cpu home")]
-    assert path(offload_gradient(nvme, 0, 1, first=True)) == [
+    assert path(offload_gradient(cpu, 0, 1)) == [("d2h", "device gradient", "cpu home")]
+    assert path(offload_gradient(nvme, 0, 1)) == [
         ("d2h", "device gradient", "cpu gradient"),
         ("disk", "cpu gradient", "nvme home"),
     ]
-    assert path(offload_gradient(cpu, 0, 1, first=False)) == [
-        ("d2h", "device gradient", "cpu gradient")
-    ]
-    ops = offload_gradient(nvme, 0, 1, first=False)
+    assert path(add_gradient(cpu, 0, 1)) == [("d2h", "device gradient", "cpu gradient")]
+    ops = add_gradient(nvme, 0, 1)
     assert path(ops) == [
         ("d2h", "device gradient", "cpu gradient"),
         ("disk", "nvme home", "cpu deposit"),

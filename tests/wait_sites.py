@@ -29,29 +29,10 @@ WAITS = (
         "            self._books.begin(task, 0.0)\n",
     ),
     Wait(
-        "user: its stream for computes on other streams",
-        "runtime/lanes",
-        "        for fence in task.fences:\n            fence.wait()\n        task.streams = ",
-        "        task.streams = ",
-    ),
-    Wait(
-        "user: another stream of its compute, for the same",
-        "runtime/lanes",
-        "            for fence in task.fences:\n                fence.wait()\n"
-        "            task.streams.append",
-        "            task.streams.append",
-    ),
-    Wait(
         "user: fences on all streams of its compute",
         "runtime/lanes",
         "for stream in task.streams]",
         "for stream in task.streams[-1:]]",
-    ),
-    Wait(
-        "user: any fence of its compute",
-        "runtime/lanes",
-        "[fence for fence in fences if fence is not None]",
-        "[]",
     ),
     Wait(
         "user: until tasks are over",
@@ -60,15 +41,9 @@ WAITS = (
         "                pass\n",
     ),
     Wait(
-        "user: until tasks are over on the device",
+        "user: until the device is through with its compute",
         "runtime/lanes",
-        "                        fence.synchronize()\n        self.check()",
-        "                        pass\n        self.check()",
-    ),
-    Wait(
-        "lane: for fences before its op",
-        "runtime/lanes",
-        "            start += self._come(task)\n",
+        "                for fence in one[1]:\n                    fence.synchronize()\n",
         "",
     ),
     Wait(
@@ -76,18 +51,6 @@ WAITS = (
         "runtime/lanes",
         "            self._device.drain()\n            if self._pace",
         "            if self._pace",
-    ),
-    Wait(
-        "schedule: fences of tasks that were over",
-        "program/schedule",
-        "                task.fences += other.fences\n",
-        "                pass\n",
-    ),
-    Wait(
-        "schedule: fences of tasks that end",
-        "program/schedule",
-        "            follower.fences += task.fences\n",
-        "",
     ),
     Wait(
         "schedule: a task for others",
@@ -130,12 +93,6 @@ WAITS = (
         "program/schedule",
         "if wrote and self._fixed(other) and not self._taken_back(other):",
         "if wrote:",
-    ),
-    Wait(
-        "order: tasks over on the host only",
-        "program/schedule",
-        "return self.over and not (self.fences and self.fenced)",
-        "return self.over",
     ),
     Wait(
         "home: after a write",
@@ -261,18 +218,6 @@ WAITS = (
         "                self._device.drain()\n                self._transfer",
         "                self._transfer",
     ),
-    Wait(
-        "stream: before another chunk has the slot",
-        "runtime/works",
-        "                        self._device.drain()  # Before another chunk has the slot.\n",
-        "                        pass\n",
-    ),
-    Wait(
-        "stream: for a slot that no chunk has",
-        "runtime/works",
-        "        number = self._slots.get()\n",
-        "        number = 0\n",
-    ),
     Wait("residents: after they were attached", "model/resident", "    device.drain()\n", ""),
     Wait(
         "states: after they are read",
@@ -314,29 +259,10 @@ WAITS = (
         "gradients: for the place where they are collected",
         "model/gradients",
         "            self._executor.lanes.begin(task)\n        except",
-        "            from dataclasses import replace\n"
-        "            alone = self._executor.known(replace(known.op, reads=(), writes=()))\n"
+        "            alone = self._executor.lanes.know(known[0].op, (), ())\n"
         "            number = self._passes.number\n"
         "            self._executor.lanes.begin(*self._executor.lanes.issue([alone], number))\n"
         "        except",
-    ),
-    Wait(
-        "sleep: for a piece before it is filled again",
-        "sleeping",
-        "        if before is not None:\n            before.synchronize()\n",
-        "",
-    ),
-    Wait(
-        "sleep: for a piece before it is emptied",
-        "sleeping",
-        "    if fence is not None:\n        fence.synchronize()\n",
-        "",
-    ),
-    Wait(
-        "sleep: until a copy is through",
-        "sleeping",
-        "            _fetch(device, into, source, pieces)\n        device.drain()\n",
-        "            _fetch(device, into, source, pieces)\n",
     ),
     Wait(
         "sleep: for all that is under way",
@@ -344,12 +270,6 @@ WAITS = (
         "    engine.executor.idle()\n",
         "",
         ("test_sleep",),
-    ),
-    Wait(
-        "sleep: after a copy that failed",
-        "sleeping",
-        "        device.drain()  # After an error a copy may be under way.\n",
-        "",
     ),
     Wait(
         "memory: before it is given back",

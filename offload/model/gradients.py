@@ -33,7 +33,7 @@ from offload.model.passes import Passes
 from offload.model.snapshots import Alias, Key, Snapshots, share
 from offload.model.units import refuse_sparse
 from offload.planning.profile import Parameter
-from offload.program.compile import collected
+from offload.program.compile import add_gradient, collect, collected, offload_gradient
 from offload.program.ops import Op, Use, Value, Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
@@ -146,16 +146,12 @@ class Gradients:
         arrived, one.arrived = one.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
-        way = self._passes.known.offload_gradient(
-            unit, self._passes.position + 1, first=not one.kept
-        )
-        self._executor.issue(
-            [
-                self._adding(known.op, arrived, one.kept) if known.op.verb is Verb.ADD else known
-                for known in way
-            ],
-            self._passes.number,
-        )
+        make = add_gradient if one.kept else offload_gradient
+        way = [
+            self._adding(known.op, arrived, one.kept) if known.op.verb is Verb.ADD else known
+            for known in self._passes.known(make, unit, self._passes.position + 1)
+        ]
+        self._executor.issue(way, self._passes.number)
         one.kept |= arrived
 
     def send_all(self) -> bool:
@@ -177,8 +173,8 @@ class Gradients:
         for other in sorted(self._collecting) if self._collecting and slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
-        known = self._passes.known.collect(unit, self._passes.position)
-        (task,) = self._executor.lanes.issue([known], self._passes.number)
+        known = self._passes.known(collect, unit, self._passes.position)
+        (task,) = self._executor.lanes.issue(known, self._passes.number)
         try:
             self._executor.lanes.begin(task)
         except BaseException:

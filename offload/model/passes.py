@@ -13,21 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from offload.model.running import in_backward
 from offload.planning.layout import Place
 from offload.planning.profile import profile_of
-from offload.program.compile import collect, fetch, offload_gradient, use
+from offload.program.compile import fetch, use
 from offload.program.ops import Op, Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
 from offload.runtime.executor import Executor
 
-KNOWN_PER_UNIT_MAX = 16
-"""Prepared ops kept per unit: with orders that depend on the data there would be no end."""
-
-Made = TypeVar("Made")
+KNOWN_PER_UNIT_MAX = 32
+"""Kept per unit of what is prepared: with orders that depend on the data there were no end."""
 
 
 class KnownOps:
@@ -35,48 +33,19 @@ class KnownOps:
 
     def __init__(self, executor: Executor):
         """None is prepared yet."""
-        self._executor = executor
-        self._plan = executor.plan
-        self._turns: dict[Hashable, tuple[list[Known], Known]] = {}
-        self._collects: dict[Hashable, Known] = {}
-        self._carries: dict[Any, list[Known]] = {}
+        self._executor, self._plan = executor, executor.plan
+        self._kept: dict[Hashable, list[Known]] = {}
 
-    def turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
-        """The fetch of a unit's weights at a position in a pass, and the compute that uses them."""
-        return self._turns.get((verb, unit, position)) or self._keep(
-            self._turns, (verb, unit, position), lambda: self._turn(verb, unit, position)
-        )
-
-    def collect(self, unit: int, position: int) -> Known:
-        """The compute that makes the gradient of a unit."""
-        return self._collects.get((unit, position)) or self._keep(
-            self._collects, (unit, position), lambda: self._collect(unit, position)
-        )
-
-    def offload_gradient(self, unit: int, deadline: int, *, first: bool) -> list[Known]:
-        """What takes a gradient home: the `first`, which is copied, or another, which is added."""
-        return self._carries.get((unit, deadline, first)) or self._keep(
-            self._carries,
-            (unit, deadline, first),
-            lambda: self._all(offload_gradient(self._plan, unit, deadline, first=first)),
-        )
-
-    def _turn(self, verb: Verb, unit: int, position: int) -> tuple[list[Known], Known]:
-        return self._all(fetch(self._plan, unit, position)), self._executor.known(
-            use(self._plan, unit, verb, position)
-        )
-
-    def _collect(self, unit: int, position: int) -> Known:
-        return self._executor.known(collect(self._plan, unit, position))
-
-    def _all(self, ops: list[Op]) -> list[Known]:
-        return [self._executor.known(op) for op in ops]
-
-    def _keep(self, kept: dict[Hashable, Made], key: Hashable, make: Callable[[], Made]) -> Made:
-        if len(kept) >= KNOWN_PER_UNIT_MAX * len(self._plan.profile.units):
-            kept.clear()
-        made = kept[key] = make()
-        return made
+    def __call__(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> list[Known]:
+        """What a function of `program.compile` makes of the plan and these arguments."""
+        found = self._kept.get((make, args))
+        if found is None:
+            if len(self._kept) >= KNOWN_PER_UNIT_MAX * len(self._plan.profile.units):
+                self._kept.clear()
+            made = make(self._plan, *args)
+            ops = [made] if isinstance(made, Op) else made
+            found = self._kept[make, args] = [self._executor.known(op) for op in ops]
+        return found
 
 
 class Entry(NamedTuple):
@@ -243,7 +212,8 @@ class Passes:
         return turns
 
     def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
-        return self._plan.weight_slot[unit], *self.known.turn(verb, unit, position)
+        (computes,) = self.known(use, unit, verb, position)
+        return self._plan.weight_slot[unit], self.known(fetch, unit, position), computes
 
     def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
         return self._entries([unit], [self._turn(opened.verb, unit, position)], position)[0]

@@ -21,8 +21,9 @@ from offload.planning.layout import Plan
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
 from offload.program.ops import Lane, Use, Verb
-from offload.program.schedule import Fence, Task
+from offload.program.schedule import Task
 from offload.runtime.books import Known
+from offload.runtime.device import Fence
 from offload.runtime.executor import Executor
 from offload.runtime.works import Clip, PythonWorks, Settings
 

@@ -78,7 +78,7 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
         if verb is Verb.BACKWARD and units[unit].trainable:
             first = name == "backward_first" and unit not in steps[:position]
             ops.append(collect(plan, unit, position + 1))
-            ops += offload_gradient(plan, unit, position + 2, first=first)
+            ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
     return Phase(name, with_waits(ops), entry, dict(in_slots))
 
 
@@ -173,27 +173,31 @@ def collect(plan: Plan, unit: int, deadline: int) -> Op:
     return Op(Lane.COMPUTE, Verb.COLLECT, there.value, (), (there,), 0, deadline)
 
 
-def offload_gradient(plan: Plan, unit: int, deadline: int, *, first: bool) -> list[Op]:
-    """Move a unit's gradient from its device slot home: the `first` as it is, others by adding."""
+def offload_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Move the first gradient of a unit from its device slot home."""
+    slot, home = plan.gradient_slot[unit], plan.home("gradient", unit)
+    if slot is None:
+        return []
+    stops = [slot, home]
+    if home.tier == "nvme":
+        stops.insert(1, Place("cpu", "gradient", unit % STAGES))
+    return move(Value("gradient", unit), plan.bytes_of("gradient", unit), stops, deadline)
+
+
+def add_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:
+    """Add another gradient of a unit, in its device slot, to the one at home."""
     slot, home = plan.gradient_slot[unit], plan.home("gradient", unit)
     if slot is None:
         return []
     value, size = Value("gradient", unit), plan.bytes_of("gradient", unit)
-    stage = Place("cpu", "gradient", unit % STAGES)
-    if first:
-        stops = [slot, home] if home.tier == "cpu" else [slot, stage, home]
-        return move(value, size, stops, deadline)
-    deposit = home if home.tier == "cpu" else Place("cpu", "deposit", unit % STAGES)
-    ops = move(value, size, [slot, stage], deadline)
+    stage, deposit = Place("cpu", "gradient", unit % STAGES), home
+    before, after = move(value, size, [slot, stage], deadline), list[Op]()
     if home.tier == "nvme":
-        ops += move(value, size, [home, deposit], deadline)
-    total = Use(deposit, value)
-    ops.append(
-        Op(Lane.CPU, Verb.ADD, value, (Use(stage, value), total), (total,), 3 * size, deadline)
-    )
-    if home.tier == "nvme":
-        ops += move(value, size, [deposit, home], deadline)
-    return ops
+        deposit = Place("cpu", "deposit", unit % STAGES)
+        before += move(value, size, [home, deposit], deadline)
+        after = move(value, size, [deposit, home], deadline)
+    reads = Use(stage, value), Use(deposit, value)
+    return [*before, Op(Lane.CPU, Verb.ADD, value, reads, reads[1:], 3 * size, deadline), *after]
 
 
 def square(plan: Plan, unit: int, ordinal: int) -> Op:

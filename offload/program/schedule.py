@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from offload.program.ops import Lane, Op
 
@@ -49,19 +49,6 @@ Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
 
-class Fence(Protocol):
-    """Work that the device has still to finish (an event)."""
-
-    def synchronize(self) -> None:
-        """Block until it has."""
-
-    def wait(self) -> None:
-        """Let the current stream wait until it has."""
-
-    def query(self) -> bool:
-        """Whether it has."""
-
-
 Work = Callable[[Any], object]
 """What a lane does: it is given the settings of the step."""
 
@@ -73,7 +60,7 @@ class Task:
         "began_at",
         "begun",
         "cancelled",
-        "fences",
+        "ended_at",
         "followers",
         "history",
         "key",
@@ -113,8 +100,8 @@ class Task:
         """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
         self.ready_at = self.began_at = 0.0
         self.history: tuple[tuple[Lane, float], ...] = ()
-        self.fences: list[Fence] = []
-        """What has to be through on the device before it, and once it is done, of its own."""
+        self.ended_at = 0.0
+        """When the host had queued all of the user's compute, where a device does it later."""
         self.streams: list[object] = []
         """Those that the user's compute has used so far, but for the one on which it ends."""
 
@@ -122,16 +109,6 @@ class Task:
     def of_user(self) -> bool:
         """Whether it is the user's own compute."""
         return self.work is None
-
-    @property
-    def settled(self) -> bool:
-        """Whether it is over on the device too."""
-        return self.over and not (self.fences and self.fenced)
-
-    @property
-    def fenced(self) -> bool:
-        """Whether the device has still to finish what comes before it, or once over, of its own."""
-        return bool(self.fences) and not all(fence.query() for fence in self.fences)
 
     def go(self, state: State) -> None:
         """Move to `state`."""
@@ -238,9 +215,7 @@ class Schedule:
     def add(self, task: Task, waits: Iterable[Task]) -> None:
         """Let `task` be ready when `waits` are over."""
         for other in waits:
-            if other.over:
-                task.fences += other.fences
-            else:
+            if not other.over:
                 self._link(other, task)
                 if task.key < other.key:
                     self._hurry(other, task.key)
@@ -263,23 +238,11 @@ class Schedule:
     # -- what goes next -----------------------------------------------------------------------
 
     def first(self, lane: Lane) -> Task | None:
-        """The most urgent task that is ready on `lane`; the user's own are not among them.
-
-        One that the device is not ready for has those behind it go first, if it is for any.
-        """
-        queue, held = self._queues[lane], list[tuple[Key, int, Task]]()
-        while queue:
-            task = queue[0][2]
-            if task.state is not State.READY:
-                heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
-            elif task.fenced:
-                held.append(heapq.heappop(queue))
-            else:
-                break
-        found = queue[0] if queue else held[0] if held else None
-        for one in held:
-            heapq.heappush(queue, one)
-        return found[2] if found is not None else None
+        """The most urgent task that is ready on `lane`; the user's own are not among them."""
+        queue = self._queues[lane]
+        while queue and queue[0][2].state is not State.READY:
+            heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
+        return queue[0][2] if queue else None
 
     def take(self, lane: Lane) -> Task | None:
         """Begin the most urgent task that is ready on `lane`, see `first`."""
@@ -297,7 +260,6 @@ class Schedule:
 
     def _release(self, task: Task) -> None:
         for follower in task.followers:
-            follower.fences += task.fences
             follower.missing -= 1
             self._try(follower, task)
         task.followers, task.waits = [], []

@@ -1,17 +1,15 @@
 """All that is queued on the lanes, under one lock, and who is woken when it is let go.
 
 [Note: Books]
-Tasks are queued, begun and ended under one lock. When it is let go, lanes that have something to
-do are woken: each once, however much was queued for it, as a lane that wakes takes the GIL from who
-queues. What is raised under the lock leaves the books half written, and ends everything.
+Tasks are queued, begun and ended under one lock. Who makes one ready wakes its lane, which goes on
+when the lock is let go.
 
 [Note: Compiled books]
 The books are kept in C++ (`src`) where the compiler was there and the device is the host,
 but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
 against those here for random ops. Lanes then wait without the GIL and do their works without Python
 ([Note: Native work] of `native_work`), so the user's thread pays for one only when it is queued; a
-small copy it does itself where the lane sleeps, as waking it takes as long. Fences of a device are
-Python's, so its books are.
+small copy it does itself where the lane sleeps, as waking it takes as long.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from cpu_adam.choice import kernel, require_version
 from offload.planning.layout import CHUNK_STAGES
 from offload.planning.tiers import Tier
 from offload.program.ops import OF_USER, Lane, Op, part_of
-from offload.program.schedule import Fence, Schedule, Scoreboard, State, Task, Work
+from offload.program.schedule import Schedule, Scoreboard, State, Task, Work
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
@@ -52,24 +50,19 @@ class Known:
 class Books:
     """The books of some lanes, by `Schedule` and `Scoreboard`."""
 
-    def __init__(self, lanes: Iterable[Lane], fail: Callable[[BaseException], None]):
-        """Of these lanes; `fail` ends everything with an error."""
+    def __init__(self, lanes: Iterable[Lane]):
+        """Of these lanes."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Told when something has come that somebody is blocked by."""
-        self._fail = fail
-        self._depth = self._serial = 0
-        self._blocked = 0
-        """Threads that wait for `changed`."""
+        self._serial = 0
         self._schedule = Schedule(self._on_ready)
         self._board: Scoreboard[Task] = Scoreboard(
             taken_back=attrgetter("cancelled"),
             fixed=attrgetter("begun"),
-            settled=attrgetter("settled"),
+            settled=attrgetter("over"),
         )
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
-        self._woken: set[Lane] = set()
-        """Lanes that are to be told that they have something to do."""
         self._stopped = self._closing = False
 
     # -- tasks --------------------------------------------------------------------------------
@@ -90,7 +83,7 @@ class Books:
         Their works are given `settings`.
         """
         tasks = list[Task]()
-        with self.lock, self:
+        with self.lock:
             for one in ops:
                 self._serial += 1
                 key = number, one.op.deadline
@@ -110,11 +103,11 @@ class Books:
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
-        with self.lock, self:
+        with self.lock:
             for task in tasks:
                 if task.state in (State.WAITING, State.READY):
                     self._schedule.cancel(task)
-            self._tell()
+            self.changed.notify_all()
 
     def begin(self, task: Task, seconds: float) -> bool:
         """Begin the user's `task` once it is ready; False where it is not within `seconds`."""
@@ -129,12 +122,11 @@ class Books:
         task.began_at = time.perf_counter()
         return True
 
-    def finish(self, task: Task, fences: Sequence[Fence] = ()) -> None:
-        """`task` is done, on the device when `fences` are through."""
-        with self.lock, self:
-            task.fences = list(fences)
+    def finish(self, task: Task) -> None:
+        """`task` is done."""
+        with self.lock:
             self._schedule.finish(task)
-            self._tell()
+            self.changed.notify_all()
 
     def over(self, task: Task, seconds: float) -> bool:
         """Whether `task` is over, within `seconds`."""
@@ -144,16 +136,12 @@ class Books:
 
     def path(self, task: Task) -> list[tuple[Lane, float]]:
         """The lanes that led to `task`, latest first, each with the time since when it could."""
-        own = [] if task.work is None else [(task.op.lane, task.ready_at)]
-        return [*own, *task.history]
+        return [*_lane_of(task), *task.history]
 
     # -- lanes --------------------------------------------------------------------------------
 
     def take(self, lane: Lane) -> Task | None:
-        """Begin the most urgent task of `lane` as soon as there is one; None at the end.
-
-        Where the device is ready for none of those that are, it waits for the first of them.
-        """
+        """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
         with self.lock:
             while not self._closing:
                 task = None if self._stopped else self._schedule.take(lane)
@@ -179,53 +167,29 @@ class Books:
                 wake.notify_all()
             self.changed.notify_all()
 
-    # -- the lock -----------------------------------------------------------------------------
-
-    def __enter__(self) -> None:
-        """With the lock held: `with books.lock, books`.
-
-        The lock's own context is not Python's: no Ctrl-C can come between taking it and having to
-        let it go.
-        """
-        self._depth += 1
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if error is not None:
-                self._fail(error)
-        finally:
-            self._depth -= 1
-            self._wake_lanes()
-
-    def _wake_lanes(self) -> None:
-        while not self._depth and self._woken:
-            self._wake[self._woken.pop()].notify_all()  # A lane may have several threads.
-
     def _wait(self, come: Callable[[], bool], seconds: float) -> None:
         """Wait once at most for something to change, unless what is awaited has come."""
         with self.lock:
-            self._blocked += 1
-            try:
-                if not come() and not self._stopped:
-                    self.changed.wait(seconds)
-            finally:
-                self._blocked -= 1
-
-    def _tell(self) -> None:
-        """Let who is blocked look again."""
-        if self._blocked:
-            self.changed.notify_all()
+            if not come() and not self._stopped:
+                self.changed.wait(seconds)
 
     def _on_ready(self, task: Task, last: Task | None) -> None:
         """Let the lane, or the user's thread, know of a task that is ready."""
         if not task.ready_at:
             task.ready_at = time.perf_counter()
-            if last is not None and last.work is not None:
-                task.history = ((last.op.lane, last.ready_at), *last.history[: HISTORY_MAX - 1])
+            if last is not None and (lane := _lane_of(last)):
+                task.history = (*lane, *last.history)[:HISTORY_MAX]
         if task.work is not None:
-            self._woken.add(task.op.lane)
+            self._wake[task.op.lane].notify()
         else:
-            self._tell()
+            self.changed.notify_all()
+
+
+def _lane_of(task: Task) -> tuple[tuple[Lane, float], ...]:
+    """The lane that does a task, and since when it could; none while the user computes it."""
+    if task.work is not None:
+        return ((task.op.lane, task.ready_at),)
+    return ((Lane.COMPUTE, task.ended_at),) if task.ended_at else ()
 
 
 BOOKS_VARIABLE = "OFFLOAD_BOOKS"

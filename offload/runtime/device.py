@@ -6,8 +6,8 @@ One stream runs in order, two streams in any order, so the engine orders them:
 
 * A lane has a stream of its own, and waits for it at the end of each op (`drain`). So every thread
   and every stream sees what a lane has done.
-* The user's compute is over when the host has queued it. A `fence` is what one of its streams has
-  still to do: an op of a lane waits for it on the host, the user's next compute on its stream.
+* The user's compute is over when the device is through with it: a thread waits for a `fence` on
+  each of its streams. So no op of a lane, nor anything else, needs to know of streams.
 * Work of the engine at a home, on the user's thread, is drained at once.
 
 A `Device` that is no accelerator finishes every call before it returns.
@@ -38,13 +38,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from offload.planning.tiers import format_bytes
-from offload.program.schedule import Fence
 from offload.runtime.torch_internals import number_copies
+
+
+class Fence(Protocol):
+    """Work that the device has still to finish (an event)."""
+
+    def synchronize(self) -> None:
+        """Block until it has."""
 
 
 class Device:
@@ -275,7 +281,10 @@ class _Cuda(Driver):
         return torch.cuda.current_stream(self.device)
 
     def fence(self, stream: Any) -> Fence:
-        return _CudaFence(self.device, stream)
+        make: Any = torch.cuda.Event
+        event: Fence = make(blocking=True)  # See [Note: Blocking events].
+        event.record(stream)  # type: ignore[attr-defined]
+        return event
 
     def pin(self, address: int, size: int) -> None:
         runtime: Any = _runtime()
@@ -313,27 +322,6 @@ class _Cuda(Driver):
         """Clear the error of the last call, see [Note: Pending errors]."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.device).add_(1)
-
-
-class _CudaFence:
-    """An event for which the host waits asleep, see [Note: Blocking events]."""
-
-    __slots__ = ("_device", "_event")
-
-    def __init__(self, device: torch.device, stream: Any):
-        make: Any = torch.cuda.Event
-        self._device = device
-        self._event = make(blocking=True)
-        self._event.record(stream)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def wait(self) -> None:
-        self._event.wait(torch.cuda.current_stream(self._device))
-
-    def query(self) -> bool:
-        return bool(self._event.query())
 
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")

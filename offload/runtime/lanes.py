@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from offload.program.ops import Lane, Op
 from offload.program.schedule import Task
 from offload.runtime import entry
-from offload.runtime.books import HISTORY_MAX, Books, CompiledBooks
+from offload.runtime.books import Books, CompiledBooks
 from offload.runtime.device import Device
 from offload.runtime.entry import EngineError
 from offload.runtime.trace import LaneUse, Ran, Stepped, Trace, Waited
@@ -152,7 +153,7 @@ class Lanes:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
         kept = trace.ran.maxlen or 0 if trace else 0
-        self._books: Any = Books(lanes, self.fail) if native is None else CompiledBooks(kept)
+        self._books: Any = Books(lanes) if native is None else CompiledBooks(kept)
         self.stats = stats = LaneStats(self._books, device, trace)
         self.count, self.waited, self.note = stats.count, stats.waited, stats.note
         self._lock = threading.Lock()
@@ -162,7 +163,7 @@ class Lanes:
         self.touching, self.all = self._books.touching, self._books.all
         self.cancel = self._books.cancel
         self.finish: Callable[[Task], None] = self._books.finish if native else self._finish
-        """The user's compute is over (on the host; the device may have work left)."""
+        """The user's compute is over, or will be when the device is through with it."""
         self._explain = explain
         self._pace = pace
         self.owner = trace and trace.key
@@ -172,11 +173,13 @@ class Lanes:
         """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
         intra_op_threads = torch.get_num_threads()
+        self._ending: SimpleQueue[Any] = SimpleQueue()
+        """The user's computes that the device has still to finish, with fences; None at the end."""
+        runs: list[tuple[str, Any]] = [(one.value, partial(self._work, one)) for one in lanes]
+        if not device.is_host:
+            runs.append(("ending", self._end))
         self._threads = [
-            threading.Thread(
-                target=self._work, args=(lane,), name=f"offload-{lane.value}", daemon=True
-            )
-            for lane in lanes
+            threading.Thread(target=run, name=f"offload-{name}", daemon=True) for name, run in runs
         ]
         self._started = started = threading.Barrier(len(lanes) + 1)
         try:
@@ -230,27 +233,33 @@ class Lanes:
         """Block until the user's compute `task` may start, and start it."""
         if not self._books.begin(task, 0.0):
             self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
-        if self._device.is_host:
-            return
-        for fence in task.fences:
-            fence.wait()
-        task.streams = [self._device.stream()]
+        if not self._device.is_host:
+            task.streams = [self._device.stream()]
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
         if not self._device.is_host and (stream := self._device.stream()) not in task.streams:
-            for fence in task.fences:
-                fence.wait()
             task.streams.append(stream)
 
     def _finish(self, task: Task) -> None:
+        now = time.perf_counter()
+        self.note(task.op, task.began_at, now)
         if self._device.is_host:
             self._books.finish(task)
-        else:
-            self.join(task)
-            fences = [self._device.fence(stream) for stream in task.streams]
-            self._books.finish(task, [fence for fence in fences if fence is not None])
-        self.note(task.op, task.began_at, time.perf_counter())
+            return
+        self.join(task)
+        task.ended_at = now
+        self._ending.put((task, [self._device.fence(stream) for stream in task.streams]))
+
+    def _end(self) -> None:
+        """Let the user's computes be over, in their order, when the device is through with them."""
+        try:
+            while (one := self._ending.get()) is not None:
+                for fence in one[1]:
+                    fence.synchronize()
+                self._books.finish(one[0])
+        except BaseException as error:
+            self.fail(error)
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -261,10 +270,6 @@ class Lanes:
         for task in tasks:
             if not task.over:
                 self._block(task, partial(self._books.over, task, LOOK_AGAIN_S))
-            if task.fences:
-                with self.waited(Lane.COMPUTE):
-                    for fence in task.fences:
-                        fence.synchronize()
         self.check()
 
     def drain(self) -> None:
@@ -298,6 +303,7 @@ class Lanes:
             return
         self.closed = self.ended = True
         self._books.stop(closing=True)
+        self._ending.put(None)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
@@ -331,7 +337,6 @@ class Lanes:
         error: BaseException | None = None
         assert task.work is not None
         try:
-            start += self._come(task)
             task.work(task.settings)
             self._device.drain()
             if self._pace is not None:
@@ -345,15 +350,3 @@ class Lanes:
             return
         self.note(task.op, start, now)
         self._books.finish(task)
-
-    def _come(self, task: Task) -> float:
-        """Wait until the device is through with what is before `task`; the seconds that it took.
-        Whoever waits for the task waits for that, till then, and not for its lane."""
-        if not task.fenced:
-            return 0.0
-        since = time.perf_counter()
-        for fence in task.fences:
-            fence.synchronize()
-        task.history = ((Lane.COMPUTE, task.ready_at), *task.history[: HISTORY_MAX - 1])
-        task.ready_at = time.perf_counter()
-        return task.ready_at - since

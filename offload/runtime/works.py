@@ -3,19 +3,19 @@
 [Note: Works]
 A *work* is what an op does each time that it comes. It is made once, from the op and the memory of
 the plan. Called, it is given the *settings* of the step that the op was issued with: what its
-parameters are updated by, and the clipping. What streams chunks ([Note: Streams] of `ops`) takes a
-staging slot for each, one after the other: other threads of its lane do another unit meanwhile.
+parameters are updated by, and the clipping. What streams chunks ([Note: Streams] of `ops`) has
+them come one after the other; another thread of its lane has another unit meanwhile.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -111,10 +111,8 @@ class PythonWorks:
     def __init__(self, plan: Plan, memory: Places, store: Store | None, device: Device):
         """Of the ops of a plan, in this memory."""
         self._plan, self._memory, self._store, self._device = plan, memory, store, device
-        self._slots: SimpleQueue[int] = SimpleQueue()
-        """Staging slots that no chunk has."""
-        for number in range(CHUNK_STAGES):
-            self._slots.put(number)
+        self._thread, self._threads = threading.local(), itertools.count()
+        """Each thread has a staging slot of its own."""
         self.did: Callable[[Op, float], object] = lambda op, since: None
         """Told of what was read or written inside another op, and since when."""
 
@@ -160,14 +158,12 @@ class PythonWorks:
         def run(settings: Settings) -> None:
             assert settings.clip is not None
             for number, spans in self._spans(unit, taking):
-                with self._slot() as slot:
-                    bytes_ = self._bring(op, Value("gradient", unit, number), at, slot)
-                    gradient, total = self._typed("gradient", unit, number, bytes_), 0.0
-                    for span in spans:
-                        part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                        total += sum_of_squares(
-                            part, self._memory.workspace(op), self._device.drain
-                        )
+                chunk = self._bring(op, Value("gradient", unit, number), at)
+                gradient, total = self._typed("gradient", unit, number, chunk), 0.0
+                for span in spans:
+                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                    scratch = self._memory.workspace(op)
+                    total += sum_of_squares(part, scratch, self._device.drain)
                 settings.clip.put(ordinal + number, total)
 
         return run
@@ -186,15 +182,13 @@ class PythonWorks:
 
         def run(settings: Settings) -> None:
             for number, spans in self._spans(unit, taking):
-                with self._slot() as slot:
-                    values = [Value(kind, unit, number) for kind in KINDS]
-                    brought = [v for v in values if v.kind == "state" or not there]
-                    found = {v.kind: self._bring(op, v, at, slot, flat) for v in brought}
-                    self._update(op, number, spans, taking, settings, found, flat)
-                    taken = [v for v in brought if v.kind != "gradient"]
-                    away = [self._take_back(op, v, at, slot, flat) for v in taken]
-                    if any(away):
-                        self._device.drain()  # Before another chunk has the slot.
+                values = [Value(kind, unit, number) for kind in KINDS]
+                brought = [v for v in values if v.kind == "state" or not there]
+                found = {v.kind: self._bring(op, v, at, flat) for v in brought}
+                self._update(op, number, spans, taking, settings, found, flat)
+                for value in brought:
+                    if value.kind != "gradient":
+                        self._take_back(op, value, at, flat)
 
         return run
 
@@ -240,14 +234,13 @@ class PythonWorks:
 
     # -- chunks on their way -----------------------------------------------------------------------
 
-    @contextmanager
-    def _slot(self) -> Iterator[int]:
-        """A staging slot of one's own."""
-        number = self._slots.get()
-        try:
-            yield number
-        finally:
-            self._slots.put(number)
+    def _slot(self) -> int:
+        """The staging slot of this thread, whose ops end when the device is through with it."""
+        slot: int | None = getattr(self._thread, "slot", None)
+        if slot is None:
+            slot = self._thread.slot = next(self._threads)
+            assert slot < CHUNK_STAGES, "more threads than staging slots"
+        return slot
 
     def _spans(
         self, unit: int, taking: Collection[int]
@@ -257,7 +250,7 @@ class PythonWorks:
             if spans := [span for span in chunk.slices if span.parameter in taking]:
                 yield number, spans
 
-    def _stops(self, value: Value, at: Tier, slot: int) -> list[torch.Tensor | None]:
+    def _stops(self, value: Value, at: Tier) -> list[torch.Tensor | None]:
         """A chunk's memory from its home, None on nvme, to where the op works."""
         home = self._plan.home(value.kind, value.unit)
         way = route(home.tier, at)
@@ -267,14 +260,12 @@ class PythonWorks:
             way = ("nvme", "cpu")
         torchs = not self._plan.in_arena(value.kind, value.unit)
         first = None if way[0] == "nvme" or torchs else self._memory.at(Use(home, value))
-        use = f"{value.kind}_chunk"
-        return [first, *(self._memory.at(Use(Place(t, use, slot), value)) for t in way[1:])]
+        slots = [Place(tier, f"{value.kind}_chunk", self._slot()) for tier in way[1:]]
+        return [first, *(self._memory.at(Use(slot, value)) for slot in slots)]
 
-    def _bring(
-        self, op: Op, value: Value, at: Tier, slot: int, flat: Flat | None = None
-    ) -> torch.Tensor:
+    def _bring(self, op: Op, value: Value, at: Tier, flat: Flat | None = None) -> torch.Tensor:
         """The bytes of a chunk where the op works."""
-        stops = self._stops(value, at, slot)
+        stops = self._stops(value, at)
         for start, stop in pairwise(stops):
             assert stop is not None
             if start is not None:
@@ -289,10 +280,9 @@ class PythonWorks:
         assert stops[-1] is not None
         return stops[-1]
 
-    def _take_back(self, op: Op, value: Value, at: Tier, slot: int, flat: Flat | None) -> bool:
-        """Put a chunk home from where the op works; whether that is elsewhere."""
-        stops = self._stops(value, at, slot)[::-1]
-        for start, stop in pairwise(stops):
+    def _take_back(self, op: Op, value: Value, at: Tier, flat: Flat | None) -> None:
+        """Put a chunk home from where the op works."""
+        for start, stop in pairwise(self._stops(value, at)[::-1]):
             assert start is not None
             if stop is not None:
                 self._device.copy(stop, start)
@@ -302,7 +292,6 @@ class PythonWorks:
             else:
                 self._device.drain()
                 self._transfer(op, value, start, writes=True)
-        return len(stops) > 1
 
     def _carried(
         self, value: Value, stage: torch.Tensor, flat: Mapping[int, torch.Tensor]
