@@ -78,7 +78,7 @@ def expected(
         turns = 2 * micro_batches - 1
         fetched = total("weight") + turns * (LAYERS - WEIGHT_SLOTS) * 2 * BLOCK
         carry(lanes, disk, fetched, weight, "device")
-    if gradient != "device":
+    if gradient == "nvme":  # In CPU memory it is collected at home.
         size = total("gradient")
         carry(lanes, disk, size, "device", gradient)
         for _ in range(micro_batches - 1):

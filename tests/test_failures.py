@@ -77,8 +77,8 @@ def running(
 
 FAILURES: dict[str, tuple[Lane, Verb, tuple[str, str, str], dict[str, Any]]] = {
     "h2d": (Lane.H2D, Verb.MOVE, ("cpu", "cpu", "cpu"), {}),
-    "d2h": (Lane.D2H, Verb.MOVE, ("cpu", "cpu", "cpu"), {}),
-    "cpu, add": (Lane.CPU, Verb.ADD, ("cpu", "cpu", "cpu"), {}),
+    "d2h": (Lane.D2H, Verb.MOVE, ("cpu", "nvme", "cpu"), {}),
+    "cpu, add": (Lane.CPU, Verb.ADD, ("cpu", "nvme", "cpu"), {}),
     "cpu, update": (Lane.CPU, Verb.UPDATE, ("cpu", "cpu", "cpu"), {}),
     "cpu, norm": (Lane.CPU, Verb.NORM, ("cpu", "cpu", "cpu"), {"max_grad_norm": 1.0}),
     "compute, square": (Lane.COMPUTE, Verb.SQUARE, ("cpu", "device", "cpu"), {"max_grad_norm": 1}),

@@ -263,7 +263,7 @@ def test_an_engine_s_run(micro_batches, monkeypatch):
     assert found.parts["engine"] > 0
     assert found.ways["cpu > device"] == found.bytes["h2d"]
     assert made.prediction.step_s > 0
-    assert {"compute", "h2d", "d2h", "cpu"} <= set(made.prediction.what_if)
+    assert {"compute", "h2d", "cpu"} <= set(made.prediction.what_if)
 
 
 def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):

@@ -164,13 +164,16 @@ class Plan:
     weight_slot: tuple[Place | None, ...]
     """Per unit, the device slot of its weights; None where their home is the device."""
     gradient_slot: tuple[Place | None, ...]
-    """Per unit, the device slot in which backward accumulates its gradients; None likewise."""
+    """Per unit, the device slot in which backward collects its gradients; None where it does so at
+    their home."""
     file: FileLayout
     budgets: Mapping[Tier, int]
     clips: bool
     states: StateChoice
     residents: frozenset[int] = frozenset()
     """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
+    in_place: bool = False
+    """Whether gradients in CPU memory are collected there, as the device is the CPU."""
     _record_offsets: dict[int, tuple[int, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -262,11 +265,13 @@ def lay_out(
     weight_slots: int = WEIGHT_SLOTS_MAX,
     reserve: Iterable[Kind] = (),
     early: bool = False,
+    in_place: bool = False,
 ) -> Plan:
     """The plan for given placements: every home and slot at its offset, whatever the budget.
 
     Chunks of the kinds in `reserve` get a staging ring on the cpu even if none passes through, see
-    [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward.
+    [Note: More memory is never slower] of `planner`. With `early`, updates begin inside backward;
+    with `in_place` the device is the CPU, and gradients in CPU memory are collected at home.
     """
     sizes = Sizes(profile, states)
     memory = lay_out_memory(profile, placements, sizes, clips, weight_slots, reserve, early)
@@ -276,12 +281,16 @@ def lay_out(
         homes=memory.homes,
         slots=memory.slots,
         weight_slot=memory.weight_slot,
-        gradient_slot=memory.gradient_slot,
+        gradient_slot=tuple(
+            None if in_place and placement.gradient == "cpu" else slot
+            for placement, slot in zip(placements, memory.gradient_slot)
+        ),
         file=file_layout(profile, placements, states),
         budgets=dict(budgets),
         clips=clips,
         states=states,
         residents=memory.residents,
+        in_place=in_place,
     )
 
 

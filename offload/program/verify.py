@@ -31,7 +31,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from offload.planning.layout import Buffer, Place, Plan, site
-from offload.planning.profile import BLOCK_BYTES, KINDS
+from offload.planning.profile import BLOCK_BYTES, KINDS, Kind
 from offload.planning.tiers import TIERS, Tier
 from offload.program.ops import (
     ALL_UNITS,
@@ -139,7 +139,7 @@ def check_slots(plan: Plan) -> None:
     for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
         sharing = Counter(slots)
         for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
-            away = plan.home(kind, u).tier != "device" and plan.bytes_of(kind, u) > 0
+            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in _reach(plan, kind)
             if (place.tier if place else "") != ("device" if away else ""):
                 raise ProgramError(
                     f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
@@ -204,7 +204,7 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         read = [weight] if unit.weight_bytes and (unit.backward or op.verb is Verb.FORWARD) else []
         return _Expected(Lane.COMPUTE, ("device",), len(read), read)
     if op.verb is Verb.COLLECT:
-        return _Expected(Lane.COMPUTE, ("device",), 0, [gradient])
+        return _Expected(Lane.COMPUTE, _reach(plan, "gradient"), 0, [gradient])
     if op.verb is Verb.ADD:
         return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
     if op.verb is Verb.SQUARE:
@@ -216,6 +216,11 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         values, reads = [*needs, weight, state], len(needs)
         size = _size(plan, gradient) + 2 * (_size(plan, weight) + _size(plan, state))
     return _Expected(Lane.COMPUTE if tier == "device" else Lane.CPU, (), reads, values, size)
+
+
+def _reach(plan: Plan, kind: Kind) -> tuple[Tier, ...]:
+    """The tiers in which the user's compute has values of a kind."""
+    return ("device", "cpu") if plan.in_place and kind == "gradient" else ("device",)
 
 
 def _size(plan: Plan, value: Value) -> int:
