@@ -317,7 +317,7 @@ class SwapArea:
             content = flat
         if self._store is not None:
             name = self._plan.profile.units[value.unit].name
-            self._store.write(value.kind, name, content, self._executor.step)
+            self._store.write(value.kind, name, content, int(self._executor.step[0]))
 
     def get(self, value: Value, into: torch.Tensor) -> torch.Tensor:
         """`into`, with the bytes of a value."""

@@ -20,6 +20,7 @@ from offload.runtime.device import CPU, Device
 from offload.runtime.entry import EngineError
 from offload.runtime.lanes import Lanes
 from offload.runtime.trace import Trace
+from offload.runtime.works import Parts
 from tests.submitting import submit
 
 LEGAL = {
@@ -420,3 +421,34 @@ def test_who_waits_for_a_cancelled_task_waits_for_what_it_waited_for() -> None:
         gate.set()
         lanes.close()
     assert order == ["first", "last"]
+
+
+# -- work in parts -----------------------------------------------------------------------------
+
+
+def test_threads_of_a_lane_share_the_parts_of_a_task_and_the_urgent_goes_between() -> None:
+    both, let_go, ran = threading.Barrier(2, timeout=20.0), threading.Event(), list[str]()
+
+    def part(name: str) -> Callable[[object], None]:
+        def run(_: object) -> None:
+            if name in ("first", "second"):
+                both.wait()  # Two threads, at the same time.
+                let_go.wait(20.0)
+            ran.append(name)
+
+        return run
+
+    with lanes(Lane.CPU, Lane.CPU) as made:
+        work = Parts([part(name) for name in ("first", "second", "third", "fourth")])
+        long = submit(made, op(size=10), [], (1, 0), work=work)
+        while len(long.parts) != 2:  # The first two are begun.
+            time.sleep(0.001)
+        urgent = submit(made, op(size=5), [], (0, 0), lambda: ran.append("urgent"))
+        after = submit(made, op(), [long], (2, 0), lambda: ran.append("after"))
+        let_go.set()
+        made.wait([long, urgent, after])
+        use = made.stats.use[Lane.CPU]
+    assert set(ran[:2]) <= {"first", "second", "urgent"}
+    assert ran.index("urgent") < ran.index("fourth")
+    assert ran[-1] == "after"
+    assert (use.bytes, use.operations) == (15, 6)

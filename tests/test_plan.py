@@ -490,9 +490,11 @@ def test_refusing_seventy_billion_parameters(
 
 
 @pytest.mark.slow
-def test_compiling_seven_billion_parameters() -> None:
-    found = plan_of(large_model(units=10), "nvme", "nvme", "nvme", clips=True)
+def test_compiling_ten_thousand_units() -> None:
+    found = plan_of(
+        large_model(units=10_000, elements=7 * 10**5), "nvme", "nvme", "nvme", clips=True
+    )
     start = time.process_time()
     program = compile_program(found)
-    assert time.process_time() - start < 3.0  # About a third of one on a quiet machine.
+    assert time.process_time() - start < 6.0  # About one on a quiet machine.
     assert sum(len(phase.ops) for phase in program.phases.values()) > 50_000

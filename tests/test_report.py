@@ -5,7 +5,6 @@ import re
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from offload.cli import report
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Use, Value, Verb
-from offload.program.simulate import seconds_of, simulate
+from offload.program.simulate import simulate
 from offload.reporting import (
     OTHER,
     Prediction,
@@ -288,7 +287,7 @@ def test_on_a_paced_device_the_shares_are_those_that_were_asked_for(placement, t
     What is measured, so all but `other`, adds up to the step by another clock: the loop's own.
     """
     seconds = 0.004
-    pace = partial(seconds_of, machine=overlap_tests.SLOW)
+    pace = overlap_tests.Pace()
     case = (placement,) * 3, tmp_path, overlap_tests.SMALL
     model, optimizer = overlap_tests.attached(case, seconds, pace=pace)
     x, ends = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True), []

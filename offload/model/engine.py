@@ -380,7 +380,7 @@ class Engine:
             self.passes.invalidate(unit)
             count_change([self.units[unit].parameters[index] for index in step[unit]])
             self.units[unit].note_versions()
-        self.executor.step = self.steps + 1
+        self.executor.step[0] = self.steps + 1
         self.updates.issue(step, self.passes.number + 1)
 
     @entry

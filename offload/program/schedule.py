@@ -66,7 +66,9 @@ class Task:
         "key",
         "missing",
         "op",
+        "open",
         "over",
+        "parts",
         "ready_at",
         "serial",
         "settings",
@@ -88,6 +90,10 @@ class Task:
         self.work = work
         """None of the user's own."""
         self.settings = settings
+        self.parts: list[Work] = []
+        """Of its work, those that no thread of its lane has begun, the first one last."""
+        self.open = 1
+        """Parts that are not done."""
         self.key = key
         self.serial = serial
         self.missing = 0

@@ -83,26 +83,9 @@ class Timeline:
                 until = span.stop
         return total
 
-    def idle(self, lane: Lane) -> float:
-        """Seconds of `total_seconds` in which none ran."""
-        return self.total_seconds - self.busy(lane)
-
     def bytes(self, lane: Lane) -> int:
         """The sum of `Op.bytes` on `lane`."""
         return sum(span.op.bytes for span in self.spans if span.lane is lane)
-
-    def table(self) -> str:
-        """A line per lane that had an op, then one for the step."""
-        lines = [f"{'lane':8}{'busy s':>12}{'idle s':>12}{'busy':>7}{'ops':>9}"]
-        for lane in Lane:
-            count = sum(span.lane is lane for span in self.spans)
-            if count:
-                busy = self.busy(lane)
-                share = busy / self.total_seconds if self.total_seconds else 0.0
-                columns = f"{busy:>12.3f}{self.idle(lane):>12.3f}{share:>7.0%}{count:>9}"
-                lines.append(f"{lane.value:8}{columns}")
-        lines.append(f"step {self.step_seconds:.3f} s, of which {self.exposed:.3f} s exposed")
-        return "\n".join(lines)
 
 
 def simulate(

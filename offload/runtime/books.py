@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -44,7 +44,7 @@ class Known:
     reads: Sequence[object]
     writes: Sequence[object]
     """The cells that it reads and writes, see `program.cells`."""
-    work: Work | None
+    work: Work | None = None
 
 
 class Books:
@@ -62,20 +62,17 @@ class Books:
             fixed=attrgetter("begun"),
             settled=attrgetter("over"),
         )
+        self.touching, self.all = self._board.waits, self._board.all
+        """Whom an op with these cells would have to wait for; who has any place."""
+        self._begun: dict[Lane, list[Task]] = {lane: [] for lane in Lane}
+        """Tasks of a lane that are begun, and parts of them not."""
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
         self._stopped = self._closing = False
 
     # -- tasks --------------------------------------------------------------------------------
 
-    def know(
-        self,
-        op: Op,
-        reads: Sequence[object],
-        writes: Sequence[object],
-        work: Work | None = None,
-    ) -> Known:
-        """Write an op down, to be issued any number of times; without work it is the user's."""
-        return Known(op, reads, writes, work)
+    know = Known
+    """Writes an op down, to be issued any number of times; without work it is the user's."""
 
     def issue(self, ops: Sequence[Known], number: int, settings: object = None) -> list[Task]:
         """Queue ops of the pass of that number, each behind those that touched its cells before.
@@ -92,14 +89,6 @@ class Books:
                 self._board.note(task, one.reads, one.writes)
                 tasks.append(task)
         return tasks
-
-    def touching(self, reads: Sequence[object], writes: Sequence[object]) -> list[Task]:
-        """Whom an op with these cells would have to wait for."""
-        return self._board.waits(reads, writes)
-
-    def all(self) -> list[Task]:
-        """Tasks to wait for before anybody else has the places."""
-        return self._board.all()
 
     def cancel(self, tasks: Iterable[Task]) -> None:
         """Take back those of `tasks` that have not begun."""
@@ -123,10 +112,12 @@ class Books:
         return True
 
     def finish(self, task: Task) -> None:
-        """`task` is done."""
+        """`task`, or a part of it, is done."""
         with self.lock:
-            self._schedule.finish(task)
-            self.changed.notify_all()
+            task.open -= 1
+            if not task.open:
+                self._schedule.finish(task)
+                self.changed.notify_all()
 
     def over(self, task: Task, seconds: float) -> bool:
         """Whether `task` is over, within `seconds`."""
@@ -140,15 +131,32 @@ class Books:
 
     # -- lanes --------------------------------------------------------------------------------
 
-    def take(self, lane: Lane) -> Task | None:
-        """Begin the most urgent task of `lane` as soon as there is one; None at the end."""
+    def take(self, lane: Lane) -> tuple[Task, Op, Work] | None:
+        """Begin the most urgent task of `lane` as soon as there is one, or the next part of one
+        that is begun; None at the end. With it the op, with the bytes of the part, and the work."""
         with self.lock:
             while not self._closing:
-                task = None if self._stopped else self._schedule.take(lane)
+                task = None if self._stopped else self._next(lane)
                 if task is not None:
-                    return task
+                    count = len(getattr(task.work, "parts", (None,)))
+                    size = task.op.bytes // count + task.op.bytes % count * (not task.parts[1:])
+                    op = task.op if count == 1 else replace(task.op, bytes=size)
+                    return task, op, task.parts.pop()
                 self._wake[lane].wait()
             return None
+
+    def _next(self, lane: Lane) -> Task | None:
+        """The task of which a part begins."""
+        first, begun = self._schedule.first(lane), self._begun[lane]
+        begun[:] = [task for task in begun if task.parts]
+        task = min([*begun, *([first] if first else [])], key=attrgetter("key"), default=None)
+        if task is not None and task is first:
+            self._schedule.take(lane)
+            task.parts = list(getattr(task.work, "parts", [task.work]))[::-1]
+            task.open = len(task.parts)
+            begun.append(task)
+            self._wake[lane].notify_all()
+        return task
 
     def used(self, lane: Lane) -> tuple[float, int, int]:
         """Seconds, bytes and number of works that a lane has done on its own since last asked."""
@@ -270,7 +278,7 @@ class CompiledBooks:
         """The last works and computes of the user since that was asked."""
         found = []
         for op, part, size, start, stop in self._books.ran():
-            one = part_of(op, size, *_WAYS[part]) if part else op
+            one = part_of(op, size, *_WAYS[part]) if part else replace(op, bytes=size)
             found.append(Ran(one.lane, one, start, stop))
         return found
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from offload.planning.layout import CHUNK_STAGES, Plan
@@ -67,7 +68,8 @@ class Executor:
         """Where the values are while the engine sleeps."""
         self.share: Share | None = None
         """What it holds of a budget that engines share."""
-        self._step = 0
+        self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
+        """Steps taken: stamped on what is written to the store."""
         can_be_native = pace is None and device.is_host and (store is None or store.native)
         native = native_books() if can_be_native else None
         works = PythonWorks(plan, memory, store, device)
@@ -75,7 +77,7 @@ class Executor:
         """Makes what lanes do."""
         if native is not None:
             self.works = NativeWorks(native, plan, memory.at, store)
-        streams = native is None and pace is None and not (device.is_host and store is None)
+        streams = native is None and not (device.is_host and store is None)
         try:
             self.lanes = Lanes(
                 (*ENGINE_LANES, *([Lane.CPU] * (CHUNK_STAGES - 2) if streams else [])),
@@ -88,18 +90,7 @@ class Executor:
         except BaseException:
             self._release()
             raise
-        works.did = self.lanes.stats.did
-
-    @property
-    def step(self) -> int:
-        """Steps taken: stamped on what is written to the store."""
-        return self._step
-
-    @step.setter
-    def step(self, number: int) -> None:
-        self._step = number
-        if self.store is not None:
-            self.store.chunks.step[0] = number
+        works.did = self.lanes.did
 
     def check(self) -> None:
         """Raise unless values can be had.
@@ -172,7 +163,7 @@ class Executor:
             self.copy_now(content, away)
         unit = self.plan.profile.units[value.unit].name
         part = None if value.chunk == ALL_CHUNKS else value.chunk
-        self.store.write(value.kind, unit, content, self.step, part)
+        self.store.write(value.kind, unit, content, int(self.step[0]), part)
 
     def copy_now(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Copy on the user's thread; where that is between memories it waits for the bus."""

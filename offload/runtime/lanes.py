@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from offload.program.ops import Lane, Op
-from offload.program.schedule import Task
+from offload.program.schedule import Task, Work
 from offload.runtime import entry
 from offload.runtime.books import Books, CompiledBooks
 from offload.runtime.device import Device
@@ -97,10 +97,6 @@ class LaneStats:
             with self._lock:
                 self.trace.ran.append(Ran(op.lane, op, start, stop))
 
-    def did(self, op: Op, since: float) -> None:
-        """An op has run since then, inside another one."""
-        self.note(op, since, self.count(op, since))
-
     def traced(self) -> Trace | None:
         """What was recorded so far; None where nothing is."""
         with self._lock:
@@ -117,8 +113,8 @@ LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
 
 
-def _nothing(*_: object) -> None:
-    """Done after closing unless there is more to do; stands in for the work of a task, too."""
+def _nothing() -> None:
+    """Done after closing unless there is more to do."""
 
 
 def _as_it_is(error: BaseException) -> BaseException:
@@ -261,6 +257,12 @@ class Lanes:
         except BaseException as error:
             self.fail(error)
 
+    def did(self, op: Op, since: float) -> None:
+        """An op has run since then, inside another one of a lane."""
+        if self._pace is not None:
+            time.sleep(max(0.0, since + self._pace(op) - time.perf_counter()))
+        self.note(op, since, self.count(op, since))
+
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
 
@@ -317,8 +319,8 @@ class Lanes:
             self._prepare()
             self._started.wait()
             with torch.no_grad():
-                while (task := self._books.take(lane)) is not None:
-                    self._run(lane, task)
+                while (taken := self._books.take(lane)) is not None:
+                    self._run(*taken)
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
@@ -332,21 +334,19 @@ class Lanes:
         torch.set_flush_denormal(False)
         self._device.enter()
 
-    def _run(self, lane: Lane, task: Task) -> None:
+    def _run(self, task: Task, op: Op, work: Work) -> None:
         start = time.perf_counter()
         error: BaseException | None = None
-        assert task.work is not None
         try:
-            task.work(task.settings)
+            work(task.settings)
             self._device.drain()
             if self._pace is not None:
-                time.sleep(max(0.0, start + self._pace(task.op) - time.perf_counter()))
+                time.sleep(max(0.0, start + self._pace(op) - time.perf_counter()))
         except BaseException as caught:
             error = caught
-        task.work = _nothing  # What its function held can go.
-        now = self.count(task.op, start)
+        now = self.count(op, start)
         if error is not None:
             self.fail(error)
             return
-        self.note(task.op, start, now)
+        self.note(op, start, now)
         self._books.finish(task)

@@ -4,7 +4,7 @@
 A *work* is what an op does each time that it comes. It is made once, from the op and the memory of
 the plan. Called, it is given the *settings* of the step that the op was issued with: what its
 parameters are updated by, and the clipping. What streams chunks ([Note: Streams] of `ops`) has
-them come one after the other; another thread of its lane has another unit meanwhile.
+a part for each, and a thread of its lane does one with all its transfers, beside the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -92,6 +93,18 @@ class Settings(NamedTuple):
     clip: Clip | None
 
 
+class Parts:
+    """Work in parts, chunk by chunk, which the threads of a lane share."""
+
+    def __init__(self, parts: Sequence[Work]):
+        self.parts = parts or [lambda settings: None]
+
+    def __call__(self, settings: Settings) -> None:
+        """All of them."""
+        for part in self.parts:
+            part(settings)
+
+
 class Places(Protocol):
     """What works need of `Memory`."""
 
@@ -155,18 +168,17 @@ class PythonWorks:
         unit, tier = op.value.unit, op.reads[0].place.tier
         at: Tier = "device" if tier == "device" else "cpu"
 
-        def run(settings: Settings) -> None:
+        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
             assert settings.clip is not None
-            for number, spans in self._spans(unit, taking):
-                chunk = self._bring(op, Value("gradient", unit, number), at)
-                gradient, total = self._typed("gradient", unit, number, chunk), 0.0
-                for span in spans:
-                    part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                    scratch = self._memory.workspace(op)
-                    total += sum_of_squares(part, scratch, self._device.drain)
-                settings.clip.put(ordinal + number, total)
+            chunk = self._bring(op, Value("gradient", unit, number), at)
+            gradient, total = self._typed("gradient", unit, number, chunk), 0.0
+            for span in spans:
+                part = gradient[span.chunk_start : span.chunk_start + span.elements]
+                scratch = self._memory.workspace(op)
+                total += sum_of_squares(part, scratch, self._device.drain)
+            settings.clip.put(ordinal + number, total)
 
-        return run
+        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
@@ -180,17 +192,16 @@ class PythonWorks:
         unit, at = op.value.unit, site(self._plan.placements[op.value.unit])
         there = flat is not None and (at == "device" or self._device.is_host)
 
-        def run(settings: Settings) -> None:
-            for number, spans in self._spans(unit, taking):
-                values = [Value(kind, unit, number) for kind in KINDS]
-                brought = [v for v in values if v.kind == "state" or not there]
-                found = {v.kind: self._bring(op, v, at, flat) for v in brought}
-                self._update(op, number, spans, taking, settings, found, flat)
-                for value in brought:
-                    if value.kind != "gradient":
-                        self._take_back(op, value, at, flat)
+        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
+            values = [Value(kind, unit, number) for kind in KINDS]
+            brought = [v for v in values if v.kind == "state" or not there]
+            found = {v.kind: self._bring(op, v, at, flat) for v in brought}
+            self._update(op, number, spans, taking, settings, found, flat)
+            for value in brought:
+                if value.kind != "gradient":
+                    self._take_back(op, value, at, flat)
 
-        return run
+        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
 
     def _update(
         self,
