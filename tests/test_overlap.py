@@ -189,7 +189,7 @@ def test_under_longer_compute_the_other_lanes_hide(
     seconds = 1.15 * lane_seconds(case) / (3 * UNITS)
     step = median(steps_of(case, seconds, STEPS))
     exposed = step - 3 * UNITS * seconds
-    assert exposed < 0.10 * step, (exposed, step)
+    assert exposed < 0.12 * step, (exposed, step)
 
 
 @pytest.mark.parametrize(("ratio", "within"), [(2.0, 0.15), (1.0, 0.3), (0.5, 0.15)])
