@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cpu_adam.hyper import Hyper
 from offload.config import warn_user
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterStep:
+class ParameterStep(NamedTuple):
     """What one parameter's update in one step was frozen to."""
 
     hyper: Hyper

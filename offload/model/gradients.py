@@ -282,14 +282,13 @@ class Gradients:
             self._executor.lanes.drain()  # The user's stream may still edit them.
         return {unit for unit, parameter in list(self._shown) if self._let_go(unit, parameter)}
 
-    @torch.no_grad()
     def _let_go(self, unit: int, parameter: int) -> bool:
         shown = self._shown.pop((unit, parameter), None)
         if shown is None:
             return False
         if (held := shown.tensor()) is not None:
             self._executor.quiesce("gradient", unit, to_write=False)
-            held.data = held.clone()
+            held.data = held.detach().clone()
         return shown.held
 
     # -- places ----------------------------------------------------------------------------------
