@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import offload
 from tests.training import Net, Run, attached, in_turn, plain
@@ -170,3 +171,25 @@ def test_who_was_dropped_makes_room_for_the_next(tmp_path: Path) -> None:
             alive.append(weakref.ref(optimizer.engine))
         assert [one() is None for one in alive] == [True, True, False]
         optimizer.engine.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS[:2])
+def test_lanes_keep_no_gradient_of_before_and_no_weight_of_a_sleeping_model(
+    books: None, placement: tuple[str, str, str], tmp_path: Path
+) -> None:
+    """Where torch owns them, whose memory is the user's as soon as an update is done."""
+
+    def alive(tensors: list[Any]) -> list[Any]:
+        return [StorageWeakRef(one.detach().untyped_storage()) for one in tensors]  # type: ignore
+
+    with attached(placement, tmp_path) as run:
+        run.loss().backward()
+        parameters = list(run.model.parameters())
+        weights, gradients = alive(parameters), alive([one.grad for one in parameters])
+        run.step()
+        run.loss().backward()
+        assert all(one.expired() for one in gradients)
+        run.step()
+        offload.sleep(run.model)
+        assert all(one.expired() for one in weights)
+        offload.wake(run.model)

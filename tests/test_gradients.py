@@ -235,3 +235,16 @@ def test_large_ones_are_not_deferred(
     _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
     assert {one.deferred_max for one in optimizer.engine.gradients.units} == {deferred}
     optimizer.engine.close()
+
+
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_one_of_another_dtype_is_rounded_to_what_is_kept(home: str, tmp_path: Path) -> None:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with attached(("cpu", home, "cpu"), tmp_path) as run:
+            for parameter in run.model.parameters():
+                parameter.grad_dtype = dtype  # type: ignore[attr-defined]
+            for _ in range(2):
+                run.loss().backward()
+            found.append([one.grad.clone() for one in run.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found))

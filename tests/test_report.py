@@ -190,9 +190,9 @@ def attached(layers=3, **options):
     return offload.attach(model, optimizer, config)
 
 
-def stepped(model, optimizer, steps):
+def stepped(model, optimizer, steps, width=32):
     for _ in range(steps):
-        model(torch.ones(4, 32)).sum().backward()
+        model(torch.ones(4, width)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -438,3 +438,24 @@ def test_a_run_on_an_accelerator():
     assert OTHER not in breakdown(made).parts
     assert {"h2d", "d2h", "cpu"} == set(made.prediction.what_if)
     assert "Times are those of the host's thread" in verdict(made, breakdown(made))[-1]
+
+
+def test_on_python_lanes_the_drive_is_told_for_what_the_drive_did(python_books, tmp_path):
+    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
+    config = offload.Config(
+        **dict.fromkeys(("params", "gradients"), "cpu"),
+        optimizer="nvme",
+        nvme_path=str(tmp_path),
+        device_memory="64MiB",
+        cpu_memory="64MiB",
+    )
+    model, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
+    with optimizer.engine as engine:
+        since = time.perf_counter()
+        stepped(model, optimizer, 4, width=512)
+        engine.settle()
+        wall, use = time.perf_counter() - since, engine.report().lanes
+    assert use["disk"].bytes > 4 * 3 * 512 * 512 * 8
+    for lane in use.values():
+        assert lane.busy_s <= wall
+    assert use["cpu"].exposed_s < use["disk"].exposed_s

@@ -126,7 +126,7 @@ class Gradients:
                 there = collected(self._plan, unit)
                 view = one.views[parameter] = self._view(there, unit, parameter)
             if at_home and parameter in one.kept:
-                accumulate(view, gradient)
+                accumulate(view, gradient.to(view.dtype))
             else:
                 view.copy_(gradient)
             if at_home:

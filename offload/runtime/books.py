@@ -117,6 +117,8 @@ class Books:
             task.open -= 1
             if not task.open:
                 self._schedule.finish(task)
+                if task.work is not None:  # What it held can go.
+                    task.work, task.settings = lambda _: None, None
                 self.changed.notify_all()
 
     def over(self, task: Task, seconds: float) -> bool:
@@ -195,8 +197,9 @@ class Books:
 
 def _lane_of(task: Task) -> tuple[tuple[Lane, float], ...]:
     """The lane that does a task, and since when it could; none while the user computes it."""
-    if task.work is not None:
-        return ((task.op.lane, task.ready_at),)
+    if task.work is not None:  # A stream is the drive's, whatever lane computes.
+        on_drive = any(use.place.tier == "nvme" for use in task.op.reads)
+        return ((Lane.DISK if on_drive else task.op.lane, task.ready_at),)
     return ((Lane.COMPUTE, task.ended_at),) if task.ended_at else ()
 
 
@@ -204,7 +207,7 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 4
+BOOKS_VERSION = 5
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)

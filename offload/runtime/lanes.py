@@ -35,6 +35,8 @@ class LaneStats:
         """Nothing is done yet; record in `trace` where given."""
         self._books, self._device, self.trace = books, device, trace
         self._lock = threading.Lock()
+        self._counted: dict[Lane, float] = {}
+        """By lane, when what was counted last had ended."""
         self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
 
     @contextmanager
@@ -73,8 +75,9 @@ class LaneStats:
     def count(self, op: Op, since: float) -> float:
         """Book what `op` has done since then on its lane, whoever did it. Returns the time."""
         use, now = self._use[op.lane], time.perf_counter()
-        with self._lock:
-            use.busy_s += now - since
+        with self._lock:  # What threads of a lane do at the same time counts once.
+            use.busy_s += max(0.0, now - max(since, self._counted.get(op.lane, 0.0)))
+            self._counted[op.lane] = now
             use.bytes += op.bytes
             use.operations += 1
         return now
@@ -113,15 +116,6 @@ LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
 
 
-def _nothing() -> None:
-    """Done after closing unless there is more to do."""
-
-
-def _as_it_is(error: BaseException) -> BaseException:
-    """What failed is told as it was raised."""
-    return error
-
-
 class Lanes:
     """All lanes of an engine."""
 
@@ -133,7 +127,7 @@ class Lanes:
         pace: Callable[[Op], float] | None = None,
         trace: Trace | None = None,
         native: Any = None,
-        explain: Callable[[BaseException], BaseException] = _as_it_is,
+        explain: Callable[[BaseException], BaseException] = lambda error: error,
     ):
         """Start the threads of `lanes`.
 
@@ -161,6 +155,8 @@ class Lanes:
         self.finish: Callable[[Task], None] = self._books.finish if native else self._finish
         """The user's compute is over, or will be when the device is through with it."""
         self._explain = explain
+        self._inside = threading.local()
+        """By thread, the seconds of what another lane has done inside its op."""
         self._pace = pace
         self.owner = trace and trace.key
         """Whose its calls are, for those that record them."""
@@ -261,7 +257,9 @@ class Lanes:
         """An op has run since then, inside another one of a lane."""
         if self._pace is not None:
             time.sleep(max(0.0, since + self._pace(op) - time.perf_counter()))
-        self.note(op, since, self.count(op, since))
+        now = self.count(op, since)
+        self.note(op, since, now)
+        self._inside.seconds = getattr(self._inside, "seconds", 0.0) + now - since
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -291,7 +289,7 @@ class Lanes:
         if not found:
             raise EngineError("the offload engine was closed while it was in use")
 
-    def close(self, then: Callable[[], None] = _nothing) -> None:
+    def close(self, then: Callable[[], None] = lambda: None) -> None:
         """Stop all lanes after what they are running, drop what has not begun, then do `then`.
 
         Called by the garbage collector in a lane itself it lets another thread do all that: the
@@ -321,6 +319,7 @@ class Lanes:
             with torch.no_grad():
                 while (taken := self._books.take(lane)) is not None:
                     self._run(*taken)
+                    del taken  # While the lane sleeps it holds nothing.
         except threading.BrokenBarrierError:
             pass  # Another lane could not start.
         except BaseException as error:
@@ -335,10 +334,11 @@ class Lanes:
         self._device.enter()
 
     def _run(self, task: Task, op: Op, work: Work) -> None:
-        start = time.perf_counter()
+        start, self._inside.seconds = time.perf_counter(), 0.0
         error: BaseException | None = None
         try:
             work(task.settings)
+            start += self._inside.seconds
             self._device.drain()
             if self._pace is not None:
                 time.sleep(max(0.0, start + self._pace(op) - time.perf_counter()))

@@ -223,13 +223,12 @@ private:
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 4;  // as offload/runtime/books.py has it
+    module.attr("VERSION") = 5;  // as offload/runtime/books.py has it
     nb::class_<Task>(module, "Task")
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
         .def_ro("began_at", &Task::began_at)
         .def_prop_ro("over", &Task::over)
-        .def_prop_ro("fences", [](const Task&) { return nb::tuple(); })
         .def_prop_ro("begun", &Task::begun)
         .def_prop_ro("cancelled", [](const Task& task) {
             return task.state == State::CANCELLED;

@@ -18,6 +18,7 @@ public:
     // Do something without the lock; nothing that may fail.
     template <typename Function>
     void without(Function function) {
+        tell();
         lock_.unlock();
         function();
         lock_.lock();
