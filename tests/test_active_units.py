@@ -244,7 +244,7 @@ def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
 
 
 def test_beside_the_slot_a_unit_waits_for_its_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = partial(Least, tied=False, checkpointed=False)
     with attached(RESIDENT, tmp_path, build=build) as run:
