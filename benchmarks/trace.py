@@ -26,7 +26,6 @@ from rich.table import Table
 
 from offload import recording
 from offload.config import Config
-from offload.program.simulate import seconds_of
 from offload.reporting import OTHER, breakdown
 from offload.runtime.trace import Ran
 from tests import test_overlap as paced
@@ -40,8 +39,7 @@ def attached(case: paced.Case, compute_s: float, *, trace: bool) -> tuple[Callab
     made = partial(Config, trace=trace)
     paced.offload.Config, before = made, paced.offload.Config  # type: ignore[misc, assignment]
     try:
-        pace = partial(seconds_of, machine=paced.SLOW)
-        model, optimizer = paced.attached(case, compute_s, pace=pace)
+        model, optimizer = paced.attached(case, compute_s, pace=paced.Pace())
     finally:
         paced.offload.Config = before  # type: ignore[misc]
     x = torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)

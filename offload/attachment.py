@@ -32,11 +32,12 @@ from offload.planning.machine import Machine, host_free_bytes, measured_speeds, 
 from offload.planning.planner import plan, remarks
 from offload.planning.profile import ParameterSpec, StateChoice, Unit, lay_out_unit, profile_of
 from offload.planning.tiers import TIERS
-from offload.program.ops import Op, Value
+from offload.program.ops import Value
 from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
 from offload.runtime.executor import Executor
+from offload.runtime.lanes import Pace
 from offload.runtime.memory import Memory, zeros_on
 from offload.runtime.shared_budget import Share, SharedBudget
 from offload.runtime.store import Store
@@ -66,7 +67,7 @@ def attach(
     initialize: Callable[[nn.Module], object] | None = None,
     budget: SharedBudget | None = None,
     machine: Machine | None = None,
-    pace: Callable[[Op], float] | None = None,
+    pace: Pace | None = None,
 ) -> tuple[nn.Module, Any]:
     """Spread a model over the tiers and return it with an optimizer that updates it there.
 
@@ -82,7 +83,7 @@ def attach(
             have memory; default: the module's own `reset_parameters()`.
         budget: shared with other models; what is left of it limits what `config` asks.
         machine: what there is, in place of what this host has.
-        pace: least seconds of an op, for tests that imitate slower hardware.
+        pace: when an op may end, for tests that imitate slower hardware.
 
     Returns:
         The model and the optimizer to step, None where None was given.
@@ -276,7 +277,7 @@ class _Attaching:
     def run(
         self,
         initialize: Callable[[nn.Module], object] | None,
-        pace: Callable[[Op], float] | None,
+        pace: Pace | None,
     ) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
         executor = self._take(pace)
@@ -300,7 +301,7 @@ class _Attaching:
                 count_change(unit.parameters)
         return made
 
-    def _take(self, pace: Callable[[Op], float] | None) -> Executor:
+    def _take(self, pace: Pace | None) -> Executor:
         """Take the memory and the file, and start the lanes."""
         store = None
         if self.plan.file.extents:

@@ -167,7 +167,9 @@ def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(
 
     def slow(settings):
         model, optimizer = build(settings)
-        optimizer.engine.executor.lanes._pace = lambda op: 0.02 * (op.lane is Lane.CPU)
+        optimizer.engine.executor.lanes._pace = lambda op, since: (
+            since + 0.02 * (op.lane is Lane.CPU)
+        )
         return model, optimizer
 
     def pressed(presses, *arguments):

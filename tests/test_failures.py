@@ -39,7 +39,7 @@ class Breaker:
         self.armed = False
         self.failed_at: float | None = None
 
-    def __call__(self, op: Op) -> float:
+    def __call__(self, op: Op, since: float) -> float:
         if self.armed and (op.lane, op.verb) == (self.lane, self.verb):
             time.sleep(self.seconds)
             self.failed_at = time.perf_counter()
@@ -210,8 +210,8 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
         run.optimizer.step()
         run.optimizer.zero_grad()
         expected = loss_of(run.model, x)
-        works, known = run.engine.executor.works, run.engine.passes.known
-        known._kept.clear()
+        works = run.engine.executor.works
+        run.engine.executor._made.clear()
         run.engine.passes._turns.clear()
 
         def broken(*_: object) -> Any:

@@ -207,7 +207,7 @@ def test_every_loop_issues_the_phases_as_run(
 def longest(engine: offload.Engine) -> int:
     """Of the reference, as compiled books keep the same."""
     books: Any = engine.executor.lanes._books
-    return max(map(len, books._board._accesses.values()), default=0)
+    return max(books._board.kept(), default=0)
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, MIXED, ("cpu", "cpu", "nvme")], ids="-".join)

@@ -340,7 +340,7 @@ def test_groups_with_a_tensor_as_rate_and_maximize(tmp_path: Path) -> None:
 def test_the_rate_is_frozen_by_step(tmp_path: Path) -> None:
     """What changes after step() has returned does not reach the update, however late that runs."""
     found = []
-    for pace in (None, lambda op: 0.005):
+    for pace in (None, lambda op, since: since + 0.005):
         model = small()
         _, optimizer = offload.attach(
             model, adamw(model), config(("cpu", "cpu", "cpu"), tmp_path), pace=pace

@@ -149,7 +149,7 @@ class Gradients:
         make = add_gradient if one.kept else offload_gradient
         way = [
             self._adding(known.op, arrived, one.kept) if known.op.verb is Verb.ADD else known
-            for known in self._passes.known(make, unit, self._passes.position + 1)
+            for known in self._executor.made(make, unit, self._passes.position + 1)
         ]
         self._executor.issue(way, self._passes.number)
         one.kept |= arrived
@@ -173,7 +173,7 @@ class Gradients:
         for other in sorted(self._collecting) if self._collecting and slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
-        known = self._passes.known(collect, unit, self._passes.position)
+        known = self._executor.made(collect, unit, self._passes.position)
         (task,) = self._executor.lanes.issue(known, self._passes.number)
         try:
             self._executor.lanes.begin(task)

@@ -11,7 +11,7 @@ pass of the same kind. A backward after a forward in a new order is expected in 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,33 +19,10 @@ from offload.model.running import in_backward
 from offload.planning.layout import Place
 from offload.planning.profile import profile_of
 from offload.program.compile import fetch, use
-from offload.program.ops import Op, Verb
+from offload.program.ops import Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
 from offload.runtime.executor import Executor
-
-KNOWN_PER_UNIT_MAX = 32
-"""Kept per unit of what is prepared: with orders that depend on the data there were no end."""
-
-
-class KnownOps:
-    """The ops of passes, prepared when first needed and issued again in every later pass."""
-
-    def __init__(self, executor: Executor):
-        """None is prepared yet."""
-        self._executor, self._plan = executor, executor.plan
-        self._kept: dict[Hashable, list[Known]] = {}
-
-    def __call__(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> list[Known]:
-        """What a function of `program.compile` makes of the plan and these arguments."""
-        found = self._kept.get((make, args))
-        if found is None:
-            if len(self._kept) >= KNOWN_PER_UNIT_MAX * len(self._plan.profile.units):
-                self._kept.clear()
-            made = make(self._plan, *args)
-            ops = [made] if isinstance(made, Op) else made
-            found = self._kept[make, args] = [self._executor.known(op) for op in ops]
-        return found
 
 
 class Entry(NamedTuple):
@@ -108,7 +85,6 @@ class Passes:
         """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
-        self.known = KnownOps(executor)
         self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
         """Of each direction, the turns in the order of its last pass."""
 
@@ -175,7 +151,6 @@ class Passes:
         assert self._open is None
         self._held.clear()
         self._turns.clear()
-        self.known = KnownOps(self._executor)
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
@@ -212,8 +187,8 @@ class Passes:
         return turns
 
     def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
-        (computes,) = self.known(use, unit, verb, position)
-        return self._plan.weight_slot[unit], self.known(fetch, unit, position), computes
+        (computes,) = self._executor.made(use, unit, verb, position)
+        return self._plan.weight_slot[unit], self._executor.made(fetch, unit, position), computes
 
     def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
         return self._entries([unit], [self._turn(opened.verb, unit, position)], position)[0]

@@ -70,10 +70,9 @@ class PendingUpdates:
 
     def hand_over(self, units: Iterable[int], pass_number: int) -> None:
         """Let lanes wait for what the user's stream has still to do with values of `units`."""
-        lanes, plan = self._executor.lanes, self._executor.plan
+        lanes = self._executor.lanes
         for unit in () if self._executor.device.is_host else units:
-            known = self._executor.known(collect(plan, unit, -1))
-            (task,) = self._executor.issue([known], pass_number)
+            (task,) = self._executor.issue(self._executor.made(collect, unit, -1), pass_number)
             lanes.begin(task)
             lanes.finish(task)
 

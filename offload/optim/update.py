@@ -22,6 +22,7 @@ from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
 from offload.program.ops import Lane, Use, Verb
 from offload.program.schedule import Task
+from offload.program.verify import check_op
 from offload.runtime.books import Known
 from offload.runtime.device import Fence
 from offload.runtime.executor import Executor
@@ -52,6 +53,8 @@ class Updates:
         self._first = {unit: ordinal for ordinal, unit, _ in order}
         """By unit, the ordinal of its first chunk."""
         self._ops = {unit: update_op(self._plan, unit, deadline) for _, unit, deadline in order}
+        for op in self._ops.values():
+            check_op(self._plan, op)
         self._chunk_count = sum(len(unit.chunks) for unit in self._plan.profile.units)
         self._here = PythonWorks(self._plan, executor.memory, executor.store, executor.device)
         """What the user's thread does itself, and what moves torch's memory."""
@@ -192,7 +195,7 @@ class Updates:
         """The op that updates a unit."""
         op, works = self._ops[unit], self._executor.works
         if one is not None:  # Torch's memory is another one in each step.
-            return self._executor.known(op, works.update(op, dict(members), one.flat))
+            return self._executor.again(op, works.update(op, dict(members), one.flat))
         kept = self._known.get((Verb.UPDATE, unit))
         if kept is None or kept[0] != members:
             known = self._executor.known(op, works.update(op, dict(members)))

@@ -61,10 +61,12 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
     entry: dict[Place, int] = {}
     ops: list[Op] = []
     touched: set[Place] = set()
+    came: set[int] = set()
     units = plan.profile.units
     steps = list(order)
     if verb is Verb.BACKWARD:
-        steps += [u for u in range(len(units)) if units[u].trainable and u not in set(order)]
+        used = set(order)
+        steps += [u for u in range(len(units)) if units[u].trainable and u not in used]
     for position, unit in enumerate(steps):
         slot = plan.weight_slot[unit]
         if slot is not None and (verb is Verb.FORWARD or units[unit].backward):
@@ -76,7 +78,8 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             touched.add(slot)
         ops.append(use(plan, unit, verb, position))
         if verb is Verb.BACKWARD and units[unit].trainable:
-            first = name == "backward_first" and unit not in steps[:position]
+            first = name == "backward_first" and unit not in came
+            came.add(unit)
             ops.append(collect(plan, unit, position + 1))
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
     return Phase(name, with_waits(ops), entry, dict(in_slots))
@@ -231,15 +234,15 @@ def update(plan: Plan, unit: int, deadline: int) -> Op:
     )
 
 
-def parts_of(plan: Plan, op: Op) -> list[Op]:
-    """What an op moves inside, see [Note: Streams] of `ops`; on the host the drive's part alone."""
-    if op.verb not in (Verb.SQUARE, Verb.UPDATE):
-        return []
+def parts_of(plan: Plan, op: Op) -> tuple[list[Op], list[Op]]:
+    """What an op moves inside, before its work and after it: see [Note: Streams] of `ops`."""
     at: Tier = "device" if op.lane is Lane.COMPUTE else "cpu"
-    sizes = Counter[tuple[Tier, Tier]]()
+    found = list[list[Op]]()
     for uses, way in ((op.reads, 1), (op.writes, -1)):
-        for place, (kind, unit, _) in uses:
+        sizes = Counter[tuple[Tier, Tier]]()
+        for place, (kind, unit, _) in uses if op.verb in (Verb.SQUARE, Verb.UPDATE) else ():
             if place.use == "home":
                 for start, stop in pairwise(route(place.tier, at)[::way]):
                     sizes[start, stop] += plan.bytes_of(kind, unit)
-    return [part_of(op, size, start, stop) for (start, stop), size in sizes.items()]
+        found.append([part_of(op, size, *hop) for hop, size in sizes.items()])
+    return found[0], found[1]

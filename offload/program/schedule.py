@@ -15,8 +15,10 @@ first. Priority is inherited: a task is at least as urgent as every task that wa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from enum import Enum
+from itertools import dropwhile
 from typing import Any, Generic, TypeVar
 
 from offload.program.ops import Lane, Op
@@ -128,6 +130,14 @@ class Task:
 Access = TypeVar("Access")
 
 
+@dataclass(slots=True)
+class _Since(Generic[Access]):
+    """A write of a place, None for whatever came before, and the reads since."""
+
+    write: Access | None
+    reads: list[Access] = field(default_factory=list)
+
+
 class Scoreboard(Generic[Access]):
     """Which tasks last wrote and since read every place, and so whom a new op must wait for.
 
@@ -155,7 +165,7 @@ class Scoreboard(Generic[Access]):
         self._taken_back = taken_back
         self._fixed = fixed
         self._settled = settled
-        self._accesses: dict[object, list[tuple[Access, bool]]] = {}
+        self._accesses: dict[object, list[_Since[Access]]] = {}
 
     def waits(self, reads: Iterable[object], writes: Iterable[object]) -> list[Access]:
         """Tasks to wait for: a read waits for the last write, a write for that and all reads."""
@@ -163,12 +173,13 @@ class Scoreboard(Generic[Access]):
         get, taken_back = self._accesses.get, self._taken_back
         for cells, writing in ((reads, False), (writes, True)):
             for cell in cells:
-                for task, wrote in reversed(get(cell, ())):
-                    if taken_back(task):
-                        continue
-                    if wrote or writing:
-                        found[task] = None
-                    if wrote:
+                for since in reversed(get(cell, ())):
+                    if writing:
+                        for task in reversed(since.reads):
+                            if not taken_back(task):
+                                found[task] = None
+                    if since.write is not None and not taken_back(since.write):
+                        found[since.write] = None
                         break
         return list(found)
 
@@ -179,26 +190,36 @@ class Scoreboard(Generic[Access]):
     def note(self, task: Access, reads: Iterable[object], writes: Iterable[object]) -> None:
         """Record that `task` reads and writes these cells, after everything noted before."""
         for cell in reads:
-            self._unsettled(cell).append((task, False))
+            self._unsettled(cell)[-1].reads.append(task)
         for cell in writes:
             before = self._unsettled(cell)
-            before.append((task, True))
+            before.append(_Since(task))
             for index in range(len(before) - 1, 0, -1):
-                other, wrote = before[index]
-                if wrote and self._fixed(other) and not self._taken_back(other):
+                other = before[index].write
+                if other is not None and self._fixed(other) and not self._taken_back(other):
                     del before[:index]
                     break
 
-    def _unsettled(self, cell: object) -> list[tuple[Access, bool]]:
+    def kept(self) -> Iterator[int]:
+        """How many accesses are kept of each place."""
+        for accesses in self._accesses.values():
+            yield sum(len(since.reads) + (since.write is not None) for since in accesses)
+
+    def _unsettled(self, cell: object) -> list[_Since[Access]]:
         """The accesses of a place, from the first one that is not settled."""
-        accesses = self._accesses.get(cell)
-        if accesses is None:
-            accesses = self._accesses[cell] = []
-        count = 0
-        while count < len(accesses) and self._settled(accesses[count][0]):
-            count += 1
-        if count:
-            del accesses[:count]
+        accesses = self._accesses.setdefault(cell, [])
+        while accesses:
+            first, settled = accesses[0], self._settled
+            if first.write is not None and not settled(first.write):
+                break
+            first.write = None
+            if first.reads and settled(first.reads[0]):
+                first.reads[:] = dropwhile(settled, first.reads)
+            if first.reads:
+                break
+            del accesses[0]
+        if not accesses:
+            accesses.append(_Since(None))
         return accesses
 
 

@@ -13,10 +13,10 @@ lane (updates of states that live on the device) share the device with the user,
 If the CPU is the compute device, that lane is a thread beside the user's, and both run at full
 speed.
 
-Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. One that
-moves chunks inside ([Note: Streams] of `ops`) takes what the slowest of its lanes takes, and has
-each for as long as that needs; it starts when all are free. The user's compute takes the given
-time.
+Each op of the engine takes `Machine.op_seconds`, and its bytes at the speed of its lane. An op that
+moves chunks inside ([Note: Streams] of `ops`) is done in as many pieces as there are chunks, up to
+the number of staging slots. Each brings what it needs, does its work and takes back what it has
+changed, lane after lane, beside the other pieces. The user's compute takes the given time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from offload.planning.layout import CHUNK_STAGES
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
@@ -58,11 +59,6 @@ class Timeline:
     """When the user called each `step()`: at the end of its last backward."""
     waited: tuple[float, ...]
     """How long the user's thread was blocked between the `step()` before and each `step()`."""
-
-    @property
-    def total_seconds(self) -> float:
-        """From the start to the end of the last op."""
-        return max((span.stop for span in self.spans), default=0.0)
 
     @property
     def step_seconds(self) -> float:
@@ -147,20 +143,19 @@ def seconds_of(op: Op, machine: Machine) -> float:
     return op.bytes / speed + machine.op_seconds
 
 
-Inside = Mapping[Lane, tuple[float, int]]
-"""Seconds and bytes by lane of what an op moves inside."""
-
-
 class _Task(Task):
     """One op in one step, and when it runs."""
 
-    __slots__ = ("inside", "phase", "seconds", "start", "step")
+    __slots__ = ("phase", "seconds", "start", "step")
 
     phase: str
     step: int
     seconds: float
-    inside: Inside
     start: float
+
+
+_Piece = list[tuple[Op, float]]
+"""What is done one after the other for a piece of an op, each with its seconds."""
 
 
 class _Simulation:
@@ -173,14 +168,14 @@ class _Simulation:
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
-        self._templates: dict[int, tuple[list[object], list[object], float, Inside]] = {}
+        self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule(lambda task, last: None)
         self._serial = 0
         self._now = 0.0
         self._running: dict[object, _Task] = {}
-        self._events: list[tuple[float, int, _Task | tuple[Lane, _Task] | None]] = []
-        """When which task ends, or what moves inside one; None: the user's thread goes on."""
+        self._events: list[tuple[float, int, _Task | None]] = []
+        """When which task ends; None: the user's thread goes on."""
         self._spans: list[Span] = []
         self._blocked_on: _Task | None = None
         """What the user's thread waits for, since `_since`."""
@@ -196,11 +191,8 @@ class _Simulation:
             self._now = self._events[0][0]
             resumes = False
             while self._events and self._events[0][0] == self._now:
-                _, _, what = heapq.heappop(self._events)
-                if isinstance(what, tuple):
-                    self._leave(*what)
-                else:
-                    resumes |= what is None or self._finish(what)
+                task = heapq.heappop(self._events)[2]
+                resumes |= task is None or self._finish(task)
             if resumes:
                 self._advance(user)
             self._dispatch()
@@ -255,36 +247,52 @@ class _Simulation:
 
     def _issue(self, ops: Sequence[Op], phase: str, step: int, number: int) -> list[_Task]:
         """Queue the ops of a phase."""
-        return [self._queue(op, phase, step, number) for op in ops]
+        tasks = list[_Task]()
+        for op in ops:
+            reads, writes, pieces = self._template(op)
+            # They include the compiled ones of the phase: one rule, see [Note: Phases] of `ops`.
+            waits, ends = self._board.waits(reads, writes), list[Task]()
+            for piece in pieces:
+                last = waits
+                for one, seconds in piece:
+                    if piece is pieces[-1] and one is piece[-1][0]:
+                        last = [*last, *ends]
+                    self._serial += 1
+                    work = None if one.verb in OF_USER else _no_work
+                    task = _Task(one, work, (number, op.deadline), self._serial)
+                    task.phase, task.step, task.seconds = phase, step, seconds
+                    self._schedule.add(task, last)
+                    tasks.append(task)
+                    last = [task]
+                ends += last
+            self._board.note(task, reads, writes)
+        return tasks
 
-    def _queue(self, op: Op, phase: str, step: int, number: int) -> _Task:
-        self._serial += 1
-        reads, writes, seconds, inside = self._template(op)
-        work = None if op.verb in OF_USER else _no_work
-        task = _Task(op, work, (number, op.deadline), self._serial)
-        task.phase, task.step, task.seconds, task.inside = phase, step, seconds, inside
-        # They include the compiled ones of the phase: one rule, see [Note: Phases] of `ops`.
-        waits = self._board.waits(reads, writes)
-        self._board.note(task, reads, writes)
-        self._schedule.add(task, waits)
-        return task
-
-    def _template(self, op: Op) -> tuple[list[object], list[object], float, Inside]:
-        """The cells that an op reads and writes, its seconds, and the lanes that it has inside."""
+    def _template(self, op: Op) -> tuple[list[object], list[object], list[_Piece]]:
+        """The cells that an op reads and writes, and the pieces in which it is done."""
         if id(op) not in self._templates:
-            machine, inside = self._machine, dict[Lane, tuple[float, int]]()
-            for part in parts_of(self._program.plan, op):
-                if part.lane is Lane.DISK or not machine.device_is_cpu:
-                    seconds, size = inside.get(part.lane, (0.0, 0))
-                    inside[part.lane] = seconds + seconds_of(part, machine), size + part.bytes
-            if op.verb is Verb.COLLECT:
-                own = 0.0  # A part of the backward that makes the gradient, and no span.
-            elif op.verb in OF_USER:
-                own = self._compute(op.value.unit, op.verb)
-            else:
-                own = max(seconds_of(op, machine), *(one for one, _ in inside.values()), 0.0)
-            self._templates[id(op)] = list(cells(op.reads)), list(cells(op.writes)), own, inside
+            plan, (before, after) = self._program.plan, parts_of(self._program.plan, op)
+            ops = [one for one in (*before, op, *after) if one is op or self._moves(one)]
+            count = 1
+            if len(ops) > 1:
+                count = min(len(plan.profile.units[op.value.unit].chunks), CHUNK_STAGES)
+            pieces = [[self._cut(one, at, count) for one in ops] for at in range(count)]
+            self._templates[id(op)] = list(cells(op.reads)), list(cells(op.writes)), pieces
         return self._templates[id(op)]
+
+    def _cut(self, op: Op, at: int, count: int) -> tuple[Op, float]:
+        """One of so many pieces of an op, and its seconds."""
+        if count > 1:
+            op = replace(op, bytes=op.bytes * (at + 1) // count - op.bytes * at // count)
+        if op.verb is Verb.COLLECT:
+            return op, 0.0  # A part of the backward that makes the gradient, and no span.
+        if op.verb in OF_USER:
+            return op, self._compute(op.value.unit, op.verb)
+        return op, seconds_of(op, self._machine)
+
+    def _moves(self, part: Op) -> bool:
+        """Whether a part of an op is a move on this machine: a host reaches all memory."""
+        return part.lane is Lane.DISK or not self._machine.device_is_cpu
 
     # -- the lanes
 
@@ -296,24 +304,9 @@ class _Simulation:
             task.go(State.RUNNING)
             self._begin(task)
         for lane in Lane:
-            first = self._schedule.first(lane) if lane not in self._running else None
-            if first is None:
-                continue
-            assert isinstance(first, _Task)
-            if not all(self._is_free(other, first) for other in first.inside):
-                continue
-            first.go(State.RUNNING)
-            self._begin(first)
-            for other, (seconds, _) in first.inside.items():
-                self._running[other] = first
-                heapq.heappush(self._events, (self._now + seconds, -self._serial, (other, first)))
-                self._serial += 1
-
-    def _is_free(self, lane: Lane, task: _Task) -> bool:
-        """Whether a lane is free for what moves inside a task, and nothing more urgent wants it."""
-        other = self._schedule.first(lane)
-        ahead = other is not None and (other.key, other.serial) < (task.key, task.serial)
-        return lane not in self._running and not ahead
+            if lane not in self._running and (first := self._schedule.take(lane)):
+                assert isinstance(first, _Task)
+                self._begin(first)
 
     def _may_compute(self, task: _Task) -> bool:
         """Whether the user's thread may compute `task` now."""
@@ -335,12 +328,6 @@ class _Simulation:
     def _unblock(self) -> None:
         self._blocked_on = None
         self._waited += self._now - self._since
-
-    def _leave(self, lane: Lane, task: _Task) -> None:
-        """What moves inside a task needs a lane no more."""
-        del self._running[lane]
-        op = replace(task.op, lane=lane, verb=Verb.MOVE, bytes=task.inside[lane][1])
-        self._spans.append(Span(lane, op, task.phase, task.step, task.start, self._now))
 
     def _finish(self, task: _Task) -> bool:
         """End an op. Returns whether that resumes the user's thread."""

@@ -32,8 +32,8 @@ from offload.program.schedule import Schedule, Scoreboard, State, Task, Work
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
-"""How many tasks back a wait is traced to the lanes that caused it: an update is three or more on
-the way through the tiers, and waits for a slot that another chunk had."""
+"""How many tasks back a wait is traced to the lanes that caused it: a gradient on its way home, the
+update that waits for it, and the fetch of the weights are several, and wait for others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +140,8 @@ class Books:
             while not self._closing:
                 task = None if self._stopped else self._next(lane)
                 if task is not None:
-                    count = len(getattr(task.work, "parts", (None,)))
-                    size = task.op.bytes // count + task.op.bytes % count * (not task.parts[1:])
-                    op = task.op if count == 1 else replace(task.op, bytes=size)
-                    return task, op, task.parts.pop()
+                    share = task.op.bytes // len(getattr(task.work, "parts", [task.work]))
+                    return task, replace(task.op, bytes=share), task.parts.pop()
                 self._wake[lane].wait()
             return None
 

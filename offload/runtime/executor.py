@@ -7,21 +7,21 @@ nothing of parameters or modules. The user's thread reads and writes homes throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from offload.planning.layout import CHUNK_STAGES, Plan
+from offload.planning.layout import Plan
 from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.schedule import Task, Work
 from offload.program.verify import check_op
 from offload.runtime.books import Known, native_books
 from offload.runtime.device import Device
-from offload.runtime.lanes import Lanes
+from offload.runtime.lanes import Lanes, Pace
 from offload.runtime.memory import Memory, host_tensor
 from offload.runtime.native_work import NativeWorks
 from offload.runtime.shared_budget import Share
@@ -30,8 +30,12 @@ from offload.runtime.trace import Trace
 from offload.runtime.works import PythonWorks
 
 ENGINE_LANES = (Lane.COMPUTE, Lane.H2D, Lane.D2H, Lane.CPU, Lane.DISK)
-"""Lanes with a thread; compute's runs the updates of states that live on the device."""
+"""Lanes with a thread; compute's runs the updates of states that live on the device. Where Python
+streams chunks the CPU has a second thread: one computes while the other's chunk moves."""
 
+
+MADE_PER_UNIT_MAX = 32
+"""Ops kept per unit: with orders of use that depend on the data there were no end."""
 
 KEPT_BYTES_MAX = 16 << 20
 """Largest chunk that `ChunkCache` keeps. Chunks never are larger; frozen weights may be."""
@@ -53,7 +57,7 @@ class Executor:
         memory: Memory,
         store: Store | None,
         device: Device,
-        pace: Callable[[Op], float] | None = None,
+        pace: Pace | None = None,
         trace: Trace | None = None,
     ):
         """Start the lanes; where they do not start, let `memory` and `store` go.
@@ -68,6 +72,8 @@ class Executor:
         """Where the values are while the engine sleeps."""
         self.share: Share | None = None
         """What it holds of a budget that engines share."""
+        self._made, self._made_in = dict[Hashable, list[Known]](), 0
+        """Ops that come again, and of which arenas their addresses are."""
         self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
         """Steps taken: stamped on what is written to the store."""
         can_be_native = pace is None and device.is_host and (store is None or store.native)
@@ -80,7 +86,7 @@ class Executor:
         streams = native is None and not (device.is_host and store is None)
         try:
             self.lanes = Lanes(
-                (*ENGINE_LANES, *([Lane.CPU] * (CHUNK_STAGES - 2) if streams else [])),
+                (*ENGINE_LANES, *([Lane.CPU] if streams else [])),
                 device,
                 pace=pace,
                 trace=trace,
@@ -107,11 +113,27 @@ class Executor:
             )
         self.lanes.check()
 
-    def known(self, op: Op, work: Work | None = None) -> Known:
-        """`op`, to be issued any number of times; `work` is what it does, where it is no move."""
-        if op.verb is Verb.MOVE and work is None:
-            work = self.works.move(op)
+    def made(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> list[Known]:
+        """What `make` of `program.compile` makes of the plan and these: moves, the user's ops."""
+        too_many = len(self._made) >= MADE_PER_UNIT_MAX * len(self.plan.profile.units)
+        if too_many or self._made_in != self.memory.taken:
+            self._made.clear()
+            self._made_in = self.memory.taken
+        if (make, args) not in self._made:
+            found = make(self.plan, *args)
+            self._made[make, args] = [
+                self.known(op, self.works.move(op) if op.verb is Verb.MOVE else None)
+                for op in ([found] if isinstance(found, Op) else found)
+            ]
+        return self._made[make, args]
+
+    def known(self, op: Op, work: Work | None) -> Known:
+        """`op`, once it is checked, to be issued any number of times; `work` is what it does."""
         check_op(self.plan, op)
+        return self.again(op, work)
+
+    def again(self, op: Op, work: Work | None) -> Known:
+        """`op`, which was checked, with other work."""
         return self.lanes.know(op, tuple(cells(op.reads)), tuple(cells(op.writes)), work)
 
     def issue(self, ops: Sequence[Known], pass_number: int, settings: Any = None) -> list[Task]:

@@ -1,4 +1,4 @@
-"""The lanes: one thread each, running what may start, the earliest deadline first.
+"""The lanes: threads that run what may start, the earliest deadline first.
 
 What may start, and which goes first, say the books. When an op fails, or a lane in any other way,
 or the bookkeeping of either side, nothing more is started, every blocked wait ends, and the next
@@ -112,6 +112,9 @@ class LaneStats:
             return self.trace.copy()
 
 
+Pace = Callable[[Op, float], float]
+"""When an op that began at that time may end at the earliest, by `time.perf_counter`."""
+
 LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
 
@@ -124,7 +127,7 @@ class Lanes:
         lanes: Sequence[Lane],
         device: Device,
         *,
-        pace: Callable[[Op], float] | None = None,
+        pace: Pace | None = None,
         trace: Trace | None = None,
         native: Any = None,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
@@ -134,7 +137,7 @@ class Lanes:
         Args:
             lanes: those that have ops, each as often as it has threads.
             device: the compute device; each thread works on it, on a stream of its own.
-            pace: least seconds that an op takes, for tests that imitate slower hardware.
+            pace: when an op may end, for tests that imitate slower hardware.
             trace: where to record what is done.
             native: the extension whose books serve; None: those of Python.
             explain: what the error of a failed work is to the user.
@@ -256,10 +259,10 @@ class Lanes:
     def did(self, op: Op, since: float) -> None:
         """An op has run since then, inside another one of a lane."""
         if self._pace is not None:
-            time.sleep(max(0.0, since + self._pace(op) - time.perf_counter()))
+            time.sleep(max(0.0, self._pace(op, since) - time.perf_counter()))
         now = self.count(op, since)
         self.note(op, since, now)
-        self._inside.seconds = getattr(self._inside, "seconds", 0.0) + now - since
+        self._inside.seconds += now - since
 
     def wait(self, tasks: Iterable[Task]) -> None:
         """Block until all `tasks` are over, on the device too.
@@ -341,7 +344,7 @@ class Lanes:
             start += self._inside.seconds
             self._device.drain()
             if self._pace is not None:
-                time.sleep(max(0.0, start + self._pace(op) - time.perf_counter()))
+                time.sleep(max(0.0, self._pace(op, start) - time.perf_counter()))
         except BaseException as caught:
             error = caught
         now = self.count(op, start)

@@ -22,6 +22,7 @@ from offload.planning.layout import Place, Plan
 from offload.planning.profile import KINDS, Kind
 from offload.program.ops import Op, Use, Value
 from offload.runtime.store import Store
+from offload.runtime.works import Flat, Taking
 
 Work = Any
 """An object of C++."""
@@ -156,12 +157,7 @@ class NativeWorks:
         """The norm and the factor of the clipping, from all sums."""
         return self._native.combine()
 
-    def update(
-        self,
-        op: Op,
-        taking: Mapping[int, int],
-        flat: Mapping[str, Mapping[int, torch.Tensor]] | None = None,
-    ) -> Work:
+    def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
         """The update of the parameters in `taking`; weights and gradients may be in `flat`."""
         spec, works = self._plan.profile.units[op.value.unit], dict[int, Work]()
         for number, chunk in enumerate(spec.chunks):
@@ -169,13 +165,7 @@ class NativeWorks:
                 works[number] = self._update(op.value.unit, number, taking, flat)
         return self._stream(op, works, KINDS if flat is None else ["state"])
 
-    def _update(
-        self,
-        unit: int,
-        number: int,
-        taking: Mapping[int, int],
-        flat: Mapping[str, Mapping[int, torch.Tensor]] | None,
-    ) -> Work:
+    def _update(self, unit: int, number: int, taking: Taking, flat: Flat | None) -> Work:
         """The update of a chunk."""
         chunk = self._plan.profile.units[unit].chunks[number]
         segment = self._plan.profile.units[unit].segments[chunk.segment]

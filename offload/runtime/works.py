@@ -265,10 +265,8 @@ class PythonWorks:
         """A chunk's memory from its home, None on nvme, to where the op works."""
         home = self._plan.home(value.kind, value.unit)
         way = route(home.tier, at)
-        if self._device.is_host and home.tier != "nvme":
-            way = way[:1]  # What is on the device is in reach.
-        elif self._device.is_host:
-            way = ("nvme", "cpu")
+        if self._device.is_host:  # Which reaches all memory.
+            way = ("nvme", "cpu") if home.tier == "nvme" else way[:1]
         torchs = not self._plan.in_arena(value.kind, value.unit)
         first = None if way[0] == "nvme" or torchs else self._memory.at(Use(home, value))
         slots = [Place(tier, f"{value.kind}_chunk", self._slot()) for tier in way[1:]]
