@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -99,9 +98,6 @@ def attach(
     if optimizer is not None:
         check_optimizer(optimizer)
     _refuse_attached(model)
-    dtypes = {str(one.dtype).removeprefix("torch.") for one in model.parameters()}
-    for remark in config.remarks(dtypes):
-        warnings.warn(remark, stacklevel=3)
     if not all(engine.executor.lanes.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()

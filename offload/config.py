@@ -9,7 +9,7 @@ import os
 import reprlib
 import sys
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -132,8 +132,8 @@ class Config:
     ) -> Config:
         """The Config that a DeepSpeed JSON file asks for, or the dict in it.
 
-        A warning says what each key became, unless `report` is False. `attach` then refuses an
-        optimizer that contradicts the file. docs/deepspeed.md has every key.
+        A warning says what each key became, unless `report` is False. docs/deepspeed.md has every
+        key.
 
         Raises:
             OSError: the file cannot be read.
@@ -146,37 +146,13 @@ class Config:
         if report:
             lines = [f"what {what} became:", *found.report()]
             warnings.warn("\n    ".join(lines), stacklevel=2)
-        return DeepSpeedConfig(**found.fields, expects=found.expects)
-
-    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
-        """Where `optimizer` contradicts the file that this Config came from, a sentence each."""
-        return ()
-
-    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
-        """Where parameters of `dtypes` are not what that file expects, a sentence each."""
-        return ()
+        return cls(**found.fields)
 
     def bytes_of(self, name: str) -> int | None:
         """The byte count in field `name`, or None where the default is to be measured."""
         value = getattr(self, name)
         assert value is None or isinstance(value, int), name
         return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedConfig(Config):
-    """A Config from a DeepSpeed file, with what the file expects of optimizer and model."""
-
-    expects: tuple[tuple[str, Any], ...] = ()
-    """See `deepspeed.Translation.expects`."""
-
-    def conflicts(self, optimizer: Any) -> tuple[str, ...]:
-        """See Config.conflicts."""
-        return tuple(deepspeed.conflicts(dict(self.expects), optimizer))
-
-    def remarks(self, dtypes: Collection[str]) -> tuple[str, ...]:
-        """See Config.remarks."""
-        return tuple(deepspeed.remarks(dict(self.expects), dtypes))
 
 
 FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))

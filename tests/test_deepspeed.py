@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from cpu_adam import CPULion
 from offload import deepspeed
-from offload.config import Config, DeepSpeedConfig
+from offload.config import Config
 from offload.deepspeed import ALIASES, KEYS
 
 HUGGING_FACE = """{
@@ -61,7 +60,7 @@ def read(text, tmp_path):
 
 def config_of(found):
     found = deepspeed.translate(found) if isinstance(found, dict) else found
-    return DeepSpeedConfig(**found.fields, expects=found.expects)
+    return Config(**found.fields)
 
 
 def test_a_file_with_auto_everywhere(tmp_path):
@@ -70,7 +69,7 @@ def test_a_file_with_auto_everywhere(tmp_path):
     assert (config.params, config.gradients, config.optimizer) == ("cpu", "cpu", "cpu")
     assert (config.max_grad_norm, config.micro_batches, config.nvme_path) == (1.0, None, ())
     assert not found.unknown
-    assert config.expects == (("optimizer.type", "AdamW"), ("scheduler.type", "WarmupLR"))
+    assert found.values["optimizer.type"] == "AdamW"
 
 
 def test_a_file_for_nvme_with_comments(tmp_path):
@@ -79,18 +78,16 @@ def test_a_file_for_nvme_with_comments(tmp_path):
     assert (config.params, config.gradients, config.optimizer) == ("nvme", "cpu", "nvme")
     assert config.nvme_path == ("/mnt/a//b", "/mnt/c#d")
     assert (config.max_grad_norm, config.micro_batches) == (0.5, 8)
-    assert found.values["zero_optimization.sub_group_size"] == 20_000_000
+    assert found.values["train_micro_batch_size_per_gpu"] == 4
     assert found.values["aio.intra_op_parallelism"] == 1
-    assert found.values["aio.single_submit"] is False
-    assert found.unknown == ("aio.of_my_own",)
-    assert found.spelled == {"aio.intra_op_parallelism": "aio.thread_count"}
+    assert found.unknown == ["aio.of_my_own"]
     report = found.report()
     told = "\n".join(report)
     assert "zero_optimization.offload_param.device = \"nvme\": Config.params='nvme'" in report
     assert "gradient_accumulation_steps = 8: Config.micro_batches=8" in report
     assert "aio.of_my_own" in report[-1]
     for name in found.values:
-        assert found.spelled.get(name, name) in told
+        assert name in told
 
 
 def test_what_is_missing_is_the_default():
@@ -98,14 +95,12 @@ def test_what_is_missing_is_the_default():
     config = config_of(found)
     assert (config.params, config.gradients, config.optimizer) == ("auto", "auto", "auto")
     assert (config.max_grad_norm, config.gradient_dtype) == (1.0, "param")
-    assert found.report() == [
-        "gradient_clipping is missing: Config.max_grad_norm=1.0, DeepSpeed's default"
-    ]
+    assert found.report() == ["gradient_clipping is not set: Config.max_grad_norm=1.0, its default"]
     assert config_of({"gradient_clipping": 0}).max_grad_norm is None
     auto = {"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": "auto"}
     assert deepspeed.translate(auto).report() == [
-        'gradient_clipping is "auto": Config.max_grad_norm=1.0, DeepSpeed\'s default',
-        '"auto", so as if missing: fp16.enabled, bf16',
+        "gradient_clipping is not set: Config.max_grad_norm=1.0, its default",
+        '"auto", so as if missing: gradient_clipping, fp16.enabled, bf16',
     ]
 
 
@@ -146,8 +141,8 @@ def test_old_switches_and_a_share_on_the_device():
         (64, 4, 8, 2, 8),
         (32, None, 8, 1, 8),
         (None, None, None, 1, None),
-        (32, None, None, 2, 1),
-        (None, 4, None, 1, 1),
+        (32, None, None, 2, None),
+        (None, 4, None, 1, None),
         (32, "auto", None, 1, None),
         (32, None, "auto", 1, None),
         ("auto", 4, None, 1, None),
@@ -160,17 +155,13 @@ def test_micro_batches(whole, micro, count, ranks, found, monkeypatch):
     content["gradient_accumulation_steps"] = count
     got = deepspeed.translate(content)
     assert got.fields["micro_batches"] == found
-    samples, calls = deepspeed.batches(got.values, got.auto)
-    assert calls == found
-    if isinstance(whole, int) and None not in (samples, calls):
-        assert samples * calls * ranks == whole
 
 
 def test_what_people_have_and_deepspeed_takes():
-    old = {"bfloat16": {"enabled": True}, "zero_optimization": True, "timers": 3, "monitor": {}}
+    old = {"bfloat16": {"enabled": True}, "timers": 3, "monitor": {}}
     found = deepspeed.translate(old | {"model_parallel_size": 2})
-    assert found.values == {"bf16.enabled": True, "zero_optimization.stage": 1}
-    assert found.unknown == ("timers", "monitor", "model_parallel_size")
+    assert found.values == {"bf16.enabled": True}
+    assert found.unknown == ["timers", "monitor", "model_parallel_size"]
     assert deepspeed.translate({"aoi": {}}).report()[-1].endswith("as DeepSpeed does: aoi")
     assert zero(overlap_comm=1, stage3_allgather_sequential=True, zenflow={"topk_ratio": 0.1})
     assert zero(offload_param={"device": "cpu", "nvme_path": ""}).params == "cpu"
@@ -181,32 +172,21 @@ def test_what_people_have_and_deepspeed_takes():
 WRONG = {
     '{"zero_optimization": {"offload_parm": {}}}': "did you mean 'offload_param'?",
     '{"zero_optimisation": {}}': "did you mean 'zero_optimization'?",
-    '{"zero_optimization": {"xyzzy": 1}}': "no key 'xyzzy' in zero_optimization in DeepSpeed 0.19",
+    '{"zero_optimization": {"xyzzy": 1}}': "no key 'xyzzy' in zero_optimization: DeepSpeed 0.19",
     '{"aio": {"queue_dept": 8}}': "in aio: did you mean 'queue_depth'?",
     '{"zero_optimization": {"offload_param": {"device": "disk"}}}': "expected one of none, cpu",
-    '{"zero_optimization": {"offload_param": {"device": "nvme"}}}': "nvme_path is missing",
-    '{"zero_optimization": {"sub_group_size": 1.5}}': "expected a whole number",
-    '{"zero_optimization": {"sub_group_size": "big"}}': "expected a whole number",
-    '{"zero_optimization": {"sub_group_size": true}}': "expected a whole number",
-    '{"zero_optimization": {"overlap_comm": 2}}': "expected true or false",
+    '{"gradient_accumulation_steps": true}': "expected a whole number from 1",
+    '{"gradient_accumulation_steps": 1.5}': "expected a whole number from 1",
+    '{"zero_optimization": {"cpu_offload": 2}}': "expected true or false",
     '{"zero_optimization": 3}': "expected an object",
     '{"gradient_clipping": "x"}': 'gradient_clipping holds "x": expected a number',
-    '{"gradient_clipping": -1}': "gradient_clipping holds -1.0: expected a positive number",
     '{"gradient_accumulation_steps": 0}': "expected a whole number from 1",
     '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}': "do not agree",
-    '{"train_batch_size": 10, "gradient_accumulation_steps": 4}': "do not agree",
     '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4,'
     ' "gradient_accumulation_steps": 4}': "do not agree",
-    '{"aio": {"thread_count": 1, "num_threads": 2}}': "are one key",
-    '{"aio": {}, "aio": {}}': "key 'aio' is there twice",
-    '{"zero_optimization": {"cpu_offload": true, "offload_optimizer": {"device": "nvme",'
-    ' "nvme_path": "/x"}}}': "remove the old",
-    '{"fp16": {"enabled": 1}, "bf16": {"enabled": true}}': "are both true",
-    '{"optimizer": {"type": 3}}': "optimizer.type holds 3: expected a text",
-    "[1]": "expected one JSON object",
-    "{": "not JSON, even with comments allowed",
+    "[1]": "expected an object",
+    "{": "line 1",
     '{"a": 1\n // x\n "b": 2}': "line 3",
-    "[" * 100_000: "",
 }
 
 
@@ -272,67 +252,16 @@ def test_config_says_once_what_became_of_a_file(tmp_path):
     assert hash(config)
 
 
-def optimizer_of(kind=torch.optim.AdamW, **arguments):
-    return kind([torch.nn.Parameter(torch.zeros(2))], **arguments)
-
-
-def conflicts(section, optimizer):
-    return config_of({"optimizer": section}).conflicts(optimizer)
-
-
-def test_an_optimizer_that_is_the_file_s():
-    params = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.01}
-    for kind in ("AdamW", "adam", "Adam"):
-        assert not conflicts({"type": kind, "params": params}, optimizer_of())
-    assert not conflicts({"type": "AdamW", "params": {"lr": "auto"}}, optimizer_of(lr=5))
-    plain = {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}
-    assert not conflicts(plain, optimizer_of(torch.optim.Adam, weight_decay=0.1))
-    assert not conflicts({}, optimizer_of(torch.optim.SGD))
-    assert not conflicts({"type": "Lion", "params": {"lr": 0.1}}, optimizer_of(CPULion, lr=0.1))
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(2))], "weight_decay": d} for d in (0, 0.1)]
-    two = torch.optim.AdamW(groups, lr=torch.tensor(0.25))
-    assert not conflicts({"type": "AdamW", "params": {"weight_decay": 0.1, "lr": 0.25}}, two)
-
-
 @pytest.mark.parametrize(
-    ("section", "kind", "arguments", "told"),
+    ("content", "told"),
     [
-        ({"type": "AdamW"}, torch.optim.SGD, {}, "optimizer.type is AdamW, and yours is SGD"),
-        ({"type": "OneBitAdam"}, torch.optim.Adam, {}, "done here (AdamW, Adam, SGD and"),
-        ({"type": "AdamW", "params": {"lr": 3e-4}}, torch.optim.AdamW, {}, "lr is 0.0003"),
-        ({"type": "AdamW", "params": {"betas": [0.8, 0.9]}}, torch.optim.AdamW, {}, "betas is"),
-        ({"type": "AdamW", "params": {"eps": 1e-6}}, torch.optim.AdamW, {}, "eps is 1e-06"),
-        ({"type": "Adam"}, torch.optim.Adam, {"weight_decay": 0.1}, "decoupled (AdamW)"),
-        ({"type": "Adam", "params": {"bias_correction": False}}, torch.optim.AdamW, {}, "corrects"),
-        ({"type": "AdamW", "params": {"weight_decay": 0}}, torch.optim.AdamW, {}, "decay is 0"),
-        (
-            {"type": "Adam", "params": {"adam_w_mode": False}},
-            torch.optim.AdamW,
-            {},
-            "within the gradient",
-        ),
+        ({"gradient_clipping": -1}, "Config.max_grad_norm=-1.0: expected a positive"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path is empty"),
     ],
 )
-def test_an_optimizer_that_is_not(section, kind, arguments, told):
-    (found,) = conflicts(section, optimizer_of(kind, **arguments))
-    assert told in found
-
-
-def test_attach_refuses_what_contradicts_the_file():
-    content = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    content["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
-    config = config_of(content)
-    model = torch.nn.Linear(2, 2)
-    wrong = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    with pytest.raises(ValueError, match=r"optimizer\.params\.lr is 0\.001, and yours is 0\.002"):
-        offload.attach(model, wrong, config)
-    scheduled = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.optim.lr_scheduler.StepLR(scheduled, 3)
-    with pytest.raises(ValueError, match=r"a scheduler has been .*\(make it after attach\)"):
-        offload.attach(model, scheduled, config)
-    right = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _, optimizer = offload.attach(model, right, config)
-    optimizer.engine.close()
+def test_what_a_config_cannot_be_is_refused_by_its_field(content, told):
+    with pytest.raises(ValueError, match=told):
+        Config.from_deepspeed(content, report=False)
 
 
 def file_of(content, tmp_path):
@@ -341,33 +270,14 @@ def file_of(content, tmp_path):
     return str(path)
 
 
-def test_all_that_is_wrong_is_told_at_once(tmp_path):
-    wrong = {"aio": {"queue_dept": 8}, "gradient_clipping": "x", "optimizer": {"type": 3}}
-    with pytest.raises(ValueError) as caught:
-        read(json.dumps(wrong), tmp_path)
-    assert str(caught.value).count("\n  ") == 3
-    for told in ("queue_depth", "gradient_clipping holds", "optimizer.type holds"):
-        assert told in str(caught.value)
-
-
 def test_a_dict_and_a_file_that_is_not_there(tmp_path):
     content = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
     with pytest.warns(UserWarning, match="what a DeepSpeed dict became:"):
         config = Config.from_deepspeed(content)
     assert Config.from_deepspeed(file_of(content, tmp_path), report=False) == config
-    with pytest.raises(FileNotFoundError, match="the path of a DeepSpeed JSON file") as caught:
+    with pytest.raises(FileNotFoundError, match="gone") as caught:
         Config.from_deepspeed(tmp_path / "gone")
     assert caught.value.filename == str(tmp_path / "gone")
-
-
-def test_texts_are_numbers_and_switches_for_attach_too():
-    params = {"lr": "3e-4", "betas": ["0.9", "0.95"], "amsgrad": "false", "adam_w_mode": "true"}
-    mine = optimizer_of(lr=3e-4, betas=(0.9, 0.95))
-    assert not conflicts({"type": "AdamW", "params": params}, mine)
-    (told,) = conflicts({"type": "AdamW", "params": params}, optimizer_of(lr=3e-4))
-    assert told.startswith("optimizer.params.betas is")
-    plain = {"type": "Adam", "params": {"adam_w_mode": "false", "weight_decay": 0.1}}
-    assert not conflicts(plain, optimizer_of(torch.optim.Adam, weight_decay=0.1))
 
 
 def test_what_is_not_done_and_matters_is_told_first():
@@ -377,26 +287,10 @@ def test_what_is_not_done_and_matters_is_told_first():
     assert not [line for line in others if line.startswith("NOT DONE") or "sparse" in line]
 
 
-def test_a_model_of_another_type_than_the_file_s():
-    """DeepSpeed casts the model; nothing here does."""
-    model = torch.nn.Linear(2, 2)
-    for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        config = config_of({"bf16": {"enabled": enabled}})
-        assert not config.remarks({str(dtype).removeprefix("torch.")})
-    config = config_of({"bf16": {"enabled": True}})
-    with pytest.warns(UserWarning, match=r"bf16\.enabled true, but no parameter") as caught:
-        _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
-    optimizer.engine.close()
-    assert caught[0].filename == __file__
-
-
 def test_budgets_beside_a_file():
-    """As docs/deepspeed.md says; what the file asks of the optimizer stays."""
-    asked = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    config = dataclasses.replace(config_of(asked), cpu_memory="64MiB")
+    """As docs/deepspeed.md says."""
+    config = dataclasses.replace(config_of({}), cpu_memory="64MiB")
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"lr is 0\.001, and yours is 0\.002"):
-        offload.attach(model, torch.optim.AdamW(model.parameters(), lr=2e-3), config)
     _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
     with optimizer.engine as engine:
         budgets = {use.tier: use.budget_bytes for use in engine.report().tiers}
@@ -412,9 +306,4 @@ def test_what_a_file_does_to_gradients_is_told():
             }
         }
     )
-    told = "\n".join(found.report())
-    assert "device = \"nvme\": Config.optimizer='nvme', Config.gradients='cpu'\n" in told
-    fields = {"params": "cpu", "gradients": "device", "optimizer": "cpu"}
-    told = "\n".join(found.report(fields))
-    assert "Config.gradients='device', your own, which counts" in told
-    assert told.count('nvme_path = "/a": not needed, as nothing is on nvme') == 2
+    assert "with the optimizer states go gradients: Config.gradients='cpu'" in found.report()

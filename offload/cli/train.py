@@ -47,10 +47,9 @@ def command(arguments: Sequence[str]) -> None:
     # Results go to standard output, progress and remarks to standard error.
     console, remarks = Output(stderr=settings.json), Output(stderr=True)
     if settings.deepspeed is not None:
-        found = translation(settings.deepspeed)
-        fields = {name: getattr(settings.placing, name) for name in found.fields}
-        lines = found.report(fields)
-        remarks.notes(["\n    ".join([f"what {settings.deepspeed} became:", *lines])])
+        lines = translation(settings.deepspeed).report()
+        what = f"what {settings.deepspeed} became, where no flag says otherwise:"
+        remarks.notes(["\n    ".join([what, *lines])])
     remarks.notes(corpus.notices)
     with Signals() as signals:
         with bad_input():

@@ -80,11 +80,6 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             f"attach: optimizer is {_found(optimizer)} and no optimizer: give torch.optim.AdamW("
             "model.parameters()) or Adam, or None for a model that is not trained"
         )
-    if told := config.conflicts(optimizer):
-        raise ValueError(
-            "optimizer or scheduler is not what the file of DeepSpeed asks for: "
-            f"{'; '.join(told)}: change yours, or remove the key from the file"
-        )
 
 
 def _check_parameters(model: nn.Module) -> None:
