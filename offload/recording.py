@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from offload.model.engine import Engine
-from offload.model.pass_trace import is_pass
 from offload.planning.machine import Machine
 from offload.planning.profile import profile_of
 from offload.program.compile import compile_program
@@ -75,6 +74,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         model=f"{elements:,} parameters in {dtypes}, {len(units)} units",
         device=str(engine.executor.device.torch_device),
         device_is_host=engine.executor.device.is_host,
+        residents=len(engine.plan.residents),
         versions=_versions(),
         steps=engine.report().steps,
         homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
@@ -99,7 +99,7 @@ def _versions() -> dict[str, str]:
 def _span(ran: Ran, zero: float, engine: Engine) -> Span:
     op, units = ran.op, engine.plan.profile.units
     lane = MODEL if op.verb in OF_USER else ran.lane.value
-    unit = units[op.value.unit].name if 0 <= op.value.unit < len(units) else ""
+    unit = units[op.value.unit].name if op.value.unit >= 0 else ""
     name, tier = op.verb.value, ""
     if op.verb is Verb.MOVE:
         here, there = op.reads[0].place.tier, op.writes[0].place.tier
@@ -164,7 +164,7 @@ def _compute_of(engine: Engine) -> Callable[[Ran], Ran | None]:
     announced = set(engine.passes.orders[Verb.BACKWARD])
 
     def found(one: Ran) -> Ran | None:
-        if one.op.verb not in OF_USER or is_pass(one.op):
+        if one.op.verb not in OF_USER:
             return None
         if one.op.verb is not Verb.COLLECT:
             return one

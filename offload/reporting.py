@@ -18,15 +18,15 @@ from typing import NamedTuple
 
 from offload.planning.machine import cache_path, replace_file
 
-FORMAT, VERSION = "offload run", 3
+FORMAT, VERSION = "offload run", 4
 
 KEPT_MAX = 5
 """Runs that are kept in the user's cache."""
 
 MODEL, ENGINE, OTHER = "model", "engine", "other"
 """Parts of a step beside waiting: the user's forward and backward; the engine's calls in the user's
-thread; and what remains (data, loss, Python). On an accelerator the remainder waits for the forward
-and backward that were queued there, so it counts as MODEL."""
+thread; and what remains (data, loss, Python). Where the engine does not see all forward and
+backward (see `Run.sees_model`) the remainder counts as MODEL."""
 
 LANES = (MODEL, ENGINE, "compute", "h2d", "d2h", "cpu", "disk", "comm")
 """Lanes of spans, in the order in which they are shown."""
@@ -85,6 +85,8 @@ class Run:
     device: str
     device_is_host: bool
     """Whether the CPU is the compute device."""
+    residents: int
+    """Units that live on the device."""
     versions: Mapping[str, str]
     """Of offload, torch and Python."""
     steps: int
@@ -102,6 +104,12 @@ class Run:
     prediction: Prediction | None
     unpredicted: str
     """Why there is no prediction."""
+
+    @property
+    def sees_model(self) -> bool:
+        """Whether all forward and backward was timed: an accelerator computes beside the host's
+        thread, and units that live on the device have no hooks."""
+        return self.device_is_host and not self.residents
 
 
 def folder() -> Path:
@@ -218,7 +226,7 @@ def breakdown(run: Run) -> Breakdown:
     parts |= {lane: seconds(inside) for lane, inside in waits.items()}
     parts[ENGINE] = seconds(calls, waited) - seconds(waited)
     rest = max(0.0, until - since - sum(parts.values()))
-    parts |= {OTHER: rest} if run.device_is_host else {MODEL: parts[MODEL] + rest}
+    parts |= {OTHER: rest} if run.sees_model else {MODEL: parts[MODEL] + rest}
     moved, ways = Counter[str](), Counter[str]()
     for span in run.spans:
         if span.lane in busy and since <= span.start < until:
@@ -239,7 +247,7 @@ def breakdown(run: Run) -> Breakdown:
 
 def title_of(part: str, run: Run) -> str:
     """The title of a part of a step of `run`, for people."""
-    if part == MODEL and not run.device_is_host:
+    if part == MODEL and not run.sees_model:
         return "forward, backward, data, loss"
     titles = {MODEL: "forward and backward", ENGINE: "engine", OTHER: "data, loss, Python"}
     return titles.get(part, f"waiting for {part}")
@@ -293,7 +301,7 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
     spent = {"part": found.parts.get(name, 0.0), "waits": found.waited_s}
     spent |= {"engine": found.parts.get(ENGINE, 0.0), "busy": found.busy.get(name, 0.0)}
     shares = {key: f"{value / found.step_s:.0%}" for key, value in spent.items()}
-    own = "The model's own compute" if run.device_is_host else "What is not the engine's"
+    own = "The model's own compute" if run.sees_model else "What is not the engine's"
     text = _BOUNDS.get(name, _LANE_BOUNDS)
     told = [text.format(name=name, own=own, device=run.device, **shares)]
     if gains.get(name, 0.0) >= GAIN_LEAST:

@@ -60,6 +60,7 @@ MADE = Run(
     model="1,000 parameters in bfloat16, 2 units",
     device="cpu",
     device_is_host=True,
+    residents=0,
     versions={"torch": "2.13.0"},
     steps=3,
     homes=[["weight", "cpu", 1 << 20], ["state", "nvme", 6 << 20]],
@@ -402,6 +403,16 @@ def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):
     assert "Times are those of the host's thread: cuda:0 computes beside it" in told
     assert "forward, backward, data, loss" in report._text(made, found, Path("run.json"))
     assert "Times are those" not in " ".join(verdict(MADE, breakdown(MADE)))
+
+
+def test_with_units_on_the_device_what_is_not_the_engine_s_is_one_part():
+    found = breakdown(made := replace(MADE, residents=1))
+    assert found.parts == {"model": 7.0, "disk": 1.5, "cpu": 0.25, "engine": 1.25}
+    assert (
+        "What is not the engine's bounds the step"
+        in verdict(replace(made, prediction=None), found)[0]
+    )
+    assert "Times are those" not in " ".join(verdict(made, found))
 
 
 def test_a_step_of_too_many_operations_is_not_simulated_and_it_is_told(monkeypatch):

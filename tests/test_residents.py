@@ -264,8 +264,8 @@ def test_a_pass_counts_as_the_models_time(tmp_path: Path) -> None:
             run.step()
         found = run_of(run.engine)
         assert found is not None
-        spans = [(span.name, span.unit) for span in found.spans if span.lane == "model"]
-        assert spans == [("forward", ""), ("backward", "")] * 6
+        assert found.residents == len(run.engine.plan.residents) > 0
+        assert "other" not in breakdown(found).parts
         assert breakdown(found).parts["model"] > 0
 
 

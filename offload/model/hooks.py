@@ -15,7 +15,6 @@ from offload.model.engine import Engine
 from offload.model.gradients import UnitGradient, defer, take_gradient
 from offload.model.outputs import replaced, tensors_in
 from offload.model.parameter import ActiveParameter, AttachedParameter
-from offload.model.pass_trace import PassTrace
 from offload.model.running import GraphTasks, in_backward
 from offload.model.saved_tensors import SavingGuard
 from offload.model.snapshots import Key
@@ -54,10 +53,6 @@ class Hooks:
         ]
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
         self._copies = _StateDictCopies(engine)
-        lanes = engine.executor.lanes
-        self._pass_trace = (
-            PassTrace(lanes.note) if lanes.stats.trace and engine.plan.residents else None
-        )
 
     def put_on(
         self, model: nn.Module, announcers: Mapping[nn.Module, Sequence[int]], *, trains: bool
@@ -136,8 +131,6 @@ class Hooks:
                 self._engine.forward.begin()
                 self._drop_guards()
                 self._in_forward = True
-                if self._pass_trace is not None:
-                    self._pass_trace.forward_begins()
 
     def _leave_root(self, module: nn.Module, args: Any, output: Any) -> None:
         with self._engine.lock:
@@ -145,8 +138,6 @@ class Hooks:
             if self._in_forward and self._engine.owned and not in_backward():
                 self._in_forward = False
                 self._engine.end_pass(finished=output is not None)
-                if self._pass_trace is not None and output is not None:
-                    self._pass_trace.forward_ends(output)
 
     def _drop_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside a backward, has skipped its own hook."""
