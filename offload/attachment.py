@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from aio.system import is_memory
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
-from offload.model.checks import check_arguments, check_model, explain_call
+from offload.model.checks import check_arguments, check_initialised, check_model, check_parameters
 from offload.model.engine import Engine, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
@@ -57,7 +58,6 @@ class _Attached(NamedTuple):
 _attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
 
 
-@explain_call
 def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -95,9 +95,12 @@ def attach(
     """
     config = Config() if config is None else config
     check_arguments(model, optimizer, config)
+    _refuse_attached(model)
+    check_parameters(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    _refuse_attached(model)
+    if initialize is None:
+        check_initialised(model)
     if not all(engine.executor.lanes.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
@@ -117,7 +120,7 @@ def attach(
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
         shares = found.nvme_shares
         attaching = _Attaching(model, optimizer, config, groups, placed, device, shares, budget)
-        return attaching.run(initialize, pace)
+        return attaching.run(initialize or methodcaller("reset_parameters"), pace)
 
 
 @contextmanager
@@ -263,7 +266,6 @@ class _Attaching:
         self.shares = nvme_shares or None
         self.budget = budget
         self._units: list[FlatUnit] = []
-        self._hooks: Hooks | None = None
         # As it was, to be that again where the attach fails.
         self._devices = {x: x.device for x in (*model.parameters(), *model.buffers())}
         self._gradients = {p: p.grad for p in model.parameters()}
@@ -271,9 +273,7 @@ class _Attaching:
         """By the new parameter, the one on the meta device in whose place it is."""
 
     def run(
-        self,
-        initialize: Callable[[nn.Module], object] | None,
-        pace: Pace | None,
+        self, initialize: Callable[[nn.Module], object], pace: Pace | None
     ) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
         executor = self._take(pace)
@@ -281,7 +281,7 @@ class _Attaching:
             if self.budget is not None:
                 taken = {tier: self.plan.taken_bytes(tier) for tier in TIERS}
                 executor.share = Share(self.budget, taken)
-            self._fill(executor, initialize or _reset)
+            self._fill(executor, initialize)
             made = self._start(executor)
         except BaseException:
             try:
@@ -408,12 +408,13 @@ class _Attaching:
         for parameter, (unit, index) in places.items():
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
-        self._hooks = Hooks(engine, self.model)
-        self._hooks.put_on(self.model, self._announcers(), trains=self.optimizer is not None)
-        optimizer = self._take_over(engine, self._hooks, places)
+        optimizer = self._take_over(engine, places)
         for owner, gradient in self._gradients.items():
             if gradient is not None and owner in places:
                 owner.grad = gradient.to(self.device.torch_device)
+        hooks = Hooks(engine, self.model)
+        hooks.put_on(self.model, self._announcers(), trains=self.optimizer is not None)
+        attached[self.model], _attached[self.model] = engine, _Attached(hooks, optimizer)
         return self.model, optimizer
 
     def _build_engine(self, executor: Executor) -> Engine:
@@ -438,28 +439,21 @@ class _Attaching:
         return announcers
 
     def _take_over(
-        self, engine: Engine, hooks: Hooks, places: dict[nn.Parameter, tuple[int, int]]
+        self, engine: Engine, places: dict[nn.Parameter, tuple[int, int]]
     ) -> Optimizer | None:
-        """Take over the user's optimizer with its states; from here on the model is attached."""
-        optimizer = None
-        if self.optimizer is not None:
-            check = _same_parameters(self.model)
-            states = States(engine.executor)
-            optimizer = Optimizer(self.optimizer, engine, states, places, check)
-        attached[self.model], _attached[self.model] = engine, _Attached(hooks, optimizer)
-        if self.optimizer is not None and optimizer is not None:
-            before = self.optimizer.state
-            optimizer.import_states([(p, before[p]) for p in places if p in before])
+        """Take over the user's optimizer with its states."""
+        if self.optimizer is None:
+            return None
+        check = _same_parameters(self.model)
+        optimizer = Optimizer(self.optimizer, engine, States(engine.executor), places, check)
+        before = self.optimizer.state
+        optimizer.import_states([(p, before[p]) for p in places if p in before])
         return optimizer
 
     # -- undoing it --------------------------------------------------------------------------------
 
     def _undo(self, executor: Executor) -> None:
         """Leave the model and the optimizer as they were before."""
-        attached.pop(self.model, None)
-        _attached.pop(self.model, None)
-        if self._hooks is not None:
-            self._hooks.remove()
         for unit in self._units:
             if type(unit.parameters[0]) is OffloadedParameter:
                 self._restore(unit, executor)
@@ -523,18 +517,3 @@ def _initialize(
             for parameter, data, kind in before:
                 parameter.data = data
                 parameter.__class__ = kind
-
-
-def _reset(module: nn.Module) -> None:
-    """Initialise a module's parameters by its own method.
-
-    Raises:
-        ValueError: it has none.
-    """
-    own: Any = getattr(module, "reset_parameters", None)
-    if own is None:
-        raise ValueError(
-            f"{type(module).__name__} has parameters on the meta device, and no reset_parameters() "
-            "to give them values: pass initialize= to attach"
-        )
-    own()

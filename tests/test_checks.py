@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,36 +18,18 @@ from tests.small import MIXED, adamw, config, small, tokens, torch_step
 from tests.training import RESIDENT, loss_of
 
 MIXED_UP: dict[str, tuple[Callable[[nn.Module, Any], tuple[Any, ...]], str]] = {
-    "optimizer and model": (
-        lambda m, o: (o, m),
-        r"the optimizer \(AdamW\) first and the model \(Net\) second: write attach\(model, opt",
-    ),
-    "optimizer and config": (
-        lambda m, o: (m, offload.Config(), o),
-        r"config is of class AdamW.*write attach\(model, optimizer, offload.Config\(\.\.\.\)\)",
-    ),
-    "config for the optimizer": (
-        lambda m, o: (m, offload.Config()),
-        r"optimizer is of class Config and no optimizer: give torch\.optim\.AdamW",
-    ),
-    "a dict": (
-        lambda m, o: (m, o, {"params": "cpu"}),
-        r"config is of class dict \(\{'params': 'cpu'\}\).*offload\.Config\(\*\*settings\)",
-    ),
-    "an empty dict": (lambda m, o: (m, o, {}), r"config is of class dict \(\{\}\)"),
-    "False": (lambda m, o: (m, o, False), "config is of class bool"),
-    "the config's class": (
-        lambda m, o: (m, o, offload.Config),
-        "config is the class Config itself",
-    ),
-    "no model": (lambda m, o: (None, o), r"model is of class NoneType and no torch\.nn\.Module"),
-    "parameters": (lambda m, o: (m.parameters(), o), "model is of class generator"),
-    "the model's class": (lambda m, o: (nn.Linear, o), "the class Linear itself.*build it first"),
-    "the optimizer's class": (
-        lambda m, o: (m, torch.optim.AdamW),
-        "optimizer is the class AdamW itself",
-    ),
-    "a list": (lambda m, o: (m, [o]), "optimizer is of class list and no optimizer"),
+    "optimizer and model": (lambda m, o: (o, m), "model is a AdamW"),
+    "optimizer and config": (lambda m, o: (m, offload.Config(), o), "optimizer is a Config"),
+    "config for the optimizer": (lambda m, o: (m, offload.Config()), "optimizer is a Config"),
+    "a dict": (lambda m, o: (m, o, {"params": "cpu"}), "config is a dict"),
+    "an empty dict": (lambda m, o: (m, o, {}), "config is a dict"),
+    "False": (lambda m, o: (m, o, False), "config is a bool"),
+    "the config's class": (lambda m, o: (m, o, offload.Config), "config is the class Config"),
+    "no model": (lambda m, o: (None, o), "model is a NoneType"),
+    "parameters": (lambda m, o: (m.parameters(), o), "model is a generator"),
+    "the model's class": (lambda m, o: (nn.Linear, o), "model is the class Linear itself"),
+    "the optimizer's class": (lambda m, o: (m, torch.optim.AdamW), "optimizer is the class AdamW"),
+    "a list": (lambda m, o: (m, [o]), "optimizer is a list"),
 }
 
 
@@ -60,45 +40,9 @@ def test_arguments_mixed_up_are_refused_in_one_message(name: str) -> None:
     mine = adamw(model)
     with nothing_leaks(), pytest.raises(TypeError, match=message) as caught:
         offload.attach(*mix(model, mine))
-    assert "\n" not in str(caught.value)
+    assert "write attach(model, optimizer, offload.Config(...))" in str(caught.value)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     torch_step(model, mine)
-
-
-WRONGLY_CALLED: dict[str, tuple[Callable[[nn.Module, Any], Any], str]] = {
-    "fields by name": (
-        lambda m, o: offload.attach(m, o, params="cpu", cpu_memory="8GiB"),  # type: ignore
-        "attach() was given params and cpu_memory, of Config, by name: write attach(model, "
-        "optimizer, offload.Config(params='cpu', cpu_memory='8GiB'))",
-    ),
-    "no optimizer": (
-        lambda m, o: offload.attach(m),  # type: ignore[call-arg]
-        "attach() was given no optimizer: write attach(model, optimizer, config), or attach(model, "
-        "None, config) for a model that is not trained",
-    ),
-    "another name": (
-        lambda m, o: offload.attach(m, o, settings=1),  # type: ignore[call-arg]
-        "attach(): got an unexpected keyword argument 'settings'; it takes model, optimizer, "
-        "config, initialize, budget, machine, pace",
-    ),
-    "too many": (
-        lambda m, o: offload.attach(m, o, offload.Config(), None),  # type: ignore[misc]
-        "attach(): too many positional arguments; it takes model, optimizer, config, ",
-    ),
-}
-
-
-@pytest.mark.parametrize("how", WRONGLY_CALLED)
-def test_calls_that_python_refuses_are_told_how_to_call(how: str) -> None:
-    call, message = WRONGLY_CALLED[how]
-    model = small()
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        call(model, adamw(model))
-
-
-def test_attach_shows_its_arguments() -> None:
-    assert [*inspect.signature(offload.attach).parameters][:3] == ["model", "optimizer", "config"]
-    assert offload.attach.__doc__
 
 
 # -- models whose parameters would not be the same; more are in tests/refusals.py -----------------

@@ -2,53 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import reprlib
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cpu_adam import kernel
-from offload.config import FIELDS, Config
+from offload.config import Config
 from offload.model.units import Group, refuse_sparse
-
-_Given = ParamSpec("_Given")
-_Returned = TypeVar("_Returned")
-
-
-def explain_call(attach: Callable[_Given, _Returned]) -> Callable[_Given, _Returned]:
-    """Let `attach` say how it is called where Python itself would refuse the arguments."""
-    signature = inspect.signature(attach)
-
-    @functools.wraps(attach)
-    def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(_explanation(str(error), kwargs, signature)) from None
-        return attach(*args, **kwargs)
-
-    return call
-
-
-def _explanation(error: str, named: Mapping[str, Any], signature: inspect.Signature) -> str:
-    """What is wrong with the arguments of a call that Python refuses with `error`."""
-    if fields := [name for name in named if name in FIELDS]:
-        given = ", ".join(f"{name}={reprlib.repr(named[name])}" for name in fields)
-        return (
-            f"attach() was given {' and '.join(fields)}, of Config, by name: write attach(model, "
-            f"optimizer, offload.Config({given}))"
-        )
-    if error.endswith(": 'optimizer'"):
-        return (
-            "attach() was given no optimizer: write attach(model, optimizer, config), or "
-            "attach(model, None, config) for a model that is not trained"
-        )
-    return f"attach(): {error}; it takes {', '.join(signature.parameters)}"
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -56,33 +18,23 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
 
     Raises:
         TypeError: one is of a kind that cannot serve.
-        ValueError: the optimizer is attached, or an option is not offered.
     """
-    if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
-        raise TypeError(
-            f"attach was given the optimizer ({type(model).__name__}) first and the model "
-            f"({type(optimizer).__name__}) second: write attach(model, optimizer, config)"
-        )
-    if not isinstance(model, nn.Module):
-        hint = "build it first, with ()" if isinstance(model, type) else "give the whole model"
-        raise TypeError(f"attach: model is {_found(model)} and no torch.nn.Module: {hint}")
-    if not isinstance(config, Config):
-        hint = "(**settings)" if isinstance(config, dict) else "(...)"
-        raise TypeError(
-            f"attach: config is {_found(config)} and no offload.Config: write attach(model, "
-            f"optimizer, offload.Config{hint})"
-        )
-    _check_parameters(model)
-    if optimizer is None:
-        return
-    if isinstance(optimizer, type) or not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(
-            f"attach: optimizer is {_found(optimizer)} and no optimizer: give torch.optim.AdamW("
-            "model.parameters()) or Adam, or None for a model that is not trained"
-        )
+    kinds: dict[str, tuple[Any, Any]] = {
+        "model": (model, nn.Module),
+        "optimizer": (optimizer, torch.optim.Optimizer | None),
+        "config": (config, Config),
+    }
+    for name, (given, kind) in kinds.items():
+        if not isinstance(given, kind):
+            itself = isinstance(given, type)
+            found = f"the class {given.__name__} itself" if itself else f"a {type(given).__name__}"
+            raise TypeError(
+                f"attach: {name} is {found}: write attach(model, optimizer, offload.Config(...)), "
+                "with None for the optimizer of a model that is not trained"
+            )
 
 
-def _check_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     """Refuse parameters that would not be the same afterwards.
 
     Raises:
@@ -99,7 +51,7 @@ def _check_parameters(model: nn.Module) -> None:
                 f"parameter {name} was made under torch.inference_mode() and can be used in it "
                 "only: build the model outside it"
             )
-        if type(parameter) is not nn.Parameter and not hasattr(parameter, "_offload_access"):
+        if type(parameter) is not nn.Parameter:
             kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
             raise ValueError(
                 f"parameter {name} is of class {kind}, whose ways an offloaded one would lose: "
@@ -107,11 +59,19 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-def _found(value: object) -> str:
-    text = reprlib.repr(value) if type(value) in (str, dict) else ""
-    if isinstance(value, type):
-        return f"the class {value.__name__} itself"
-    return f"of class {type(value).__name__}" + (f" ({text})" if text else "")
+def check_initialised(model: nn.Module) -> None:
+    """Refuse parameters on the meta device whose module has no way to give them values.
+
+    Raises:
+        ValueError: there are such.
+    """
+    for module in model.modules():
+        fresh = any(one.is_meta for one in module.parameters(recurse=False))
+        if fresh and not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"{type(module).__name__} has parameters on the meta device, and no "
+                "reset_parameters() to give them values: pass initialize= to attach"
+            )
 
 
 def check_model(
