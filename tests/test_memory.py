@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import mmap
-import re
 from pathlib import Path
 from typing import Any
 
@@ -139,22 +138,6 @@ def test_where_no_call_registers_memory_no_limit_is_blamed() -> None:
     (notice,) = Arena(1 << 20, CPU, driver=Driver(torch.device("xpu", 0))).notices
     assert "no call that registers memory for xpu" in notice
     assert "likely" not in notice
-
-
-@pytest.mark.parametrize("offered", ["always madvise [never]", "always [madvise] never", None])
-def test_it_is_told_how_long_much_memory_took_and_on_what_pages(
-    offered: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "enabled"
-    if offered is not None:
-        file.write_text(offered)
-    monkeypatch.setattr(arena, "_HUGE_PAGES", file)
-    monkeypatch.setattr(arena, "TOLD_BYTES_LEAST", 1 << 20)
-    assert Arena((1 << 20) - 1, CPU, driver=FakeDriver()).notices == []
-    told, *pages = Arena(1 << 20, CPU, driver=FakeDriver()).notices
-    assert re.fullmatch(r"taking 1\.00 MiB of CPU memory took \d+\.\d s, once: .*register.*", told)
-    assert bool(pages) == (offered is None or "[never]" in offered)
-    assert all("echo madvise > that file" in page and str(file) in page for page in pages)
 
 
 class Failing(FakeDriver):

@@ -7,7 +7,6 @@ import mmap
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -26,9 +25,6 @@ from offload.runtime.device import CPU, Device, Driver, PinError
 PIN_BYTES_MAX = 64 << 30
 """Most bytes that one call registers with the device driver; larger calls fail on some drivers."""
 
-TOLD_BYTES_LEAST = 1 << 30
-"""Smallest registered arena whose allocation time and page size are worth a notice."""
-
 THREADS_MAX = 16
 """Threads that touch memory at once; the kernel clears pages no faster with more."""
 
@@ -37,7 +33,6 @@ PART_BYTES_LEAST = 64 << 20
 
 _TIERS: tuple[Tier, ...] = ("device", "cpu")
 _PAGE_BYTES = mmap.PAGESIZE
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _NODES = Path("/sys/devices/system/node")
 _WORKSPACE = Place("device", "workspace")
 _SUMS = Place("device", "sums")
@@ -187,17 +182,13 @@ class Arena:
         if driver is None:
             self.tensor = zeros_on(device, size)
             return
-        since = time.perf_counter()
         self.tensor = host_tensor(size, node=driver.numa_node())
-        touched = time.perf_counter()
         try:
             if size:
                 self._pin(driver, pin_ranges(size, edges, PIN_BYTES_MAX))
         except BaseException:  # Also Ctrl-C: memory must not be unmapped while it is pinned.
             self.close()
             raise
-        if size >= TOLD_BYTES_LEAST:
-            self._note_times(touched - since, time.perf_counter() - touched)
 
     @property
     def pinned_bytes(self) -> int:
@@ -224,23 +215,6 @@ class Arena:
                     f"{error.likely and f'; likely {error.likely}'}"
                 )
                 return
-
-    def _note_times(self, touch_s: float, pin_s: float) -> None:
-        """Add notices of what the allocation took, and of what would make it faster."""
-        self.notices.append(
-            f"taking {format_bytes(self.bytes)} of CPU memory took {touch_s + pin_s:.1f} s, once: "
-            f"{touch_s:.1f} s to touch all of it, {pin_s:.1f} s to register it with the device"
-        )
-        try:
-            never = "[never]" in _HUGE_PAGES.read_text(encoding="utf-8")
-        except OSError:
-            never = True
-        if never:
-            self.notices.append(
-                f"{format_bytes(self.bytes)} of CPU memory lie in pages of {_PAGE_BYTES >> 10} "
-                f"KiB, as {_HUGE_PAGES} offers no huge ones: registering takes longer, and copies "
-                "may be slower; as root: echo madvise > that file"
-            )
 
     def close(self) -> None:
         """Unpin everything, then raise what the driver raised, if anything.
