@@ -375,12 +375,15 @@ def test_whoever_calls_the_engine_in_a_backward_keeps_the_others_out(
             alone.setdefault(name, []).append(lock._is_owned())
             return function(*args, **options)
 
-        methods = ("enter", "leave", "hold", "collect", "tensor_of", "end_pass")
+        methods = ("enter", "leave", "hold", "collect", "end_pass")
         for name in methods:
-            whose = run.engine.active if name in ("leave", "tensor_of") else run.engine
+            whose = run.engine.active if name == "leave" else run.engine
             monkeypatch.setattr(whose, name, partial(entered, name, getattr(whose, name)))
+        saved = "require_version"  # For each saved weight.
+        for unit in run.engine.units:
+            monkeypatch.setattr(unit, saved, partial(entered, saved, unit.require_version))
         elsewhere(loss.backward)
-    assert set(alone) == set(methods)
+    assert set(alone) == {*methods, saved}
     assert {name for name, found in alone.items() if not all(found)} == set()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class ParameterAccess:
                 stack.enter_context(one._lent())
             if torch.is_grad_enabled():
                 units = [one._flat for one in touched]
-                guard = LendingGuard(_Lent(touched), units, in_backward())
+                guard = LendingGuard(partial(_saved_of, touched), units, in_backward())
                 stack.callback(guard.close)
             with interruptible(), no_trap():
                 return function(*args, **kwargs)
@@ -186,22 +187,17 @@ def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-class _Lent:
-    """Finds what autograd saves of parameters that are lent (`saved_tensors.Locator`)."""
-
-    def __init__(self, touched: Sequence[ParameterAccess]):
-        self._touched = touched
-
-    def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """What stands for a tensor that lies in a lent snapshot, else None."""
-        if tensor.layout is not torch.strided or not tensor.numel():
-            return None
-        for one in self._touched:
-            lent = one._flat.parameters[one.index]
-            offset = tensor.data_ptr() - lent.data_ptr()
-            if 0 <= offset < lent.nbytes:
-                return one._flat.saved_weight(one.engine.active, one.index, offset, tensor)
+def _saved_of(touched: Sequence[ParameterAccess], tensor: torch.Tensor) -> SavedWeight | None:
+    """What stands for a tensor that lies in a snapshot lent to one of `touched`, else None."""
+    if tensor.layout is not torch.strided or not tensor.numel():
         return None
+    for one in touched:
+        lent = one._flat.parameters[one.index]
+        offset = tensor.data_ptr() - lent.data_ptr()
+        if 0 <= offset < lent.nbytes:
+            resolve = one.engine.active.tensor_of
+            return one._flat.saved_weight(resolve, one.index, offset, tensor)
+    return None
 
 
 def _nothing() -> None:

@@ -43,7 +43,6 @@ class ActiveUnits:
         self._passes = passes
         self._snapshots = snapshots
         self._owner = owner
-        self.lock = owner.lock
         self._weight_slot = executor.plan.weight_slot
         self._on_cpu = executor.device.torch_device.type == "cpu"
         self.units: list[FlatUnit] = []
@@ -157,7 +156,7 @@ class ActiveUnits:
         for unit in self.units:
             if unit.address <= address < unit.end:  # Of what is empty the address is zero.
                 own = tensor.is_cpu is self._on_cpu  # Else that is of other memory.
-                return unit.saved_at(self, address, tensor) if own else None
+                return unit.saved_at(self.tensor_of, address, tensor) if own else None
         return None
 
     def tensor_of(self, saved: SavedWeight) -> torch.Tensor:
@@ -166,10 +165,13 @@ class ActiveUnits:
         Raises:
             RuntimeError: the parameter was modified after the forward that saved it.
         """
-        self._owner.check()
-        unit = self._owner.units[saved.unit]
-        unit.require_version(saved)
-        return self._from_snapshot(saved) if unit.buffer is None else unit.view_of(saved)
+        with self._owner.lock:
+            self._owner.check()
+            unit = self._owner.units[saved.unit]
+            unit.require_version(saved)
+            if unit.buffer is None:
+                return self._from_snapshot(saved)
+            return saved.of(unit.views[saved.parameter])
 
     @entry
     def _from_snapshot(self, saved: SavedWeight) -> torch.Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from torch.autograd.graph import Node
 
 from offload.model.engine import Engine
 from offload.model.gradients import UnitGradient, defer, take_gradient
-from offload.model.outputs import replaced, tensors_in
 from offload.model.parameter import ActiveParameter, AttachedParameter
 from offload.model.running import GraphTasks, in_backward
 from offload.model.saved_tensors import SavingGuard
@@ -158,7 +158,7 @@ class Hooks:
                 self._drop_guards()
             for unit in used:
                 engine.enter(unit)
-            guard = SavingGuard(engine.active, used, inside)
+            guard = SavingGuard(engine.active.saved_weight, used, inside)
             self._running.append(_Running(module, guard, (*args, *kwargs.values())))
 
     def _after_forward(
@@ -171,17 +171,15 @@ class Hooks:
                 return None  # The thread was refused, or another hook raised before.
             run = self._running.pop()
             run.guard.close()
-            single = type(output) is torch.Tensor
-            output = (
-                engine.active.outliving(output)
-                if single
-                else replaced(output, engine.active.outliving)
-            )
-            if torch.is_grad_enabled():
-                for tensor in (output,) if single else tensors_in(output):
-                    node = tensor.grad_fn
-                    if node is not None and not any(tensor is one for one in run.given):
-                        self._announce_backward(node, used)
+
+            def leaving(tensor: torch.Tensor) -> torch.Tensor:
+                tensor = engine.active.outliving(tensor)
+                node = tensor.grad_fn if torch.is_grad_enabled() else None
+                if node is not None and not any(tensor is one for one in run.given):
+                    self._announce_backward(node, used)
+                return tensor
+
+            output = _changed(output, leaving)
             last = not self._running and not self._in_forward
             if last and not in_backward():  # Nothing else tells of the end of such a call.
                 engine.forward.end()
@@ -201,6 +199,34 @@ class Hooks:
             _refuse_create_graph()
         with self._engine.lock:
             self._engine.hold(unit)
+
+
+def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """What a module returns, with `change` done to its tensors.
+
+    These are looked for in tuples, lists, mappings and dataclasses. All but tuples stay the objects
+    that others hold. Objects of other classes, such as caches, have what other modules put there.
+    """
+    held: list[tuple[Any, Any]]
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, tuple):
+        new = [_changed(one, change) for one in tree]
+        if all(a is b for a, b in zip(new, tree)):
+            return tree
+        return type(tree)(*new) if hasattr(tree, "_fields") else tuple(new)
+    if isinstance(tree, (list, MutableMapping)):
+        held = list(enumerate(tree) if isinstance(tree, list) else tree.items())
+        put = type(tree).__setitem__
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        held = [(one.name, getattr(tree, one.name, None)) for one in fields(tree)]
+        put = object.__setattr__  # Also where the dataclass is frozen.
+    else:
+        return tree
+    for name, value in held:
+        if (new := _changed(value, change)) is not value:
+            put(tree, name, new)
+    return tree
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -21,8 +21,7 @@ were there before the first of them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -44,8 +43,8 @@ class Saver:
 class SavedWeight(NamedTuple):
     """A saved tensor that lies in a unit's weights."""
 
-    resolver: Resolver
-    """What gives the tensor back."""
+    resolve: Callable[[SavedWeight], torch.Tensor]
+    """Gives the tensor back."""
     unit: int
     parameter: int
     offset: int
@@ -94,28 +93,9 @@ class SavedTensor(NamedTuple):
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: [{self.alias.type()} {list(self.alias.shape)}] is at version "
-                f"{now}; expected version {self.version} instead. Hint: enable "
-                "anomaly detection to find the operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
+                f"{now}; expected version {self.version} instead"
             )
         return self.alias
-
-
-class Locator(Protocol):
-    """Knows the tensors that lie in weights."""
-
-    def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:
-        """What stands for a tensor that lies in a unit's weights, else None."""
-
-
-class Resolver(Protocol):
-    """Turns saved weights back into tensors."""
-
-    lock: threading.RLock
-    """Held by whoever calls it inside a backward."""
-
-    def tensor_of(self, saved: SavedWeight) -> torch.Tensor:
-        """The tensor that a saved weight stands for."""
 
 
 class Savers(Protocol):
@@ -128,11 +108,19 @@ class Savers(Protocol):
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saved weights]."""
 
-    __slots__ = ("_in_backward", "_locator", "_outer", "_pair", "_units")
+    __slots__ = ("_in_backward", "_locate", "_outer", "_pair", "_units")
 
-    def __init__(self, locator: Locator, units: Sequence[Savers], in_backward: bool):
-        """Guard what is saved from here to `close`, while `units` are used."""
-        self._locator = locator
+    def __init__(
+        self,
+        locate: Callable[[torch.Tensor], SavedWeight | None],
+        units: Sequence[Savers],
+        in_backward: bool,
+    ):
+        """Guard what is saved from here to `close`, while `units` are used.
+
+        `locate` tells what stands for a tensor that lies in a unit's weights, None for any other.
+        """
+        self._locate = locate
         self._units = units
         self._in_backward = in_backward
         self._outer: Any = saving_hooks()
@@ -168,15 +156,14 @@ class SavingGuard:
     def _packed(self, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
         """What stands for `tensor`; None where the hooks around these are to keep it."""
         tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
-        saved = self._locator.saved_weight(tensor)
+        saved = self._locate(tensor)
         if saved is None and self._outer is None:
             return SavedTensor.pack(tensor)
         return saved
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is SavedWeight:
-            with packed.resolver.lock:
-                return packed.resolver.tensor_of(packed)
+            return packed.resolve(packed)
         if type(packed) is SavedTensor:
             return packed.unpack()
         return self._outer[1](packed[0])  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from offload.model.parameter import ActiveParameter, OffloadedParameter
-from offload.model.saved_tensors import Resolver, SavedWeight, Saver
+from offload.model.saved_tensors import SavedWeight, Saver
 from offload.planning.profile import Unit
 from offload.program.schedule import Task
 from offload.runtime.memory import typed
@@ -30,10 +30,6 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called: parameters right in them belong to the module around."""
-
-
-VIEWS_KEPT_MAX = 32
-"""Views of a unit's saved weights that are kept for the next backward."""
 
 
 @dataclass(slots=True)
@@ -131,9 +127,6 @@ _TENSOR: Any = torch.Tensor
 _set_data: Callable[[torch.Tensor, torch.Tensor], None] = _TENSOR.data.__set__
 """Torch's own, whatever a class makes of it."""
 
-_LOOK = slice(2, SavedWeight._fields.index("version"))
-"""Of a saved weight, what tells it from others of its unit."""
-
 
 def make_plain(parameter: nn.Parameter, data: torch.Tensor) -> None:
     """Let an offloaded parameter be one of torch's own again, with `data`."""
@@ -170,6 +163,9 @@ def zero_all(gradients: Iterable[torch.Tensor | None]) -> None:
             else:
                 gradient.requires_grad_(False)
             gradient.zero_()
+
+
+Resolve = Callable[[SavedWeight], torch.Tensor]
 
 
 class Weights(NamedTuple):
@@ -228,8 +224,6 @@ class FlatUnit:
         """What the parameters hold at rest: of the true shapes, full of NaN."""
         self.kept: Weights | None = None
         """The weights in the slot that the unit always uses, once it was used."""
-        self._saved_views: dict[object, torch.Tensor] = {}
-        """Views of `kept` that saved weights stood for."""
         self._offsets = [spec.weight_offset(i) for i in range(len(self.parameters))]
         self._counters: list[torch.Tensor] = []
         """Aliases that share the version counters of the parameters, and have no trap."""
@@ -294,7 +288,6 @@ class FlatUnit:
     def close(self) -> None:
         """Let go of all views of the slot."""
         self.kept = None
-        self._saved_views.clear()
 
     # -- what autograd saves of the weights ------------------------------------------------------
 
@@ -312,18 +305,18 @@ class FlatUnit:
         return saver
 
     def saved_weight(
-        self, resolver: Resolver, parameter: int, offset: int, saved: torch.Tensor
+        self, resolve: Resolve, parameter: int, offset: int, saved: torch.Tensor
     ) -> SavedWeight:
         """What stands for a tensor that begins `offset` bytes into the weights of a parameter."""
         looks = saved.dtype, saved.shape, saved.stride(), saved.is_conj()
         now, saver = version(self._counters[parameter]), self._saver() or self.saver()
-        return SavedWeight(resolver, self.index, parameter, offset, *looks, now, saver)
+        return SavedWeight(resolve, self.index, parameter, offset, *looks, now, saver)
 
-    def saved_at(self, resolver: Resolver, address: int, saved: torch.Tensor) -> SavedWeight:
+    def saved_at(self, resolve: Resolve, address: int, saved: torch.Tensor) -> SavedWeight:
         """What stands for a tensor that begins at an address among the weights in use."""
         offset = address - self.address
         parameter = bisect_right(self._offsets, offset) - 1
-        return self.saved_weight(resolver, parameter, offset - self._offsets[parameter], saved)
+        return self.saved_weight(resolve, parameter, offset - self._offsets[parameter], saved)
 
     def require_version(self, saved: SavedWeight) -> None:
         """Refuse a weight that is not what was saved.
@@ -337,13 +330,3 @@ class FlatUnit:
                 "its backward (by optimizer.step() or an in-place operation): the gradient would "
                 "be wrong. Run backward first, or forward again"
             )
-
-    def view_of(self, saved: SavedWeight) -> torch.Tensor:
-        """What a saved weight stands for, in the weights in use."""
-        in_slot = self.kept is not None and self.buffer is self.kept.buffer
-        found = self._saved_views.get(saved[_LOOK]) if in_slot else None
-        if found is None:
-            found = saved.of(self.views[saved.parameter])
-            if in_slot and len(self._saved_views) < VIEWS_KEPT_MAX:
-                self._saved_views[saved[_LOOK]] = found
-        return found
