@@ -12,7 +12,7 @@ taken leaves it asleep. Graphs from before are invalid: torch refuses their back
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -86,24 +86,25 @@ def wake(model: nn.Module) -> None:
 
 @entry
 def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
-    executor, plan = engine.executor, engine.plan
+    executor, residents = engine.executor, [engine.units[unit] for unit in engine.plan.residents]
+    for unit in residents:
+        _check_gradients(unit)
     _let_go_of_all(engine)
     area = SwapArea(executor, given, directories)
     try:
         for value in area.values():
-            if plan.in_arena(value.kind, value.unit):
-                area.put(value, executor.read_home(value))
-            else:
-                area.put(value, _gathered(engine.units[value.unit], value, area.room(value)))
+            in_arena = engine.plan.in_arena(value.kind, value.unit)
+            area.put(value, executor.read_home(value) if in_arena else _gathered(engine, value))
     except BaseException:
-        area.awake()
+        area.close()
         raise
-    for index in plan.residents:
-        area.gradients[index] = _rest(engine, engine.units[index])
+    for unit in residents:
+        area.gradients |= {one for one in unit.parameters if one.grad is not None}
+        _rest(engine, unit)
     for tier in given:
         executor.memory.give_back(tier)
     executor.swap_area = area
-    area.asleep()
+    area.hold(awake=False)
 
 
 def _let_go_of_all(engine: Engine) -> None:
@@ -120,31 +121,35 @@ def _let_go_of_all(engine: Engine) -> None:
 
 @entry
 def _wake_up(engine: Engine, area: SwapArea) -> None:
-    executor, taken, fresh = engine.executor, list[Tier](), dict[Value, dict[int, torch.Tensor]]()
-    area.waking()
+    executor, plan, taken = engine.executor, engine.plan, list[Tier]()
+    fresh = list[tuple[Value, int, torch.Tensor]]()
+    area.hold(awake=True)
     try:
         for tier in area.given:
             executor.memory.take(tier)
             taken.append(tier)
         for value in area.values():
-            if engine.plan.in_arena(value.kind, value.unit):
-                area.get(value, executor.read_home(value))
-            else:
-                flat = area.get(value, area.room(value))
-                fresh[value] = {
-                    index: executor.device.empty(view.shape, view.dtype).copy_(view)
-                    for index, view in _views(engine.units[value.unit], value, flat)
-                }
+            content = area.get(value)
+            if plan.in_arena(value.kind, value.unit):
+                executor.read_home(value).copy_(content)
+                continue
+            for index, view in _views(engine.units[value.unit], value, content):
+                copied = executor.device.empty(view.shape, view.dtype).copy_(view)
+                fresh.append((value, index, copied))
     except BaseException:
         for tier in taken:
             executor.memory.give_back(tier)
-        area.asleep()
+        area.hold(awake=False)
         raise
-    for index in engine.plan.residents:
-        _restore(engine.units[index], fresh, area.gradients[index])
+    for value, index, found in fresh:  # Of each unit the weights come first.
+        parameter = engine.units[value.unit].parameters[index]
+        if value.kind == "weight":
+            make_plain(parameter, found)
+        elif parameter in area.gradients:
+            parameter.grad = found
     executor.device.drain()  # Before other streams look at them.
     executor.swap_area = None
-    area.awake()
+    area.close()
 
 
 # -- residents, whose values lie in torch's memory -------------------------------------------------
@@ -161,48 +166,42 @@ def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[i
 
 
 @torch.no_grad()
-def _gathered(unit: FlatUnit, value: Value, flat: torch.Tensor) -> torch.Tensor:
-    """`flat`, with the weights or gradients of a unit laid out as in an arena."""
+def _gathered(engine: Engine, value: Value) -> torch.Tensor:
+    """The weights or gradients of a resident unit, laid out as in an arena."""
+    unit, flat = engine.units[value.unit], host_tensor(engine.plan.bytes_of(value.kind, value.unit))
     for index, view in _views(unit, value, flat):
         parameter = unit.parameters[index]
         source = parameter if value.kind == "weight" else parameter.grad
-        if source is not None and source.dtype == view.dtype:
+        if source is not None:
             view.copy_(source)
     return flat
 
 
-def _rest(engine: Engine, unit: FlatUnit) -> dict[int, torch.Tensor | None]:
-    """Let a unit's parameters give up their memory; their gradients that no swap area has.
+def _check_gradients(unit: FlatUnit) -> None:
+    """Refuse gradients of a resident unit that have no place in the swap area.
 
-    A gradient of another dtype than its parameter's, or of a frozen one, has no place there: it
-    stays where it is. None stands for one that is in the swap area.
+    Raises:
+        RuntimeError: there is one of another dtype than its parameter's, or of a frozen parameter.
     """
-    gradients: dict[int, torch.Tensor | None] = {}
-    for index, (parameter, one) in enumerate(zip(unit.parameters, unit.spec.parameters)):
-        if parameter.grad is not None:
-            swapped = one.trainable and parameter.grad.dtype == parameter.dtype
-            gradients[index] = None if swapped else parameter.grad
+    for parameter, one in zip(unit.parameters, unit.spec.parameters):
+        gradient = parameter.grad
+        if gradient is not None and not (one.trainable and gradient.dtype == parameter.dtype):
+            raise RuntimeError(
+                f"offload.sleep: the gradient of {one.name} is of {gradient.dtype}, or of a "
+                "parameter that was frozen at attach, and has no place to sleep: let it go first, "
+                "with optimizer.zero_grad() or p.grad = None"
+            )
+
+
+def _rest(engine: Engine, unit: FlatUnit) -> None:
+    """Let a resident unit's parameters give up their memory, as those of streamed units."""
+    for index, parameter in enumerate(unit.parameters):
         parameter.grad = None
         parameter._offload_access = ParameterAccess(engine, unit.index, index)  # type: ignore
     unit.unbind()
     # Earlier graphs have saved the parameters themselves, which show NaN now: counted as a change,
     # torch refuses them.
     count_change(unit.parameters)
-    return gradients
-
-
-def _restore(
-    unit: FlatUnit,
-    fresh: Mapping[Value, Mapping[int, torch.Tensor]],
-    gradients: Mapping[int, torch.Tensor | None],
-) -> None:
-    """Let a unit's parameters be plain again, with the values that were read for them."""
-    for index, weight in fresh.get(Value("weight", unit.index), {}).items():
-        make_plain(unit.parameters[index], weight)
-    for index, gradient in fresh.get(Value("gradient", unit.index), {}).items():
-        if index in gradients:
-            kept = gradients[index]
-            unit.parameters[index].grad = gradient if kept is None else kept
 
 
 # -- the swap area ---------------------------------------------------------------------------------
@@ -212,34 +211,31 @@ class SwapArea:
     """Where the values of a sleeping engine lie: in CPU memory, or in a file of their own."""
 
     def __init__(self, executor: Executor, given: tuple[Tier, ...], directories: tuple[str, ...]):
-        """Make room for what lives in the tiers `given`: in `directories`, or in CPU memory.
+        """Of what lives in the tiers `given`: in `directories`, or in CPU memory.
 
         Raises:
             BudgetError: there is no budget for it, of the plan or of those that share one.
-            OSError, MemoryError: there is no room for it.
+            OSError: there is no room for it.
         """
         self.given = given
-        self.gradients: dict[int, dict[int, torch.Tensor | None]] = {}
-        """By resident unit and parameter, the gradients that there are, see `_rest`."""
+        self.gradients: set[nn.Parameter] = set()
+        """The parameters of resident units that have one."""
         self._plan: Plan = executor.plan
-        self._executor, self._share = executor, executor.share
+        self._executor = executor
         self._tier: Tier = "nvme" if directories else "cpu"
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
-        sizes = {one: self._plan.bytes_of(one.kind, one.unit) for one in self.values()}
-        self.bytes = sum(sizes.values())
+        self.bytes = sum(self._plan.bytes_of(one.kind, one.unit) for one in self.values())
         layout = file_layout(self._plan.profile, self._placements(), self._plan.states)
-        if directories and sizes:
+        if in_file := bool(directories and self.bytes):
             self.bytes = layout.bytes
         self._check()
-        self.waking()
+        self.hold(awake=True)
         try:
-            if directories and sizes:
+            if in_file:
                 self._store = Store(directories, layout, speeds=measured_speeds(directories))
-            else:
-                self._memory = {value: host_tensor(size) for value, size in sizes.items()}
         except BaseException:
-            self._hold(self._taken())
+            self.close()
             raise
 
     def values(self) -> Iterator[Value]:
@@ -265,70 +261,48 @@ class SwapArea:
         kept, budget = self._plan.taken_bytes(self._tier), self._plan.budgets[self._tier]
         if kept + self.bytes > budget:
             field = BUDGETS[self._tier]
-            other = ", or let it sleep on nvme" if self._tier == "cpu" else ""
             raise BudgetError(
                 f"sleeping in the {self._tier} tier takes {format_bytes(self.bytes, up=True)} of "
                 f"it beside the {format_bytes(kept)} that are taken, and {field} is "
                 f"{format_bytes(budget)}: attach with {field} of "
-                f"{format_bytes(kept + self.bytes, up=True)} or more{other}"
+                f"{format_bytes(kept + self.bytes, up=True)} or more, or sleep in the other tier"
             )
 
-    # -- what the engine holds of a shared budget ----------------------------------------------
-
-    def _taken(self) -> dict[Tier, int]:
-        return {tier: self._plan.taken_bytes(tier) for tier in TIERS}
-
-    def _hold(self, wanted: Mapping[Tier, int]) -> None:
-        if self._share is not None:
-            self._share.change(wanted)
-
-    def waking(self) -> None:
-        """Hold the memory of the tiers and that of the swap area, too.
+    def hold(self, *, awake: bool) -> None:
+        """Take of a shared budget the swap area, and what the plan has in the tiers that are there:
+        `awake`, or about to be, in all.
 
         Raises:
             BudgetError: others have it.
         """
-        self._hold({**self._taken(), self._tier: self._plan.taken_bytes(self._tier) + self.bytes})
-
-    def asleep(self) -> None:
-        """The memory of the tiers is given back: hold that of the swap area."""
-        held = {tier: 0 if tier in self.given else size for tier, size in self._taken().items()}
-        self._hold({**held, self._tier: held[self._tier] + self.bytes})
-
-    def awake(self) -> None:
-        """The engine is awake: it holds what its plan says, and nothing here."""
-        self.close()
-        self._hold(self._taken())
-
-    # -- the values ----------------------------------------------------------------------------
-
-    def room(self, value: Value) -> torch.Tensor:
-        """CPU memory for the bytes of a value."""
-        if self._store is None:
-            return self._memory[value]
-        return host_tensor(self._plan.bytes_of(value.kind, value.unit))
+        if self._executor.share is not None:
+            there = [tier for tier in TIERS if awake or tier not in self.given]
+            wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
+            wanted[self._tier] += self.bytes
+            self._executor.share.change(wanted)
 
     def put(self, value: Value, content: torch.Tensor) -> None:
-        """Keep the bytes of a value; those in its room are there already."""
+        """Keep the bytes of a value."""
         if self._store is None or self._executor.device.holds(content):
-            flat = self.room(value)
-            if flat.data_ptr() != content.data_ptr():
-                flat.copy_(content)
-            content = flat
-        if self._store is not None:
+            content = host_tensor(content.numel()).copy_(content)
+        if self._store is None:
+            self._memory[value] = content
+        else:
             name = self._plan.profile.units[value.unit].name
             self._store.write(value.kind, name, content, int(self._executor.step[0]))
 
-    def get(self, value: Value, into: torch.Tensor) -> torch.Tensor:
-        """`into`, with the bytes of a value."""
+    def get(self, value: Value) -> torch.Tensor:
+        """The bytes of a value, in CPU memory."""
         if self._store is None:
-            return into if into is self._memory[value] else into.copy_(self._memory[value])
-        flat = self.room(value) if self._executor.device.holds(into) else into
-        self._store.read(value.kind, self._plan.profile.units[value.unit].name, flat)
-        return into if flat is into else into.copy_(flat)
+            return self._memory[value]
+        found = host_tensor(self._plan.bytes_of(value.kind, value.unit))
+        self._store.read(value.kind, self._plan.profile.units[value.unit].name, found)
+        return found
 
     def close(self) -> None:
         """Let go of what it holds, which nobody needs any more."""
-        self._memory = {}
+        self._memory, self.bytes = {}, 0
         if self._store is not None:
             self._store.close()
+        if self._executor.swap_area is None:
+            self.hold(awake=True)
