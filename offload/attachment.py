@@ -39,7 +39,7 @@ from offload.runtime.entry import entry
 from offload.runtime.executor import Executor
 from offload.runtime.lanes import Pace
 from offload.runtime.memory import Memory, zeros_on
-from offload.runtime.shared_budget import Share, SharedBudget
+from offload.runtime.shared_budget import SharedBudget
 from offload.runtime.store import Store
 from offload.runtime.torch_internals import no_trap
 from offload.runtime.trace import Trace
@@ -279,8 +279,9 @@ class _Attaching:
         executor = self._take(pace)
         try:
             if self.budget is not None:
-                taken = {tier: self.plan.taken_bytes(tier) for tier in TIERS}
-                executor.share = Share(self.budget, taken)
+                share = self.budget.share()
+                share({tier: self.plan.taken_bytes(tier) for tier in TIERS})
+                executor.share = share
             self._fill(executor, initialize)
             made = self._start(executor)
         except BaseException:

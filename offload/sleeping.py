@@ -279,7 +279,7 @@ class SwapArea:
             there = [tier for tier in TIERS if awake or tier not in self.given]
             wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
             wanted[self._tier] += self.bytes
-            self._executor.share.change(wanted)
+            self._executor.share(wanted)
 
     def put(self, value: Value, content: torch.Tensor) -> None:
         """Keep the bytes of a value."""

@@ -212,7 +212,7 @@ class Executor:
         """Let go of everything, whatever fails on the way."""
         with ExitStack() as each:
             if self.share is not None:
-                each.callback(self.share.give_back)
+                each.callback(self.share, {})
             each.callback(self.memory.close)
             if self.swap_area is not None:
                 each.callback(self.swap_area.close)

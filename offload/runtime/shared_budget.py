@@ -11,12 +11,20 @@ has taken it meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from offload.config import BUDGETS, Config
 from offload.planning.planner import BudgetError
 from offload.planning.tiers import TIERS, Tier, format_bytes, parse_bytes
+
+Share = Callable[[Mapping[Tier, int]], None]
+"""Takes the bytes of each tier that an engine wants to hold from now on.
+
+Raises:
+    BudgetError: more than is left; the share stays as it was.
+"""
 
 
 class SharedBudget:
@@ -38,18 +46,17 @@ class SharedBudget:
         self._most = {
             tier: parse_bytes(size) for tier, size in zip(TIERS, given) if size is not None
         }
-        self._taken: dict[Share, Mapping[Tier, int]] = {}
-        self._lock = threading.Lock()
+        self._taken: dict[object, Mapping[Tier, int]] = {}
+        """By share, the bytes of each tier."""
+        self._lock = threading.RLock()
 
-    def left(self, tier: Tier) -> int | None:
-        """Bytes of a tier that no engine has taken; None if the tier is not shared."""
+    def left(self, tier: Tier, but: object = None) -> int | None:
+        """Bytes of a tier that no engine has taken, `but` one; None if the tier is not shared."""
         with self._lock:
-            return self._left(tier)
-
-    def _left(self, tier: Tier) -> int | None:
-        if tier not in self._most:
-            return None
-        return self._most[tier] - sum(one.get(tier, 0) for one in self._taken.values())
+            if tier not in self._most:
+                return None
+            taken = (held.get(tier, 0) for share, held in self._taken.items() if share is not but)
+            return self._most[tier] - sum(taken)
 
     def narrowed(self, config: Config) -> Config:
         """`config` with the budget of each tier limited to what is left."""
@@ -61,48 +68,19 @@ class SharedBudget:
                 changes[field] = left if own is None else min(left, own)
         return replace(config, **changes)  # type: ignore[arg-type]
 
-    def change(self, share: Share, wanted: Mapping[Tier, int]) -> None:
-        """Set `share` to `wanted` bytes of each tier.
+    def share(self) -> Share:
+        """What one engine calls to set its share; an empty mapping returns it."""
+        return partial(self._set, object())
 
-        Raises:
-            BudgetError: more than is left; the share stays as it was.
-        """
+    def _set(self, share: object, wanted: Mapping[Tier, int]) -> None:
         with self._lock:
-            before = self._taken.pop(share, {})
-            for tier in self._most:
-                left = self._left(tier)
-                if left is not None and wanted.get(tier, 0) > max(left, before.get(tier, 0)):
-                    if before:
-                        self._taken[share] = before
+            for tier, most in self._most.items():
+                left = self.left(tier, share) or 0
+                if wanted.get(tier, 0) > left:
                     raise BudgetError(
                         f"asked for {format_bytes(wanted[tier], up=True)} of the {tier} tier, of "
-                        f"which {format_bytes(max(0, left))} are left of a shared "
-                        f"{BUDGETS[tier]} of {format_bytes(self._most[tier])}: likely other "
-                        "engines have taken it; let one of them sleep or close first"
+                        f"which {format_bytes(left)} are left of a shared {BUDGETS[tier]} of "
+                        f"{format_bytes(most)}: likely other engines have taken it; let one of "
+                        "them sleep or close first"
                     )
-            if any(wanted.values()):
-                self._taken[share] = dict(wanted)
-
-
-class Share:
-    """What one engine has taken of a shared budget: `taken` bytes of each tier.
-
-    Raises:
-        BudgetError: more than is left.
-    """
-
-    def __init__(self, budget: SharedBudget, taken: Mapping[Tier, int]):
-        self._budget = budget
-        self.change(taken)
-
-    def change(self, wanted: Mapping[Tier, int]) -> None:
-        """Take `wanted` bytes of each tier instead.
-
-        Raises:
-            BudgetError: more than is left; the share stays as it was.
-        """
-        self._budget.change(self, wanted)
-
-    def give_back(self) -> None:
-        """Return everything."""
-        self.change({})
+            self._taken[share] = dict(wanted)
