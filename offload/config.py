@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import reprlib
@@ -30,7 +29,7 @@ class Config:
     (8G is 8GB, powers of 1000).
 
     Raises:
-        TypeError: there is no such field; the message has the nearest.
+        TypeError: there is no such field.
         ValueError: a field holds an impossible value; the message names the field.
     """
 
@@ -87,16 +86,6 @@ class Config:
     trace: bool = True
     """Keep the last operations in memory for `offload report`: some megabytes, and far below a
     hundredth of the time."""
-
-    def __new__(cls, *_: Any, **given: Any) -> Config:
-        """Refuses an unknown field, with the nearest that there is."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        for name in given:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-                told = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(known)}"
-                raise TypeError(f"Config has no field {name!r}: {told}")
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, allowed in _ALLOWED.items():

@@ -100,11 +100,11 @@ def _span(ran: Ran, zero: float, engine: Engine) -> Span:
     op, units = ran.op, engine.plan.profile.units
     lane = MODEL if op.verb in OF_USER else ran.lane.value
     unit = units[op.value.unit].name if op.value.unit >= 0 else ""
-    name, tier = op.verb.value, ""
+    name = op.verb.value
     if op.verb is Verb.MOVE:
         here, there = op.reads[0].place.tier, op.writes[0].place.tier
-        name, tier = f"{op.value.kind} {here} to {there}", f"{here} > {there}"
-    return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes, tier)
+        name = f"{op.value.kind} {here} to {there}"
+    return Span(lane, name, unit, ran.start - zero, ran.stop - zero, op.bytes)
 
 
 def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction | None, str]:

@@ -46,8 +46,6 @@ class Span(NamedTuple):
     start: float
     stop: float
     bytes: int
-    tier: str = ""
-    """Of a move, source and target: `cpu > device`."""
 
 
 class Wait(NamedTuple):
@@ -191,8 +189,7 @@ class Breakdown:
     busy: Mapping[str, float]
     """Seconds by lane."""
     bytes: Mapping[str, float]
-    """Bytes by lane, and in `ways` by source and target tier: `nvme > cpu`."""
-    ways: Mapping[str, float]
+    """Bytes by lane."""
     misses: int
     """In all of the steps together."""
 
@@ -227,11 +224,10 @@ def breakdown(run: Run) -> Breakdown:
     parts[ENGINE] = seconds(calls, waited) - seconds(waited)
     rest = max(0.0, until - since - sum(parts.values()))
     parts |= {OTHER: rest} if run.sees_model else {MODEL: parts[MODEL] + rest}
-    moved, ways = Counter[str](), Counter[str]()
+    moved = Counter[str]()
     for span in run.spans:
         if span.lane in busy and since <= span.start < until:
             moved[span.lane] += span.bytes
-            ways[span.tier] += span.bytes
     return Breakdown(
         since=since,
         until=until,
@@ -240,7 +236,6 @@ def breakdown(run: Run) -> Breakdown:
         parts={name: spent / steps for name, spent in parts.items() if spent},
         busy={lane: seconds(inside) / steps for lane, inside in busy.items()},
         bytes={lane: count / steps for lane, count in moved.items()},
-        ways={way: count / steps for way, count in ways.items() if way},
         misses=misses - misses_before,
     )
 

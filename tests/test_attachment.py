@@ -125,9 +125,14 @@ def tied(model: Any) -> None:
     model.head.weight = model.embed.weight
 
 
+def assigned(model: Any) -> None:
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "resized embeddings": (resized, r"other parameters than at attach \(embed\.weight\)"),
     "tied": (tied, r"other parameters than at attach \(fewer\)"),
+    "assigned": (assigned, r"other parameters than at attach \(embed\.weight"),
     "another device": (lambda m: m.to("meta"), r"torch\.float32 on meta.*detach"),
     "another dtype": (lambda m: m.half(), "detach"),
     "channels_last": (

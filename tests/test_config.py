@@ -165,17 +165,9 @@ def test_refusals_name_the_field(wrong: dict[str, object], text: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("nvme_dir", "Config has no field 'nvme_dir': did you mean 'nvme_path'?"),
-        ("cpu_mem", "did you mean 'cpu_memory'?"),
-        ("xyzzy", f"Config has no field 'xyzzy': it has {', '.join(FIELDS)}"),
-    ],
-)
-def test_an_unknown_field_is_refused_with_the_nearest(name: str, told: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(told)):
-        Config(**{name: "/x"})  # type: ignore[arg-type]
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(TypeError, match="nvme_dir"):
+        Config(nvme_dir="/x")  # type: ignore[call-arg]
 
 
 def test_a_home_directory_in_a_path(monkeypatch: pytest.MonkeyPatch) -> None:

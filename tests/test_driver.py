@@ -234,23 +234,19 @@ def test_an_accelerator_without_streams_for_lanes_leaves_the_compute_to_the_cpu(
 # -- the node's memory ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("listed", "numbers"),
-    [("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("5\n", {5}), ("\n", set())],
-)
-def test_lists_of_processors(listed: str, numbers: set[int]) -> None:
-    assert numa._numbers(listed) == numbers
-
-
 def test_a_node_gives_its_processors_where_there_are_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numa, "_NODES", tmp_path)
     mine = numa.processors(None)
     one = min(mine)
-    for node, listed in enumerate((f"{one}\n", "100000-100007\n", "nonsense\n")):
+    for node, mask in enumerate((1 << one, 1 << 10_000)):
+        digits = f"{mask:x}".zfill(-(-len(f"{mask:x}") // 8) * 8)
+        groups = [digits[at : at + 8] for at in range(0, len(digits), 8)]
         (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpulist").write_text(listed)
+        (tmp_path / f"node{node}" / "cpumap").write_text(",".join(groups) + "\n")
+    (tmp_path / "node2").mkdir()
+    (tmp_path / "node2" / "cpumap").write_text("no number\n")
     assert numa.processors(0) == {one}
     assert all(numa.processors(node) == mine for node in (1, 2, 3))
 

@@ -69,10 +69,10 @@ MADE = Run(
         Span("model", "forward", "a", 0.0, 9.0, 0),
         Span("model", "forward", "a<script>", 10.0, 14.0, 0),
         Span("model", "backward", "b", 13.0, 17.0, 0),
-        Span("disk", "state nvme to cpu", "a", 11.0, 15.0, 400, "nvme > cpu"),
-        Span("disk", "state cpu to nvme", "a", 15.0, 19.0, 300, "cpu > nvme"),
+        Span("disk", "state nvme to cpu", "a", 11.0, 15.0, 400),
+        Span("disk", "state cpu to nvme", "a", 15.0, 19.0, 300),
         Span("cpu", "update", "a", 15.0, 15.5, 50),
-        Span("disk", "state cpu to nvme", "a", 31.0, 32.0, 1000, "cpu > nvme"),
+        Span("disk", "state cpu to nvme", "a", 31.0, 32.0, 1000),
         Span("engine", "call", "", 9.0, 11.0, 0),
         Span("engine", "call", "", 15.5, 20.5, 0),
     ],
@@ -97,7 +97,6 @@ def test_the_shares_of_a_step():
     assert sum(found.parts.values()) == found.step_s
     assert found.busy == {"disk": 4.0, "cpu": 0.25}
     assert found.bytes == {"disk": 350.0, "cpu": 25.0}
-    assert found.ways == {"nvme > cpu": 200.0, "cpu > nvme": 150.0}
 
 
 def test_what_was_forgotten_is_not_looked_at():
@@ -261,7 +260,6 @@ def test_an_engine_s_run(micro_batches, monkeypatch):
     assert found.steps == 3  # In the first interval are two steps' updates.
     assert sum(found.parts.values()) == pytest.approx(found.step_s)
     assert found.parts["engine"] > 0
-    assert found.ways["cpu > device"] == found.bytes["h2d"]
     assert made.prediction.step_s > 0
     assert {"compute", "h2d", "cpu"} <= set(made.prediction.what_if)
 

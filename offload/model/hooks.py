@@ -92,10 +92,8 @@ class Hooks:
                 register: Any = module.register_state_dict_post_hook
                 keep(register(Hook(copies, own)))
             if own or module is model:
-                before: Any = module.register_load_state_dict_pre_hook
                 saving: Any = module.register_state_dict_pre_hook
                 keep(saving(Hook(_before_state_dict, engine)))
-                keep(before(_refuse_assign))
 
     def _put_on_gradients(self, unit: FlatUnit, *, trains: bool) -> None:
         # Torch hides what such a hook holds from the garbage collector.
@@ -280,21 +278,6 @@ def _refuse_create_graph() -> None:
         "create_graph=True needs all weights until the second backward, and offloaded ones move: "
         "compute higher derivatives on a model that is not attached"
     )
-
-
-def _refuse_assign(
-    module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *_: object
-) -> None:
-    """Before a module loads: assigned parameters would be others than those attached.
-
-    Raises:
-        ValueError: it was asked to assign.
-    """
-    if metadata.get("assign_to_params_buffers"):
-        raise ValueError(
-            "load_state_dict(assign=True) would put other parameters in the place of the offloaded "
-            "ones: load with assign=False, which copies the values"
-        )
 
 
 def _refuse_data_parallel() -> None:

@@ -335,19 +335,8 @@ def processors(node: int | None) -> frozenset[int]:
         return frozenset(range(os.cpu_count() or 1))
     if node is None:
         return allowed
-    try:
-        listed = (_NODES / f"node{node}" / "cpulist").read_text()
-        found = allowed & _numbers(listed)
+    try:  # Sets of 32 processors in hexadecimal, the last ones first.
+        mask = int((_NODES / f"node{node}" / "cpumap").read_text().replace(",", ""), 16)
     except (OSError, ValueError):
         return allowed
-    return found or allowed
-
-
-def _numbers(listed: str) -> frozenset[int]:
-    """The numbers in a list of ranges such as `0-3,8,10-11`."""
-    found: set[int] = set()
-    for part in listed.split(","):
-        if part.strip():
-            first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
-    return frozenset(found)
+    return frozenset(one for one in allowed if mask >> one & 1) or allowed
