@@ -32,7 +32,7 @@ class ParameterAccess:
         self.index = index
 
     def __reduce__(self) -> Any:
-        return (_nothing, ())  # A pickled parameter is attached to nothing.
+        return (type(None), ())  # A pickled parameter is attached to nothing.
 
     @property
     def _flat(self) -> FlatUnit:
@@ -198,7 +198,3 @@ def _saved_of(touched: Sequence[ParameterAccess], tensor: torch.Tensor) -> Saved
             resolve = one.engine.active.tensor_of
             return one._flat.saved_weight(resolve, one.index, offset, tensor)
     return None
-
-
-def _nothing() -> None:
-    """What an access is after pickling."""

@@ -85,34 +85,31 @@ def partition(model: nn.Module) -> list[Group]:
     return list(groups.values())
 
 
-def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(unit's name, announcing module, prefix, owner of parameters) for every module."""
+def _walk(
+    module: nn.Module,
+    name: str = "",
+    called: tuple[str, nn.Module] | None = None,
+    cuts: Callable[[nn.Module], bool] | None = None,
+) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(unit's name, announcing module, prefix, owner of parameters) for every module.
 
-    def visit(
-        module: nn.Module, name: str, called: tuple[str, nn.Module]
-    ) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-        me = called if isinstance(module, _NEVER_CALLED) else (name or "root", module)
-        if not any(isinstance(inner, _CONTAINERS) for inner in module.modules()):
-            for inner_name, inner in module.named_modules(prefix=name, remove_duplicate=False):
-                yield (*me, inner_name, inner)
-            return
-        yield (*me, name, module)
-        for child_name, child in module.named_children():
-            full = f"{name}.{child_name}" if name else child_name
-            block = isinstance(module, _CONTAINERS) and not isinstance(child, _CONTAINERS)
-            if block and not any(_lists_blocks(inner) for inner in child.modules()):
-                for inner_name, inner in child.named_modules(prefix=full, remove_duplicate=False):
-                    yield (full, child, inner_name, inner)
-            else:
-                yield from visit(child, full, me)
-
-    if any(isinstance(inner, _CONTAINERS) for inner in model.modules()):
-        yield from visit(model, "", ("root", model))
+    `called` is the unit around, and `cuts` tells modules for which a unit is cut; None for the
+    model itself, which always is.
+    """
+    me = called if called and isinstance(module, _NEVER_CALLED) else (name or "root", module)
+    if cuts is not None and not any(map(cuts, module.modules())):
+        for inner_name, inner in module.named_modules(prefix=name, remove_duplicate=False):
+            yield (*me, inner_name, inner)
         return
-    yield ("root", model, "", model)
-    for name, child in model.named_children():
-        for inner_name, inner in child.named_modules(prefix=name, remove_duplicate=False):
-            yield (name, child, inner_name, inner)
+    yield (*me, name, module)
+    for child_name, child in module.named_children():
+        full = f"{name}.{child_name}" if name else child_name
+        block = _is_container(module) and not _is_container(child)
+        yield from _walk(child, full, me, _lists_blocks if block else _is_container)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, _CONTAINERS)
 
 
 def _lists_blocks(module: nn.Module) -> bool:

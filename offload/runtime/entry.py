@@ -159,18 +159,11 @@ def _refuse_tracing(what: str) -> None:
 
 
 class Hook(functools.partial[Any]):
-    """A hook of which copies and pickles of the module, which are attached to nothing, get none."""
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return _nothing
+    """A hook of which copies and pickles of the module, which are attached to nothing, do none."""
 
     def __reduce__(self) -> Any:
-        return (_get_nothing, ())
+        return (Hook, (_nothing,))
 
 
 def _nothing(*_: object, **__: object) -> None:
-    """What a hook is in a copy."""
-
-
-def _get_nothing() -> Any:
-    return _nothing
+    """What a hook does in a copy."""
