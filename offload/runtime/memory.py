@@ -6,8 +6,9 @@ import contextlib
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -143,13 +144,12 @@ class Memory:
         return self._plan.record_offset(unit, chunk), self._plan.record_bytes(unit, chunk)
 
     def close(self) -> None:
-        """Free all arenas, then raise what the first failure raised."""
+        """Free all arenas."""
         with contextlib.suppress(RuntimeError):  # A failed device has nothing in flight.
             self._device.drain_all()
         self._homes, self._slots, self._views = {}, {}, {}
-        with contextlib.ExitStack() as each:
-            for arena in self.arenas.values():
-                each.callback(arena.close)
+        for arena in self.arenas.values():
+            arena.close()
 
 
 class Arena:
@@ -217,16 +217,12 @@ class Arena:
                 return
 
     def close(self) -> None:
-        """Unpin everything, then raise what the driver raised, if anything.
-
-        The memory is freed when its last view dies.
-        """
+        """Unpin everything. The memory is freed when its last view dies."""
         pinned, self._pinned = self._pinned, []
-        with contextlib.ExitStack() as each:
-            each.callback(setattr, self, "tensor", _NOTHING)  # Called last.
-            for address, _ in reversed(pinned):
-                assert self._driver is not None
-                each.callback(self._driver.unpin, address)
+        for address, _ in pinned:
+            assert self._driver is not None
+            self._driver.unpin(address)
+        self.tensor = _NOTHING
 
 
 def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
@@ -244,10 +240,9 @@ def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
             f"{format_bytes(size)} of CPU memory were refused by the system ({error.strerror}): "
             "lower Config.cpu_memory or raise the limit (ulimit -v, cgroup)"
         ) from error
-    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
-        if hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # A kernel without huge pages refuses.
-                area.madvise(getattr(mmap, advice))
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+        with contextlib.suppress(OSError):  # A kernel without huge pages refuses.
+            area.madvise(advice)
     # Page faults, and a lack of memory, come now and not in the middle of a step.
     touch(np.frombuffer(area, dtype=np.uint8), node)
     with torch.inference_mode(False):  # An inference tensor could not be written outside of it.
@@ -301,27 +296,21 @@ def touch(memory: npt.NDArray[np.uint8], node: int | None = None) -> None:
 
     For fresh memory, which reads as zero: this only makes the kernel allocate its pages, on `node`.
     """
-    count = min(THREADS_MAX, len(processors(node)), memory.size // PART_BYTES_LEAST)
+    near = processors(node)
+    count = min(THREADS_MAX, len(near), memory.size // PART_BYTES_LEAST)
     if node is None and count <= 1:
         memory[:: mmap.PAGESIZE] = 0
         return
     pages = -(-memory.size // mmap.PAGESIZE)
-    step = max(1, -(-pages // max(1, count))) * mmap.PAGESIZE
+    step = -(-pages // max(1, count)) * mmap.PAGESIZE
     parts = [memory[start : start + step] for start in range(0, memory.size, step)]
-    threads = [
-        threading.Thread(target=_touch_part, args=(part, node), name="offload-touch", daemon=True)
-        for part in parts
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(parts), "offload-touch") as pool:
+        list(pool.map(partial(_touch_part, near), parts))
 
 
-def _touch_part(part: npt.NDArray[np.uint8], node: int | None) -> None:
-    if node is not None and hasattr(os, "sched_setaffinity"):
-        with contextlib.suppress(OSError):  # Then it lies on any node.
-            os.sched_setaffinity(0, processors(node))  # Only this thread's.
+def _touch_part(near: frozenset[int], part: npt.NDArray[np.uint8]) -> None:
+    with contextlib.suppress(OSError):  # Then it lies on any node.
+        os.sched_setaffinity(0, near)  # Only this thread's.
     part[:: mmap.PAGESIZE] = 0
 
 
@@ -330,9 +319,7 @@ def processors(node: int | None) -> frozenset[int]:
 
     All that it may use if `node` is None or unknown, or if it may use none of the node's.
     """
-    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-    if allowed is None:
-        return frozenset(range(os.cpu_count() or 1))
+    allowed = frozenset(os.sched_getaffinity(0))
     if node is None:
         return allowed
     try:  # Sets of 32 processors in hexadecimal, the last ones first.
