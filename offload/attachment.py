@@ -323,7 +323,7 @@ class _Attaching:
 
     def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
-        fresh = self._materialise()
+        self._materialise()
         on = self.device.torch_device
         stand_ins = {
             name: torch.full((1,), float("nan"), dtype=getattr(torch, name), device=on)
@@ -336,7 +336,7 @@ class _Attaching:
         for unit in self._units:
             values = [parameter.data for parameter in unit.parameters]
             try:
-                self._move(unit, values, executor, fresh, initialize)
+                self._move(unit, values, executor, initialize)
             except BaseException:
                 for parameter, value in zip(unit.parameters, values):
                     make_plain(parameter, value)
@@ -344,41 +344,39 @@ class _Attaching:
         self.device.trim()  # Of the units on their way.
         States(executor).clear()
 
-    def _materialise(self) -> dict[nn.Parameter, nn.Module]:
-        """Give the parameters on meta new objects; these, with a module that owns each."""
-        renewed: dict[nn.Parameter, nn.Parameter] = {}
-        fresh: dict[nn.Parameter, nn.Module] = {}
-        for module in self.model.modules():
+    def _materialise(self) -> None:
+        """Put new objects in the place of the parameters on the meta device."""
+        for parameter in self.model.parameters():
+            if parameter.is_meta:
+                empty = torch.zeros(1, dtype=parameter.dtype, device=self.device.torch_device)
+                shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
+                self._replaced[nn.Parameter(shaped, parameter.requires_grad)] = parameter
+        self._exchange({old: new for new, old in self._replaced.items()})
+
+    def _exchange(self, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put other parameters where the model and its optimizer have these."""
+        for module in self.model.modules() if others else ():
             own = module.named_parameters(recurse=False, remove_duplicate=False)
             for name, parameter in list(own):
-                if not parameter.is_meta:
-                    continue
-                if parameter not in renewed:
-                    empty = torch.zeros(1, dtype=parameter.dtype, device=self.device.torch_device)
-                    shaped = empty.expand(parameter.shape) if parameter.shape else empty[0]
-                    new = nn.Parameter(shaped, parameter.requires_grad)
-                    renewed[parameter], self._replaced[new] = new, parameter
-                setattr(module, name, renewed[parameter])
-                fresh.setdefault(renewed[parameter], module)
+                if parameter in others:
+                    setattr(module, name, others[parameter])
         for group in self.groups:
-            group.named = {name: renewed.get(p, p) for name, p in group.named.items()}
+            group.named = {name: others.get(p, p) for name, p in group.named.items()}
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
-            param_group["params"] = [renewed.get(p, p) for p in param_group["params"]]
-        return fresh
+            param_group["params"] = [others.get(p, p) for p in param_group["params"]]
 
     def _move(
         self,
         unit: FlatUnit,
         values: Sequence[torch.Tensor],
         executor: Executor,
-        fresh: Mapping[nn.Parameter, nn.Module],
         initialize: Callable[[nn.Module], object],
     ) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
 
         That is on the device unless neither are they nor is their home: then nothing crosses it.
         """
-        new = {p for p in unit.parameters if p in fresh}
+        new = {p for p in unit.parameters if p in self._replaced}
         start = partial(_initialize_fresh, self.model, new, initialize, unit.parameters)
         if unit.index in self.plan.residents:
             give_memory(unit, self.device, new, start)
@@ -392,7 +390,7 @@ class _Attaching:
                 parameter.data = view
             start()
             for parameter, value in zip(unit.parameters, values):
-                if parameter not in fresh:
+                if parameter not in new:
                     parameter.data.copy_(value)
         for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
             executor.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
@@ -463,15 +461,9 @@ class _Attaching:
                 tensor.data = tensor.data.to(device)
         for parameter, gradient in self._gradients.items():
             parameter.grad = gradient
-        for module in self.model.modules():
-            own = module.named_parameters(recurse=False, remove_duplicate=False)
-            for name, parameter in list(own):
-                if parameter in self._replaced:
-                    setattr(module, name, self._replaced[parameter])
+        self._exchange(self._replaced)
         if self.optimizer is not None:
             give_back(self.optimizer)
-            for group in self.optimizer.param_groups:
-                group["params"] = [self._replaced.get(p, p) for p in group["params"]]
 
     def _restore(self, unit: FlatUnit, executor: Executor) -> None:
         """Give the parameters of a unit their values back, on the device that they came from."""
