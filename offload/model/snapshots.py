@@ -237,6 +237,7 @@ class Snapshots:
         edited: dict[Value, list[tuple[int, torch.Tensor]]] = {}
         for key in sorted(keys):
             parts = list(self._parts(key))
+            self._executor.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
             with self._executor.lanes.waited(Lane.COMPUTE):
                 same = all(self._is_at_home(value, at, part) for value, at, part in parts)
             for value, at, part in () if same else parts:
