@@ -67,7 +67,9 @@ class Config:
     """Type in which gradients are kept and accumulated: the parameter's own, or fp32."""
 
     max_grad_norm: float | None = None
-    """Clip the gradient to this 2-norm, over all parameters, in step(). Default: no clipping."""
+    """Clip the gradient to this 2-norm, over all parameters, in step(). Default: no clipping.
+
+    Its squares are summed as it comes, in the last backward of a step."""
 
     micro_batches: int | None = None
     """Number of backward() calls before each step(), where it is always the same. Updates then

@@ -318,7 +318,7 @@ def backward(early: EarlyUpdates, *units: int) -> list[int]:
 
 
 def test_a_unit_is_final_when_its_gradients_came_as_often_as_before() -> None:
-    early = EarlyUpdates(2, ["one", "other"], possible=True)
+    early = EarlyUpdates(2, ["one", "other"], clips=False)
     assert [backward(early, 0, 1), backward(early, 0, 1)] == [[], [0, 1]]
     early.stepped({})
     assert [backward(early, 0, 0, 1), backward(early, 0, 1)] == [[], [1]]
@@ -326,12 +326,12 @@ def test_a_unit_is_final_when_its_gradients_came_as_often_as_before() -> None:
     assert [backward(early, 0, 1), backward(early, 0, 1)] == [[], [0, 1]]
 
 
-@pytest.mark.parametrize("possible", [True, False])
-def test_the_next_backward_may_be_said_to_be_the_last(possible: bool) -> None:
-    early = EarlyUpdates(None, ["unit"], possible=possible)
+@pytest.mark.parametrize("clips", [True, False])
+def test_the_next_backward_may_be_said_to_be_the_last(clips: bool) -> None:
+    early = EarlyUpdates(None, ["unit"], clips=clips)
     assert backward(early, 0) == []
     early.last_micro_batch()
-    assert backward(early, 0) == [0] * possible
+    assert backward(early, 0) == [0]
     early.stepped({})
     early.last_micro_batch()
     early.gave_up()  # That batch is dropped.
@@ -339,7 +339,7 @@ def test_the_next_backward_may_be_said_to_be_the_last(possible: bool) -> None:
 
 
 def test_what_was_begun_is_frozen() -> None:
-    early, steps = EarlyUpdates(1, ["unit"], possible=True), {0: cast(ParameterStep, object())}
+    early, steps = EarlyUpdates(1, ["unit"], clips=False), {0: cast(ParameterStep, object())}
     early.freeze = lambda unit: steps
     backward(early, 0)
     early.stepped({})

@@ -7,6 +7,10 @@ the N-th, or `engine.last_micro_batch()` of the next one. In it a unit goes this
     OPEN --each gradient came as often as in the backward before--> FINAL
     FINAL --the unit is at rest, and autograd keeps nothing of it--> BEGUN --step()--> OPEN
 
+With clipping no update begins before `step()`, as the norm is of all gradients; the squares of a
+FINAL unit are summed instead. That binds nobody: a gradient that changes is summed again. So where
+nobody has said which backward is the last, the number of the step before is taken for this one's.
+
 A FINAL unit that does not come to rest before the backward ends begins at `step()`. Once an update
 has begun `step()` must follow, with the hyper-parameters that it began with: it cannot be undone.
 Whatever would look at half-updated weights, or bring another gradient, is refused.
@@ -41,11 +45,8 @@ MISMATCHES_TOLD = 2
 class EarlyUpdates:
     """The backwards since the last step, and the updates begun before the next."""
 
-    def __init__(self, micro_batches: int | None, names: Sequence[str], *, possible: bool):
-        """`micro_batches` backwards make a step, None: unknown.
-
-        Unless `possible` nothing begins early: gradients that are clipped need their norm first.
-        """
+    def __init__(self, micro_batches: int | None, names: Sequence[str], *, clips: bool):
+        """`micro_batches` backwards make a step, None: unknown."""
         self.freeze: Callable[[int], Mapping[int, ParameterStep]] = lambda unit: {}
         """What a step taken now would do to a unit; set by the optimizer."""
         self.begun: dict[int, Mapping[int, ParameterStep]] = {}
@@ -55,11 +56,10 @@ class EarlyUpdates:
         self.notice: str | None = None
         """What the user was told of a declared number that is not kept."""
         self._number = micro_batches
-        self.possible = possible
-        """Whether any update can begin early."""
+        self._clips = clips
         self._names = names
-        self._finished = 0
-        """Backwards since the last step, or since gradients were given up."""
+        self._finished = self._finished_before = 0
+        """Backwards since the last step, or since gradients were given up; those before that."""
         self._said = self._is_last = False
         self._now: list[Counter[int]] = [Counter() for _ in names]
         """By unit and parameter, how often a gradient came in the backward under way."""
@@ -70,7 +70,7 @@ class EarlyUpdates:
     @property
     def begins_early(self) -> bool:
         """Whether updates begin inside backwards."""
-        return self.possible and self._number is not None
+        return not self._clips and self._number is not None
 
     def last_micro_batch(self) -> None:
         """The next backward is the last before a step."""
@@ -80,7 +80,8 @@ class EarlyUpdates:
 
     def backward_began(self) -> None:
         """An outermost backward begins."""
-        self._is_last = self.possible and (self._said or self._finished + 1 == self._number)
+        guess = self._number or (self._finished_before if self._clips else 0)
+        self._is_last = self._said or self._finished + 1 == guess
         self._now = [Counter() for _ in self._names]
 
     def gradients_came(self, unit: int, parameters: Iterable[int]) -> None:
@@ -128,7 +129,8 @@ class EarlyUpdates:
                 "step() again; change them after step(), or leave Config.micro_batches out"
             )
         self._tell_of_another_number()
-        self.begun, self._finished, self._said = {}, 0, False
+        self.begun, self._finished_before, self._finished = {}, self._finished, 0
+        self._said = False
         return {unit: steps for unit, steps in step.items() if unit not in begun}
 
     def _tell_of_another_number(self) -> None:

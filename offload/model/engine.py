@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from offload.model.resident import Residents
 from offload.model.running import ForwardCall, GraphTasks, in_backward
 from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit, count_change
-from offload.program.ops import Verb
+from offload.program.ops import Use, Verb
 from offload.runtime import entry as entries
 from offload.runtime.entry import EngineError, entry
 from offload.runtime.executor import Executor
@@ -34,8 +34,15 @@ from offload.runtime.trace import Report
 class Updates(Protocol):
     """What updates the parameters of a step, see `optim.update`."""
 
-    def issue(self, step: Step, pass_number: int) -> None:
-        """Queue the updates of a step, to be done by the deadlines of a pass."""
+    def sum_squares(
+        self, unit: int, parameters: frozenset[int], pass_number: int, at: Use | None
+    ) -> None:
+        """Queue the sum of the squares of a gradient that has come, `at` home or a place before."""
+
+    def issue(self, step: Step, pass_number: int, summed: Mapping[int, Collection[int]]) -> None:
+        """Queue the updates of a step, to be done by the deadlines of a pass; of the parameters in
+        `summed` by unit, `sum_squares` was told.
+        """
 
     def settle(self) -> None:
         """Block until every update is done."""
@@ -89,7 +96,7 @@ class Engine:
         self.gradients = Gradients(executor, self.passes, self.snapshots)
         self.updates = make_updates(self.residents)
         names = [unit.name for unit in self.plan.profile.units]
-        self.early = EarlyUpdates(micro_batches, names, possible=not self.plan.clips)
+        self.early = EarlyUpdates(micro_batches, names, clips=self.plan.clips)
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
@@ -226,11 +233,25 @@ class Engine:
         if self.graph_tasks.current() not in self.graph_tasks:
             self.enter_backward()
         self.early.gradients_came(unit, (*self.gradients.units[unit].deferred, index))
-        self.gradients.collect(unit, index, gradient)
+        passing = self.gradients.collect(unit, index, gradient)
+        if passing is not None and self.plan.clips and unit in self.early.final:
+            self._sum_squares(unit, passing)
+
+    def _sum_squares(self, unit: int, at: Use | None = None) -> None:
+        """Sum the squares of a FINAL unit; those that somebody may still edit wait for `step()`."""
+        self.early.final.discard(unit)
+        if not self.gradients.shows(unit):
+            one = self.gradients.units[unit]
+            one.summed = frozenset(one.kept)
+            self.updates.sum_squares(unit, one.summed, self.passes.number, at)
 
     def _begin_final(self) -> None:
         """Begin the updates of FINAL units that are at rest, see [Note: Early updates]."""
         for index in sorted(self.early.final):
+            if self.plan.clips:
+                self.gradients.send(index)
+                self._sum_squares(index)
+                continue
             unit = self.units[index]
             if unit.buffer is not None or unit.saved or self.gradients.shows(index):
                 continue
@@ -381,7 +402,8 @@ class Engine:
             count_change([self.units[unit].parameters[index] for index in step[unit]])
             self.units[unit].note_versions()
         self.executor.step[0] = self.steps + 1
-        self.updates.issue(step, self.passes.number + 1)
+        summed = {unit: self.gradients.units[unit].summed for unit in step}
+        self.updates.issue(step, self.passes.number + 1, summed)
 
     @entry
     def settle(self) -> None:

@@ -33,7 +33,7 @@ from offload.model.passes import Passes
 from offload.model.snapshots import Alias, Key, Snapshots, share
 from offload.model.units import refuse_sparse
 from offload.planning.profile import Parameter
-from offload.program.compile import add_gradient, collect, collected, offload_gradient
+from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
 from offload.program.schedule import Task
 from offload.runtime.books import Known
@@ -63,6 +63,8 @@ class UnitGradient:
     """Parameters whose gradient is in the place where it is collected, not yet sent on."""
     task: Task | None = None
     """The collecting, while it goes on."""
+    summed: frozenset[int] = frozenset()
+    """Parameters of which the squares are summed, or will be when what is queued has run."""
     views: dict[int, torch.Tensor] = field(default_factory=dict)
     """By parameter, the place where its gradient is collected."""
 
@@ -80,8 +82,6 @@ class Gradients:
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], Alias] = {}
         """By unit and parameter, what shows a gradient in place."""
-        self._sums: dict[int, tuple[Op, object, Known]] = {}
-        """By unit, its last op that adds, and of which parameters."""
         self.units: list[UnitGradient] = []
         here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
         left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
@@ -94,8 +94,10 @@ class Gradients:
 
     # -- in backward -----------------------------------------------------------------------------
 
-    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+    def collect(self, unit: int, parameter: int, gradient: torch.Tensor) -> Use | None:
         """Take over a gradient that autograd has just produced.
+
+        Returns where it is `passing` with all of its unit, which it completes, else None.
 
         Raises:
             ValueError: it is sparse.
@@ -109,8 +111,11 @@ class Gradients:
             self.send(unit)
         one.deferred[parameter] = gradient
         self._put(one, unit)
-        if len(one.arrived) == len(one.trainable):
-            self.send(unit)
+        again = bool(one.kept)
+        if len(one.arrived) < len(one.trainable):
+            return None
+        self.send(unit)
+        return passing(self._plan, unit, again=again)
 
     def _put(self, one: UnitGradient, unit: int) -> None:
         """Put what is deferred to what has arrived."""
@@ -163,7 +168,6 @@ class Gradients:
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
-        self._sums.clear()
         for one in self.units:
             one.views.clear()
 
@@ -182,17 +186,15 @@ class Gradients:
                 self._executor.lanes.finish(task)
             self._executor.lanes.cancel([task])
             raise
-        self.units[unit].task = task
+        self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
 
     def _adding(self, op: Op, arrived: set[int], kept: set[int]) -> Known:
         """The op that adds the staged gradients to those kept; what is new is copied."""
-        unit, which = op.value.unit, (frozenset(arrived), frozenset(kept))
-        made = self._sums.get(unit)
-        if made is None or made[:2] != (op, which):
-            work = self._executor.works.add(op, *which)
-            made = self._sums[unit] = op, which, self._executor.known(op, work)
-        return made[2]
+        which, executor = (frozenset(arrived), frozenset(kept)), self._executor
+        return executor.kept(
+            (op, which), lambda: executor.known(op, executor.works.add(op, *which))
+        )
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 
@@ -212,6 +214,7 @@ class Gradients:
         """
         if not self.has(unit, parameter):
             return None
+        self.units[unit].summed = frozenset()
         if self._on_nvme(unit):
             return self._snapshots.tensor(Key("gradient", unit, parameter))
         self._executor.quiesce("gradient", unit)
@@ -234,6 +237,7 @@ class Gradients:
             return
         kept = self._plan.profile.units[unit].gradient_dtype(parameter)
         require_fitting(self._parameter(unit, parameter), gradient, kept)
+        self.units[unit].summed = frozenset()
         shown = self._shown.get((unit, parameter))
         if shown is not None and shown.tensor() is gradient:
             return  # As `p.grad *= 2` ends.
@@ -250,11 +254,12 @@ class Gradients:
         self._snapshots.drop(Key("gradient", unit, parameter))
         self._let_go(unit, parameter)
         self.units[unit].kept.discard(parameter)
+        self.units[unit].summed = frozenset()
 
     @torch.no_grad()
     def zero(self, unit: int, parameters: Collection[int]) -> None:
         """Make gradients zeros, as `zero_grad(set_to_none=False)` does."""
-        kept = self.units[unit].kept
+        kept, self.units[unit].summed = self.units[unit].kept, frozenset()
         if self._on_nvme(unit) and kept <= set(parameters):
             for parameter in kept:
                 self._snapshots.drop(Key("gradient", unit, parameter))

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from offload.model.resident import Residents
 from offload.planning.layout import Plan
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
-from offload.program.ops import Lane, Use, Verb
+from offload.program.ops import Lane, Use
 from offload.program.schedule import Task
 from offload.program.verify import check_op
 from offload.runtime.books import Known
@@ -59,15 +59,15 @@ class Updates:
         self._here = PythonWorks(self._plan, executor.memory, executor.store, executor.device)
         """What the user's thread does itself, and what moves torch's memory."""
         self._lane_shares = _lane_shares(self._plan)
-        self._arenas = executor.memory.taken
-        self._known: dict[tuple[Verb, int], tuple[_Members, Known]] = {}
-        """Ops of streamed units, and of which parameters they are."""
-        self._norm: tuple[list[Use], Known] | None = None
         self._pending: list[Task] = []
         self._queued: Fence | None = None
         """Updates that the user's stream may still have to do."""
         self._clip: Clip | None = None
         self._normed: Task | None = None
+        self._next: Clip | None = None
+        """Of the step to come, where sums of squares are queued before it."""
+        self._begun: set[int] = set()
+        """Units of which they are."""
 
     def settle(self) -> None:
         """Block until every update issued is done."""
@@ -86,8 +86,23 @@ class Updates:
         self._executor.lanes.wait([self._normed])
         return self._clip.norm
 
-    def issue(self, step: Step, pass_number: int) -> None:
+    def sum_squares(
+        self, unit: int, parameters: frozenset[int], pass_number: int, at: Use | None
+    ) -> None:
+        """Queue the sum of the squares of a gradient that has come, which lies `at` its home or on
+        the way there."""
+        works = self._executor.works
+        if self._next is None:
+            assert self._max_grad_norm is not None
+            self._next = works.clip(self._max_grad_norm, self._chunk_count)
+        self._begun.add(unit)
+        known = self._square(unit, parameters, at)
+        self._executor.issue([known], pass_number, works.settings([], self._next))
+
+    def issue(self, step: Step, pass_number: int, summed: Mapping[int, Collection[int]]) -> None:
         """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
+
+        Of the parameters in `summed`, by unit, `sum_squares` was told.
 
         An error before the first op is queued leaves the step to be taken again. A later one ends
         the engine.
@@ -95,12 +110,11 @@ class Updates:
         due, pending, works = self._due(step), self._residents.pending, self._executor.works
         if self._lane_shares and (due.at_once or due.pending):
             self.settle()  # The user's stream is about to use the workspace.
-        if self._arenas != self._executor.memory.taken:
-            self._arenas = self._executor.memory.taken
-            self._known.clear()
         clip = None
         if self._max_grad_norm is not None:
-            clip = works.clip(self._max_grad_norm, self._chunk_count)
+            clip, summed = self._next, {u: p for u, p in summed.items() if u in self._begun}
+            if clip is None or not self._begun <= set(due.streamed):
+                clip, summed = works.clip(self._max_grad_norm, self._chunk_count), {}
             found = self._squares_at_once([*due.at_once, *due.pending], step)
             for ordinal, total in found.items():
                 clip.put(ordinal, total)
@@ -110,8 +124,8 @@ class Updates:
         try:
             pending.hand_over(prepared, pass_number)
             if clip is not None:
-                self._clip = clip
-                self._find_norm(due.streamed, members, settings, pass_number)
+                self._clip, self._next, self._begun = clip, None, set()
+                self._find_norm(due.streamed, step, summed, settings, pass_number)
             self._update_at_once(due.at_once, step, members, Settings(frozen, clip))
             in_lanes = sorted([*due.pending, *due.streamed], key=self._first.__getitem__)
             known = [self._update(unit, members[unit], prepared.get(unit)) for unit in in_lanes]
@@ -168,39 +182,42 @@ class Updates:
     def _find_norm(
         self,
         streamed: Sequence[int],
-        members: Mapping[int, _Members],
+        step: Step,
+        summed: Mapping[int, Collection[int]],
         settings: Any,
         pass_number: int,
     ) -> None:
         """Queue the norm, and what of it lanes sum."""
-        known = [self._square(unit, members[unit]) for unit in streamed]
-        partials = [one.op.writes[0] for one in known]
-        if self._norm is None or self._norm[0] != partials:
-            work = self._executor.works.norm()
-            self._norm = partials, self._executor.known(norm(partials), work)
-        ops = [*known, self._norm[1]]
-        self._normed = self._executor.issue(ops, pass_number, settings)[-1]
+        taking = {unit: frozenset(step[unit]) for unit in streamed}
+        ops = [self._square(u, of) for u, of in taking.items() if summed.get(u) != of]
+        executor, plan = self._executor, self._plan
 
-    def _square(self, unit: int, members: _Members) -> Known:
-        """The op that sums the squares of a unit."""
-        kept = self._known.get((Verb.SQUARE, unit))
-        if kept is None or kept[0] != members:
-            ordinal = self._first[unit]
-            op = square(self._plan, unit, ordinal)
-            work = self._executor.works.squares(op, ordinal, dict(members))
-            kept = self._known[Verb.SQUARE, unit] = members, self._executor.known(op, work)
-        return kept[1]
+        def known() -> Known:
+            sums = [square(plan, unit, self._first[unit]).writes[0] for unit in streamed]
+            return executor.known(norm(sums), executor.works.norm())
+
+        ops.append(executor.kept(("norm", *streamed), known))
+        self._normed = executor.issue(ops, pass_number, settings)[-1]
+
+    def _square(self, unit: int, taking: frozenset[int], at: Use | None = None) -> Known:
+        """The op that sums the squares of some parameters of a unit."""
+        executor, ordinal = self._executor, self._first[unit]
+
+        def known() -> Known:
+            op = square(self._plan, unit, ordinal, at)
+            return executor.known(op, executor.works.squares(op, ordinal, taking))
+
+        return executor.kept(("square", unit, taking, at), known)
 
     def _update(self, unit: int, members: _Members, one: PendingUnit | None) -> Known:
         """The op that updates a unit."""
-        op, works = self._ops[unit], self._executor.works
+        op, executor = self._ops[unit], self._executor
+        works, taking = executor.works, dict(members)
         if one is not None:  # Torch's memory is another one in each step.
-            return self._executor.again(op, works.update(op, dict(members), one.flat))
-        kept = self._known.get((Verb.UPDATE, unit))
-        if kept is None or kept[0] != members:
-            known = self._executor.known(op, works.update(op, dict(members)))
-            kept = self._known[Verb.UPDATE, unit] = members, known
-        return kept[1]
+            return executor.again(op, works.update(op, taking, one.flat))
+        return executor.kept(
+            ("update", unit, members), lambda: executor.known(op, works.update(op, taking))
+        )
 
 
 _Members = tuple[tuple[int, int], ...]

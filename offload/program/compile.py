@@ -181,9 +181,9 @@ def offload_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:
     slot, home = plan.gradient_slot[unit], plan.home("gradient", unit)
     if slot is None:
         return []
-    stops = [slot, home]
+    stops = [slot, passing(plan, unit, again=False).place]
     if home.tier == "nvme":
-        stops.insert(1, Place("cpu", "gradient", unit % STAGES))
+        stops.append(home)
     return move(Value("gradient", unit), plan.bytes_of("gradient", unit), stops, deadline)
 
 
@@ -193,23 +193,37 @@ def add_gradient(plan: Plan, unit: int, deadline: int) -> list[Op]:
     if slot is None:
         return []
     value, size = Value("gradient", unit), plan.bytes_of("gradient", unit)
-    stage, deposit = Place("cpu", "gradient", unit % STAGES), home
+    stage, deposit = Place("cpu", "gradient", unit % STAGES), passing(plan, unit, again=True).place
     before, after = move(value, size, [slot, stage], deadline), list[Op]()
     if home.tier == "nvme":
-        deposit = Place("cpu", "deposit", unit % STAGES)
         before += move(value, size, [home, deposit], deadline)
         after = move(value, size, [deposit, home], deadline)
     reads = Use(stage, value), Use(deposit, value)
     return [*before, Op(Lane.CPU, Verb.ADD, value, reads, reads[1:], 3 * size, deadline), *after]
 
 
-def square(plan: Plan, unit: int, ordinal: int) -> Op:
-    """Sum the squares of a gradient, by chunk; see [Note: Streams] of `ops`."""
-    value, home = Value("gradient", unit), plan.home("gradient", unit)
+def passing(plan: Plan, unit: int, *, again: bool) -> Use:
+    """Where a gradient lies in memory as it goes home, `again` where it is added to what is there.
+
+    That is home, and on the way to nvme the place from which it is written.
+    """
+    place = plan.home("gradient", unit)
+    if place.tier == "nvme":
+        place = Place("cpu", "deposit" if again else "gradient", unit % STAGES)
+    return Use(place, Value("gradient", unit))
+
+
+def square(plan: Plan, unit: int, ordinal: int, at: Use | None = None) -> Op:
+    """Sum the squares of a gradient, by chunk, at home or where it is `passing`.
+
+    See [Note: Streams] of `ops`.
+    """
+    value = Value("gradient", unit)
+    at = at or Use(plan.home("gradient", unit), value)
     partial = Use(Place("cpu", "partial", ordinal), value)
-    lane = Lane.COMPUTE if home.tier == "device" else Lane.CPU
+    lane = Lane.COMPUTE if at.place.tier == "device" else Lane.CPU
     size = plan.bytes_of("gradient", unit)
-    return Op(lane, Verb.SQUARE, value, (Use(home, value),), (partial,), size, -1)
+    return Op(lane, Verb.SQUARE, value, (at,), (partial,), size, -1)
 
 
 def norm(partials: Sequence[Use]) -> Op:

@@ -6,7 +6,8 @@ lane runs one op at a time to its end. Forward and backward are a pass each; `no
 belong to the pass of the next forward, which needs their results.
 
 The user's thread issues all ops of a pass, then computes unit after unit, blocked until a unit's
-waits are done. After the last backward of a step it issues `norm` and `update`, spends
+waits are done. In the last backward of a step it issues the squares of each unit as its gradient
+goes home; after that what is left of `norm`, and `update`. Then it spends
 `host_seconds`, and begins the next forward. Before the first update of a step it is blocked until
 the updates of the step before are done, as by `Updates.settle`. The engine's ops on the compute
 lane (updates of states that live on the device) share the device with the user, one op at a time.
@@ -29,7 +30,7 @@ from dataclasses import dataclass, replace
 
 from offload.planning.layout import CHUNK_STAGES
 from offload.planning.machine import Machine
-from offload.program.compile import compute_phase, parts_of
+from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
 from offload.program.schedule import Schedule, Scoreboard, State, Task
 
@@ -208,6 +209,7 @@ class _Simulation:
     ) -> Iterator[_Task | float]:
         """The training loop: yields tasks to compute or to wait for, and seconds to spend."""
         phases, number = self._program.phases, 0
+        last_ops = self._last_ops(again=micro_batches > 1)
         begun: list[_Task] = []
         for step in range(steps):
             updates = {op.value.unit: op for op in phases["update"].ops}
@@ -218,23 +220,34 @@ class _Simulation:
                 for phase in (ahead, phases[backward]):
                     name = phase.name
                     left = Counter(op.value.unit for op in phase.ops if op.verb in OF_USER)
-                    queued = self._issue(phase.ops, name, step, number)
+                    is_last = name == backward and batch == micro_batches - 1
+                    queued = self._issue(last_ops if is_last else phase.ops, name, step, number)
                     for task in (task for task in queued if task.of_user):
                         yield task
                         unit = task.op.value.unit
                         left[unit] -= 1
-                        final = name == backward and batch == micro_batches - 1 and not left[unit]
-                        if early and final and unit in updates:
+                        if early and is_last and not left[unit] and unit in updates:
                             yield from _unfinished(before)
                             begun += self._issue([updates.pop(unit)], "update", step, number + 1)
                     number += 1
             marks.append((self._now, self._waited))
             self._waited = 0.0
             yield from _unfinished(before)
-            self._issue(phases["norm"].ops, "norm", step, number)
+            self._issue(phases["norm"].ops[-1:], "norm", step, number)
             begun += self._issue(list(updates.values()), "update", step, number)
             if self._host_seconds:
                 yield self._host_seconds
+
+    def _last_ops(self, *, again: bool) -> list[Op]:
+        """The last backward of a step: the squares of each gradient are summed as it goes home."""
+        plan, phases = self._program.plan, self._program.phases
+        ops = phases["backward_next" if again else "backward_first"].ops
+        comes = {use: index for index, op in enumerate(ops) for use in op.writes}
+        squares = dict[int, Op]()
+        for op in phases["norm"].ops[:-1]:
+            at = passing(plan, op.value.unit, again=again)
+            squares[comes[at]] = square(plan, op.value.unit, op.writes[0].place.number, at)
+        return [one for index, op in enumerate(ops) for one in (op, squares.get(index)) if one]
 
     def _advance(self, user: Iterator[_Task | float]) -> None:
         """Resume the user's thread until it blocks."""

@@ -159,7 +159,8 @@ def broken_by(plan: Plan, op: Op) -> str:
         names = ", ".join(value_text(plan, value) for value in expected.values) or "nothing"
         return f"has to read {expected.reads} and write the others of: {names}"
     if op.verb in (Verb.SQUARE, Verb.UPDATE):
-        if away := next((use for use in uses if use.place.use not in ("home", *_NUMBERS)), None):
+        at = ("home", *_NUMBERS, *(("gradient", "deposit") if op.verb is Verb.SQUARE else ()))
+        if away := next((use for use in uses if use.place.use not in at), None):
             return f"works at homes, and not in {place_text(away.place)}"
     elif any(use.place.tier not in expected.tiers for use in uses if use.place.use not in _NUMBERS):
         return f"works on the {' and '.join(expected.tiers)}, and has to have all it needs there"

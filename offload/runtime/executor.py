@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,9 @@ MADE_PER_UNIT_MAX = 32
 
 KEPT_BYTES_MAX = 16 << 20
 """Largest chunk that `ChunkCache` keeps. Chunks never are larger; frozen weights may be."""
+
+
+Made = TypeVar("Made")
 
 
 class SwapArea(Protocol):
@@ -72,7 +75,7 @@ class Executor:
         """Where the values are while the engine sleeps."""
         self.share: Share | None = None
         """What it holds of a budget that engines share."""
-        self._made, self._made_in = dict[Hashable, list[Known]](), 0
+        self._made, self._made_in = dict[Hashable, Any](), 0
         """Ops that come again, and of which arenas their addresses are."""
         self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
         """Steps taken: stamped on what is written to the store."""
@@ -115,17 +118,26 @@ class Executor:
 
     def made(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> list[Known]:
         """What `make` of `program.compile` makes of the plan and these: moves, the user's ops."""
+
+        def known() -> list[Known]:
+            found = make(self.plan, *args)
+            return [
+                self.known(op, self.works.move(op) if op.verb is Verb.MOVE else None)
+                for op in ([found] if isinstance(found, Op) else found)
+            ]
+
+        return self.kept((make, args), known)
+
+    def kept(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """What `make` makes: kept under `key`, as its addresses are those of the arenas of now."""
         too_many = len(self._made) >= MADE_PER_UNIT_MAX * len(self.plan.profile.units)
         if too_many or self._made_in != self.memory.taken:
             self._made.clear()
             self._made_in = self.memory.taken
-        if (make, args) not in self._made:
-            found = make(self.plan, *args)
-            self._made[make, args] = [
-                self.known(op, self.works.move(op) if op.verb is Verb.MOVE else None)
-                for op in ([found] if isinstance(found, Op) else found)
-            ]
-        return self._made[make, args]
+        if key not in self._made:
+            self._made[key] = make()
+        found: Made = self._made[key]
+        return found
 
     def known(self, op: Op, work: Work | None) -> Known:
         """`op`, once it is checked, to be issued any number of times; `work` is what it does."""

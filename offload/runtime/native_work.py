@@ -125,6 +125,8 @@ class NativeWorks:
         for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
             dtype = self._plan.profile.units[unit].segments[chunk.segment].gradient_dtype
             at = self._home("gradient", unit, number)
+            if op.reads[0].place.use != "home":
+                at = self.where(op.reads[0]).plus(chunk.gradient_offset)
             given = [
                 (ordinal + number, at.plus(span.chunk_start * _item(dtype)), span.elements)
                 for span in chunk.slices
@@ -133,7 +135,9 @@ class NativeWorks:
             if given:
                 kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
                 works[number] = self._native.squares(self._kernel.index, kind, given)
-        return self._stream(op, works, ["gradient"])
+        return self._stream(
+            op, works, [use.value.kind for use in op.reads if use.place.use == "home"]
+        )
 
     def _stream(self, op: Op, works: Mapping[int, Work], kinds: Iterable[Kind]) -> Work:
         """The works of the chunks of an op: those of its values that are on nvme come and go."""

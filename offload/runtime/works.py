@@ -165,12 +165,16 @@ class PythonWorks:
 
     def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
         """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
-        unit, tier = op.value.unit, op.reads[0].place.tier
-        at: Tier = "device" if tier == "device" else "cpu"
+        unit, place = op.value.unit, op.reads[0].place
+        at: Tier = "device" if place.tier == "device" else "cpu"
 
         def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
             assert settings.clip is not None
-            chunk = self._bring(op, Value("gradient", unit, number), at)
+            if place.use == "home":
+                chunk = self._bring(op, Value("gradient", unit, number), at)
+            else:
+                lies = self._plan.profile.units[unit].chunks[number]
+                chunk = self._memory.at(op.reads[0])[lies.gradient_offset :][: lies.gradient_bytes]
             gradient, total = self._typed("gradient", unit, number, chunk), 0.0
             for span in spans:
                 part = gradient[span.chunk_start : span.chunk_start + span.elements]
