@@ -64,5 +64,8 @@ class Engine:
     def counters(self) -> tuple[int, int, int, int, int, tuple[int, ...], float]:
         """The fields of `Counters`, in its order."""
 
+    def fail(self, number: int, code: int) -> None:
+        """For tests: of the transfers that end from now on the `number`-th fails with `code`."""
+
     def close(self) -> None:
         """Finish what was submitted and end the thread."""

@@ -26,7 +26,7 @@ DEPTH = 32
 """Pieces under way at once, where nobody says otherwise."""
 THREADS_MAX = 32
 """Threads of the `python` backend, however great the depth."""
-ENGINE_VERSION = 3
+ENGINE_VERSION = 4
 """Of the compiled engine, as `src/module.cpp` has it."""
 
 _KERNEL = Path("/proc/sys")

@@ -16,7 +16,7 @@ from tests.forked import Forked, anew
 ROOT = Path(__file__).parent.parent
 
 OFFERED = {
-    "aio/src": (ENGINE_VERSION, "bc1b3b1dad38"),
+    "aio/src": (ENGINE_VERSION, "6a5e3879ca19"),
     "cpu_adam/src": (KERNELS_VERSION, "20f47d0e365b"),
     "offload/runtime/src": (BOOKS_VERSION, "54c96008fafb"),
 }

@@ -273,7 +273,8 @@ void Engine::reap() {
     for (const Completion& completion : over_) {
         Flight& flight = static_cast<Flight&>(*completion.piece);
         count(flight, now);
-        complete(flight, completion.result);
+        const bool fails = fails_in_ > 0 && --fails_in_ == 0;
+        complete(flight, fails ? -fails_with_ : completion.result);
     }
 }
 

@@ -137,6 +137,10 @@ public:
 
     Counters counters();
 
+    // For tests: of the kernel's transfers that end from now on the `number`-th, from 1, fails with
+    // `code`, whatever the kernel said of it.
+    void fail(int64_t number, int code) { fails_with_ = code, fails_in_ = number; }
+
     // Take no more, finish what was submitted, then end the thread: whether that is done, after
     // waiting at most so long for it. Any number of times, by any thread.
     bool close(int64_t wait_ns = FOREVER);
@@ -184,6 +188,8 @@ private:
     std::atomic<int64_t> bytes_read_{0}, bytes_written_{0}, operations_{0}, retries_{0},
         depth_max_{0};
     std::array<std::atomic<int64_t>, LATENCIES> latencies_{};
+    std::atomic<int64_t> fails_in_{0};  // none where it is not positive
+    std::atomic<int> fails_with_{0};
     std::thread thread_;
 };
 

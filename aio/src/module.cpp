@@ -187,7 +187,7 @@ static void translate(const std::exception_ptr& thrown, void*) {
 }
 
 NB_MODULE(_native, m) {
-    m.attr("VERSION") = 3;  // see aio/backends.py
+    m.attr("VERSION") = 4;  // see aio/backends.py
     m.attr("KINDS") = nb::make_tuple("io_uring", "linux_aio", "threads");
     nb::set_leak_warnings(false);  // a transfer under way at exit holds its file and buffers
     nb::register_exception_translator(translate);
@@ -227,6 +227,7 @@ NB_MODULE(_native, m) {
                  settle();
              })
         .def("counters", &counters)
+        .def("fail", [](Owned& engine, int64_t number, int code) { engine->fail(number, code); })
         .def("close", [](Owned& engine) {
             wait_interruptibly(std::nullopt, [&](int64_t ns) { return engine->close(ns); });
             settle();
