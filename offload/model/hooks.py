@@ -216,7 +216,7 @@ def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, (list, MutableMapping)):
         held = list(enumerate(tree) if isinstance(tree, list) else tree.items())
         put = type(tree).__setitem__
-    elif is_dataclass(tree) and not isinstance(tree, type):
+    elif is_dataclass(tree) and not isinstance(tree, (type, nn.Module)):
         held = [(one.name, getattr(tree, one.name, None)) for one in fields(tree)]
         put = object.__setattr__  # Also where the dataclass is frozen.
     else:
