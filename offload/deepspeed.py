@@ -99,7 +99,8 @@ class Translation:
                 lines.append(f"{name} = {_shown(value)}: {told}")
         if "gradient_clipping" not in self.values:
             norm = self.fields["max_grad_norm"]
-            lines.append(f"gradient_clipping is not set: Config.max_grad_norm={norm}, its default")
+            told = f"Config.max_grad_norm={norm}, DeepSpeed's default"
+            lines.append(f"gradient_clipping is not set: {told}")
         if self.fields["gradients"] != "auto":
             lines.append("with the optimizer states go gradients: Config.gradients='cpu'")
         if self.auto:
@@ -240,7 +241,7 @@ def _micro_batches(values: Mapping[str, Any]) -> int | None:
     whole, micro, count = (values.get(name) for name in _COUNTS)
     if whole is None or micro is None:
         return count
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))  # Of the whole job; set by launchers.
+    ranks = int(os.environ.get("WORLD_SIZE") or 1)  # Of the whole job; set by launchers.
     found, rest = divmod(whole, micro * ranks)
     if rest or not found or count not in (None, found):
         raise ValueError(

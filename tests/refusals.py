@@ -93,7 +93,7 @@ def _adapter_on_parameter() -> nn.Module:
 REFUSED: dict[str, Refusal] = {
     "a tensor kept in a module that is a view of a parameter": Refusal(
         _cached,
-        r"middle\.layers\.1\.cached is a view of parameter middle\.layers\.1\.up\.weight",
+        r"middle\.layers\.1\.cached and middle\.layers\.1\.up\.weight share memory",
         "once the parameter is offloaded the view would keep its old values",
         "take it from the parameter in forward, or `clone()` it",
     ),

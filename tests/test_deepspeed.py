@@ -95,11 +95,13 @@ def test_what_is_missing_is_the_default():
     config = config_of(found)
     assert (config.params, config.gradients, config.optimizer) == ("auto", "auto", "auto")
     assert (config.max_grad_norm, config.gradient_dtype) == (1.0, "param")
-    assert found.report() == ["gradient_clipping is not set: Config.max_grad_norm=1.0, its default"]
+    assert found.report() == [
+        "gradient_clipping is not set: Config.max_grad_norm=1.0, DeepSpeed's default"
+    ]
     assert config_of({"gradient_clipping": 0}).max_grad_norm is None
     auto = {"gradient_clipping": "auto", "fp16": {"enabled": "auto"}, "bf16": "auto"}
     assert deepspeed.translate(auto).report() == [
-        "gradient_clipping is not set: Config.max_grad_norm=1.0, its default",
+        "gradient_clipping is not set: Config.max_grad_norm=1.0, DeepSpeed's default",
         '"auto", so as if missing: gradient_clipping, fp16.enabled, bf16',
     ]
 

@@ -20,6 +20,7 @@ import torch
 import offload
 from offload.runtime.device import Device
 from offload.runtime.memory import host_tensor
+from tests.optimizers import of_any_dtype
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (
     RESIDENT,
@@ -193,6 +194,21 @@ def test_a_drive_that_fails_leaves_it_awake_and_memory_that_is_gone_asleep(
             run.loss()
         offload.wake(run.model)
         assert_same(result_of(run), before)
+        plain(run, 1)
+
+
+@of_any_dtype
+def test_a_gradient_that_has_no_place_is_refused_and_the_model_stays_awake(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        plain(run, 0)
+        weight: Any = run.model.head.weight  # type: ignore[union-attr]
+        weight.grad_dtype = None
+        weight.grad = torch.zeros(weight.shape, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match=r"sleep: the gradient of head\.weight is of"):
+            offload.sleep(run.model)
+        run.optimizer.zero_grad()
+        offload.sleep(run.model)
+        offload.wake(run.model)
         plain(run, 1)
 
 

@@ -58,11 +58,9 @@ class ParameterAccess:
         """
         refuse_recording("an offloaded parameter was used")
         touched: list[ParameterAccess] = [p._offload_access for p in resting]  # type: ignore[misc]
-        engines = {id(one.engine): one.engine for one in touched}
         with ExitStack() as stack:
-            for _, engine in sorted(engines.items()):
-                stack.enter_context(engine.lock)
             for one in touched:
+                stack.enter_context(one.engine.lock)
                 stack.enter_context(one._lent())
             if torch.is_grad_enabled():
                 units = [one._flat for one in touched]

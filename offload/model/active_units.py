@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -18,16 +17,6 @@ from offload.runtime.executor import Executor
 from offload.runtime.memory import zeros_on
 
 
-class Owner(Protocol):
-    """Whose units they are; the engine."""
-
-    units: Sequence[FlatUnit]
-    lock: threading.RLock
-
-    def check(self) -> None:
-        """Raise unless the engine can be used."""
-
-
 class ActiveUnits:
     """Brings units into use and puts them at rest, each in its turn of the open pass."""
 
@@ -36,13 +25,15 @@ class ActiveUnits:
         executor: Executor,
         passes: Passes,
         snapshots: Snapshots,
-        owner: Owner,
+        units: Sequence[FlatUnit],
+        lock: AbstractContextManager[object],
+        check: Callable[[], None],
     ):
-        """No unit is in use; `owner` has all of them."""
+        """None of `units` is in use; `check` raises where the engine cannot be used."""
         self._executor = executor
         self._passes = passes
         self._snapshots = snapshots
-        self._owner = owner
+        self._all, self._lock, self._check = units, lock, check
         self._weight_slot = executor.plan.weight_slot
         self._on_cpu = executor.device.torch_device.type == "cpu"
         self.units: list[FlatUnit] = []
@@ -165,9 +156,9 @@ class ActiveUnits:
         Raises:
             RuntimeError: the parameter was modified after the forward that saved it.
         """
-        with self._owner.lock:
-            self._owner.check()
-            unit = self._owner.units[saved.unit]
+        with self._lock:
+            self._check()
+            unit = self._all[saved.unit]
             unit.require_version(saved)
             if unit.buffer is None:
                 return self._from_snapshot(saved)

@@ -168,14 +168,18 @@ def _check_memory(model: nn.Module, *, trains: bool) -> None:
                 "unfreeze it"
             )
     _check_sharing(model)
-    _check_stored_views(model)
 
 
 def _check_sharing(model: nn.Module) -> None:
-    """Refuse parameters that share memory with each other or with a buffer."""
-    tensors = (*model.named_parameters(), *model.named_buffers())
+    """Refuse parameters that share memory with each other, a buffer or an attribute of a module."""
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            # spectral_norm and its like set such an attribute anew in every forward.
+            if type(value) is torch.Tensor and not hasattr(module, f"{attribute}_orig"):
+                tensors.append((f"{name}.{attribute}".lstrip("."), value))
     extents = sorted(
-        (one.data_ptr(), one.data_ptr() + one.nbytes, name, isinstance(one, nn.Parameter))
+        (one.data_ptr(), one.data_ptr() + _reach(one), name, isinstance(one, nn.Parameter))
         for name, one in tensors
         if not one.is_meta and one.layout is torch.strided and one.numel()
     )
@@ -184,31 +188,14 @@ def _check_sharing(model: nn.Module) -> None:
         if start < reach and (is_parameter or of_parameter):
             raise ValueError(
                 f"{before} and {name} share memory but are two, and offloaded they would part: "
-                "make them one parameter, take a buffer from its parameter in forward, or give one "
-                "of them a clone()"
+                "make them one parameter, take a buffer or a view from its parameter in forward, "
+                "or give one of them a clone()"
             )
         if stop > reach:
             reach, before, of_parameter = stop, name, is_parameter
 
 
-def _check_stored_views(model: nn.Module) -> None:
-    """Refuse views of parameters that modules keep as plain attributes."""
-    homes = {
-        parameter.untyped_storage().data_ptr(): name
-        for name, parameter in model.named_parameters()
-        if not parameter.is_meta and parameter.numel()
-    }
-    for name, module in model.named_modules():
-        for attribute, value in vars(module).items():
-            # spectral_norm and its like set such an attribute anew in every forward.
-            if type(value) is not torch.Tensor or hasattr(module, f"{attribute}_orig"):
-                continue
-            if value.is_meta or value.layout is not torch.strided or not value.numel():
-                continue
-            if of := homes.get(value.untyped_storage().data_ptr()):
-                where = f"{name}.{attribute}" if name else attribute
-                raise ValueError(
-                    f"attribute {where} is a view of parameter {of}, and once that is offloaded it "
-                    "would keep the old values: take it from the parameter in forward, or give it "
-                    "a clone()"
-                )
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    steps = zip(tensor.shape, tensor.stride())
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize

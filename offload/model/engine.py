@@ -92,7 +92,9 @@ class Engine:
         self.residents = Residents(executor, units, self)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.snapshots = Snapshots(executor, self.passes.weights_changed, exposed_bytes_max)
-        self.active = ActiveUnits(executor, self.passes, self.snapshots, self)
+        self.active = ActiveUnits(
+            executor, self.passes, self.snapshots, units, self.lock, self.check
+        )
         self.gradients = Gradients(executor, self.passes, self.snapshots)
         self.updates = make_updates(self.residents)
         names = [unit.name for unit in self.plan.profile.units]

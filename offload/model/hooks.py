@@ -52,7 +52,10 @@ class Hooks:
             for unit in engine.units
         ]
         """By unit, what a gradient that reaches its output calls, if its backward needs weights."""
-        self._copies = _StateDictCopies(engine)
+        self._destination: Callable[[], object] = lambda: None
+        """What `state_dict()` fills."""
+        self._copies: dict[tuple[int, int], Callable[[], torch.Tensor | None]] = {}
+        """Of that call: tied parameters share one copy."""
 
     def put_on(
         self, model: nn.Module, announcers: Mapping[nn.Module, Sequence[int]], *, trains: bool
@@ -86,7 +89,7 @@ class Hooks:
             if unit.index not in engine.residents
             for index, parameter in enumerate(unit.parameters)
         }
-        copies = entry(self._copies.replace)
+        copies = entry(self._copy_weights)
         for module in model.modules():
             if own := {n: places[p] for n, p in _own(module) if p in places}:
                 register: Any = module.register_state_dict_post_hook
@@ -94,6 +97,29 @@ class Hooks:
             if own or module is model:
                 saving: Any = module.register_state_dict_pre_hook
                 keep(saving(Hook(_before_state_dict, engine)))
+
+    def _copy_weights(
+        self,
+        own: Mapping[str, tuple[int, int]],
+        module: nn.Module,
+        state_dict: Any,
+        prefix: str,
+        metadata: object,
+    ) -> None:
+        """A module has written its parameters, `own` those that are streamed, into a dictionary.
+
+        It is given copies in CPU memory, which count against no budget.
+        """
+        if self._destination() is not state_dict:
+            self._destination, self._copies = weakref.ref(state_dict), {}
+        for name, place in own.items():
+            written = state_dict.get(prefix + name)
+            if type(written) is torch.Tensor:  # Else it was asked to keep the parameters.
+                found = self._copies.get(place, lambda: None)()
+                if found is None:
+                    found = self._engine.snapshots.take(Key("weight", *place))
+                    self._copies[place] = weakref.ref(found)
+                state_dict[prefix + name] = found
 
     def _put_on_gradients(self, unit: FlatUnit, *, trains: bool) -> None:
         # Torch hides what such a hook holds from the garbage collector.
@@ -216,7 +242,7 @@ def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, (list, MutableMapping)):
         held = list(enumerate(tree) if isinstance(tree, list) else tree.items())
         put = type(tree).__setitem__
-    elif is_dataclass(tree) and not isinstance(tree, type):
+    elif is_dataclass(tree) and not isinstance(tree, (type, nn.Module)):
         held = [(one.name, getattr(tree, one.name, None)) for one in fields(tree)]
         put = object.__setattr__  # Also where the dataclass is frozen.
     else:
@@ -315,33 +341,3 @@ def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: objec
             "optimizer.engine.stream_weights(), which takes one parameter at a time, or attach "
             "with less cpu_memory"
         )
-
-
-class _StateDictCopies:
-    """Lets `state_dict()` hold copies in CPU memory, which count against no budget."""
-
-    def __init__(self, engine: Engine):
-        self._engine = engine
-        self._destination: Callable[[], object] = lambda: None
-        self._copies: dict[tuple[int, int], Callable[[], torch.Tensor | None]] = {}
-        """Of the call under way: tied parameters share one copy."""
-
-    def replace(
-        self,
-        own: Mapping[str, tuple[int, int]],
-        module: nn.Module,
-        state_dict: Any,
-        prefix: str,
-        metadata: object,
-    ) -> None:
-        """A module has written its parameters, `own` those that are streamed, into a dictionary."""
-        if self._destination() is not state_dict:
-            self._destination, self._copies = weakref.ref(state_dict), {}
-        for name, place in own.items():
-            written = state_dict.get(prefix + name)
-            if type(written) is torch.Tensor:  # Else it was asked to keep the parameters.
-                found = self._copies.get(place, lambda: None)()
-                if found is None:
-                    found = self._engine.snapshots.take(Key("weight", *place))
-                    self._copies[place] = weakref.ref(found)
-                state_dict[prefix + name] = found
