@@ -22,6 +22,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from offload.model import snapshots
 from offload.model.snapshots import Snapshots
 from offload.runtime.memory import mapped
+from tests.forked import Forked, anew
 from tests.training import (
     Net,
     Run,
@@ -214,6 +215,54 @@ def test_a_norm_reads_once_and_a_scaling_reads_and_writes_once(
         run.engine.boundary()
         assert store.bytes_read - read == reads * gradients
         assert store.bytes_written - written == writes * gradients
+
+
+MEASURED = """
+import sys, threading, time
+import torch
+from torch import nn
+import offload
+
+def resident():
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return 1024 * sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem", "RssFile"))
+
+def watch():
+    while not done.is_set():
+        peaks.append(resident())
+        time.sleep(0.001)
+
+model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+config = offload.Config(params="cpu", gradients="nvme", optimizer="cpu", nvme_path=sys.argv[1],
+                        cpu_memory="250MiB", device_memory="64MiB", exposed_memory=int(sys.argv[2]))
+model, optimizer = offload.attach(model, optimizer, config)
+for _ in range(2):
+    model(torch.randn(2, 1024)).pow(2).mean().backward()
+    optimizer.engine.executor.idle()
+    baseline, peaks, done = resident(), [0], threading.Event()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
+    optimizer.engine.boundary()
+    done.set()
+    thread.join()
+    optimizer.step()
+    optimizer.zero_grad()
+print(max(peaks) - baseline, sum(p.numel() * 4 for p in model.parameters()))
+optimizer.engine.close()
+"""
+
+
+def test_clipping_takes_no_more_memory_than_is_exposed(tmp_path: Path) -> None:
+    """And a chunk on its way; as the system sees it, whatever malloc keeps."""
+    room, chunk = 12 << 20, 4 << 20
+    measured = Forked(lambda: anew(MEASURED, tmp_path, room))
+    printed, errors = measured.communicate()
+    assert measured.returncode == 0, errors
+    taken, gradients = map(int, printed.split())
+    assert gradients > 3 * (room + 3 * chunk)
+    assert taken <= room + 3 * chunk
 
 
 # -- what a gradient at rest is to its holder ------------------------------------------------------
