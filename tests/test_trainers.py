@@ -113,6 +113,49 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
         offload.engine_of(trainer.lightning_module.model).close()
 
 
+BEYOND = ("cpu", "nvme", "cpu")
+"""With gradients on nvme that are more than the exposed memory of the tests below."""
+
+
+def test_the_trainer_of_hugging_face_clips_at_any_size(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    train = example("hf_trainer").train
+    placed = config(BEYOND, tmp_path, exposed_memory="1MiB")
+    theirs = train(None, str(tmp_path / "theirs"), steps=5)
+    ours = train(placed, str(tmp_path / "ours"), steps=5)
+    assert max(norm for _, norm, *_ in logged(ours) if norm is not None) > 1.0  # It clips.
+    assert logged(ours) == logged(theirs)
+    assert_same_weights(ours.model, theirs.model)
+    offload.engine_of(ours.model).close()
+
+
+@pytest.mark.usefixtures("without_fast_path")
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_the_trainer_of_lightning_clips_at_any_size(algorithm: str, tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+    trainer = example("lightning_trainer")
+    most = {"norm": 0.1, "value": 1e-3}[algorithm]
+
+    def weights(placed: offload.Config | None) -> Any:
+        lightning.seed_everything(0)
+        module = trainer.Lit(placed)
+        lightning.Trainer(
+            max_steps=4,
+            accumulate_grad_batches=2,
+            gradient_clip_val=most,
+            gradient_clip_algorithm=algorithm,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            accelerator="cpu",
+            logger=False,
+        ).fit(module, trainer.batches("argparse.py"))
+        return module
+
+    ours, theirs = weights(config(BEYOND, tmp_path, exposed_memory="1MiB")), weights(None)
+    assert_same_weights(ours, theirs)
+    offload.engine_of(ours.model).close()
+
+
 def test_what_accelerate_has_dispatched_is_refused(tmp_path: Path) -> None:
     """Its weights on the meta device would be initialised anew."""
     accelerate = pytest.importorskip("accelerate")
@@ -122,9 +165,12 @@ def test_what_accelerate_has_dispatched_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
-def test_accelerate_leaves_an_attached_pair_as_it_is(mixed_precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", [PLACEMENT, BEYOND])
+def test_accelerate_leaves_an_attached_pair_as_it_is(
+    placement: tuple[str, str, str], mixed_precision: str, tmp_path: Path
+) -> None:
     accelerate = pytest.importorskip("accelerate")
-    placed = config(PLACEMENT, tmp_path)
+    placed = config(placement, tmp_path, exposed_memory="40KiB" if placement is BEYOND else None)
 
     def losses(attached: bool) -> list[float]:
         model: Any = small()

@@ -92,6 +92,7 @@ class Engine:
         self.residents = Residents(executor, units, self)
         self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
         self.snapshots = Snapshots(executor, self.passes.weights_changed, exposed_bytes_max)
+        self.snapshots.enter = self._lend_gradient
         self.active = ActiveUnits(
             executor, self.passes, self.snapshots, units, self.lock, self.check
         )
@@ -365,6 +366,12 @@ class Engine:
             self.end_broken_pass()
             if not in_backward() and not self.forward.running:
                 self.snapshots.boundary()
+
+    @entry
+    def _lend_gradient(self, key: Key) -> Any:
+        with self.lock:
+            self.end_broken_pass()
+            return self.snapshots.lend(key)
 
     def gradients_of(self, unit: int) -> Gradients | Residents:
         """What has the gradients of a unit."""

@@ -13,7 +13,7 @@ taken for all of them, and sent on once. The hook that defers one does nothing e
 
 [Note: p.grad]
 A gradient at home in a memory tier is shown in place: `p.grad` is that home, and a later backward
-adds to it. One on nvme is shown as a snapshot. What is assigned is copied in. At `step()`,
+adds to it. One on nvme is a snapshot, or at rest. What is assigned is copied in. At `step()`,
 `zero_grad()` and `p.grad = None` the engine lets go: a tensor that somebody holds gets memory of
 its own first, so it keeps what it showed; a view of it does not, and shows later gradients.
 """

@@ -9,6 +9,15 @@ in place, so the object, its hooks and its graph stay.
 
 In use a parameter is an `ActiveParameter`, and nothing stands between it and torch but `.grad`,
 which the engine keeps elsewhere.
+
+[Note: Gradients at rest]
+Clipping asks for every `p.grad`, and holds all until the last is scaled. Where those on nvme are
+more than `exposed_memory`, `p.grad` has the gradient's form and no values. A function that needs
+them is called with a snapshot in its place, by torch's own kernel on the whole tensor; one over a
+list is called for each. A snapshot that nobody holds goes when another unit's is made, home if it
+was edited: a norm reads each chunk once, a scaling reads and writes it once. Edits are seen by the
+version counter or the function's name (unscaling counts none). After what is not torch's, or
+`all_reduce`, and where somebody has an alias, home and snapshot are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from offload.runtime.entry import uncompiled
-from offload.runtime.torch_internals import break_graphs_at, fits_in_place, no_trap
+from offload.runtime.torch_internals import fits_in_place, introduce, no_trap, version
 
 Found = TypeVar("Found")
 _T: Any = torch.Tensor
@@ -155,7 +164,7 @@ def _breaks_the_graph(name: str) -> property:
 
 for _name in ("grad", "data", "T", "mT", "H", "mH", "real", "imag"):
     setattr(OffloadedParameter, _name, _breaks_the_graph(_name))
-break_graphs_at(OffloadedParameter)
+introduce(OffloadedParameter)
 
 # -- backwards for some parameters -----------------------------------------------------------------
 
@@ -285,3 +294,82 @@ TRUE_AT_REST = frozenset(
     ]
 )
 """Functions whose answer at rest is the true one. Names that this torch lacks are left out."""
+
+# -- gradients at rest -----------------------------------------------------------------------------
+
+
+class RestingGradient(torch.Tensor):
+    """A gradient at rest, see [Note: Gradients at rest]. Copies and pickles of it are plain."""
+
+    _offload_lend: Callable[[], Any]  # Gives the snapshot that a function is called with.
+    _offload_kept: torch.Tensor  # Its values, once they must stay where they are.
+
+    @classmethod
+    @uncompiled
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what is true of the stand-in, too; else call `func` with the values."""
+        kwargs = kwargs or {}
+        if func in TRUE_AT_REST:
+            with no_trap():
+                return func(*args, **kwargs)
+        if func in _AS_IT_IS:
+            return _AS_IT_IS[func](*args, **kwargs)
+        if "_foreach_" in func.__name__ and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
+        resting = {id(one): one for one in find((args, kwargs), RestingGradient)}
+        lent, values, versions = {}, {}, {}
+        for at, one in resting.items():
+            lent[at] = one._offload_lend()
+            values[at] = lent[at].tensor()
+            versions[at] = version(values[at])
+        try:
+            found = func(*_swapped(args, values), **_swapped(kwargs, values))
+            if func is _T.data_ptr:  # Somebody works at the address.
+                args[0]._offload_kept = values[id(args[0])]
+            return _swapped(found, {id(values[at]): one for at, one in resting.items()})
+        finally:
+            found, named = None, _edits(func)
+            edited = {at: version(values[at]) != versions[at] or named for at in lent}
+            values.clear()
+            for at, snapshot in lent.items():
+                snapshot.take_back(edited[at])
+
+    __torch_dispatch__: Any = __torch_function__  # For C++, and while parameters are lent.
+
+
+introduce(RestingGradient, in_lists=True)
+
+_AS_IT_IS: dict[Any, Callable[..., Any]] = {
+    **{one: _as_contiguous(one) for one in (_T.stride, _T.is_contiguous, _T.storage_offset)},
+    **dict.fromkeys((_T.data.__get__, _T.detach, _T.detach_), lambda gradient, *_: gradient),
+    _T.__deepcopy__: lambda gradient, memo: memo.setdefault(id(gradient), gradient.clone()),
+}
+
+
+def _one_by_one(func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a function over lists does: the same to each of their elements."""
+    found, given = [], (*args, *kwargs.values())
+    for at in range(len(args[0])):
+        one = [value[at : at + 1] if isinstance(value, (list, tuple)) else value for value in given]
+        found.append(func(*one[: len(args)], **dict(zip(kwargs, one[len(args) :]))))
+    return None if found[0] is None else type(found[0])(one for part in found for one in part)
+
+
+def _edits(func: Callable[..., Any]) -> bool | None:
+    """Whether a function edits, by its name; False where the version counter tells, else None."""
+    name, *_ = func.__name__.split(".")
+    if name.endswith("_") and not name.endswith("__"):
+        return True
+    root, *inner = (getattr(func, "__module__", None) or "torch").split(".")
+    return False if root == "torch" and inner[:1] not in (["distributed"], ["_ops"]) else None
+
+
+def _swapped(tree: Any, by: Mapping[int, torch.Tensor]) -> Any:
+    """Lists, tuples and dictionaries with other tensors in place of some."""
+    if isinstance(tree, torch.Tensor):
+        return by.get(id(tree), tree)
+    if type(tree) in (list, tuple):
+        return type(tree)(_swapped(item, by) for item in tree)
+    return {name: _swapped(one, by) for name, one in tree.items()} if type(tree) is dict else tree

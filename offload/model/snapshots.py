@@ -11,9 +11,9 @@ model's.
 The memory is the engine's. The user gets aliases of it through DLPack, each a storage of its own,
 and torch tells through a weak reference when a storage is gone. So copies that are held count
 against `exposed_memory`, and one that nobody holds any more makes room for the next. Gradients on
-nvme for which there is no room are shown all the same, as trainers read all of them at once to clip
-them: the copy is a file without a name beside the store's, mapped, which the kernel keeps in memory
-as far as it can. It goes with its last alias, too.
+nvme that are more than that are at rest until their values are needed, see [Note: Gradients at
+rest] of `parameter`, or the next boundary comes. One for which there is no room is shown in a file
+without a name beside the store's, mapped, which the kernel keeps in memory as far as it can.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ import os
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
+from offload.model.parameter import RestingGradient
 from offload.planning.profile import Kind, Parameter
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Value
 from offload.runtime.executor import ChunkCache, Executor
-from offload.runtime.memory import mapped_file
+from offload.runtime.memory import host_tensor, mapped
 
 
 class Key(NamedTuple):
@@ -68,6 +70,7 @@ def share(memory: torch.Tensor) -> tuple[torch.Tensor, Alias]:
 class _Snapshot:
     memory: torch.Tensor
     in_file: bool = False
+    edited: bool | None = False  # Since it was made; None where that is not known.
     aliases: list[Alias] = field(default_factory=list)
 
     @property
@@ -82,6 +85,11 @@ class _Snapshot:
             found, alias = share(self.memory)
             self.aliases.append(alias)
         return found
+
+    def take_back(self, edited: bool | None) -> None:
+        """A function that was given the tensor has ended, and has edited it, or not, or perhaps."""
+        unknown = self.edited is None or edited is None or self.held
+        self.edited = None if unknown else self.edited or edited
 
 
 class Snapshots:
@@ -100,9 +108,14 @@ class Snapshots:
         """Of before a boundary, and still held."""
         self._reserved: dict[int, int] = {}
         """Bytes by unit that is used in memory of its own, see `active_units`."""
+        self.enter = self.lend  # As a call from the user's code: the engine sets it.
+        self._resting = weakref.WeakValueDictionary[Key, RestingGradient]()
+        """What is shown of gradients where not all have room."""
+        stored = [one.bytes for one in executor.plan.file.extents if one.kind == "gradient"]
+        self._some_rest = sum(stored) > limit_bytes
 
     def __contains__(self, unit: object) -> bool:
-        return bool(self._open) and any(key.unit == unit for key in self._open)
+        return any(key.unit == unit for key in (*self._open, *self._resting))
 
     @property
     def bytes(self) -> int:
@@ -118,14 +131,35 @@ class Snapshots:
         Raises:
             MemoryError: the snapshots that are still held leave no room for it.
         """
+        if key.kind == "gradient" and self._some_rest and self._bytes_of(key) <= self._limit_bytes:
+            if (found := self._resting.get(key)) is None:
+                with torch.inference_mode(False):
+                    like = self._executor.device.empty((), self._dtype_of(key)).fill_(torch.nan)
+                    found = like.expand(self._parameter(key).shape).as_subclass(RestingGradient)
+                self._resting[key], found._offload_lend = found, partial(self.enter, key)
+            return found
+        one = self._opened(key)
+        one.edited = None
+        return one.tensor()
+
+    def lend(self, key: Key) -> _Snapshot:
+        """A snapshot of a gradient at rest; those of other units that nobody holds go."""
+        if not any(one.unit == key.unit for one in self._open):
+            self._let_go_idle()
+        return self._opened(key)
+
+    def _give_values(self, key: Key) -> None:
+        """Let a gradient at rest that is still held keep what it shows."""
+        if (one := self._resting.pop(key, None)) is not None:
+            found = self._opened(key)
+            one._offload_kept, one._offload_lend = found.tensor(), lambda: found
+
+    def _opened(self, key: Key) -> _Snapshot:
         if key not in self._open:
-            one, size = self._parameter(key), self._bytes_of(key)
-            what = "touching" if key.kind == "weight" else "showing the gradient of"
-            memory = self._mapped(key)
-            if memory is None:
-                self._make_room(size, f"{what} {one.name}")
-            self._open[key] = _Snapshot(self.read(key, memory), memory is not None)
-        return self._open[key].tensor()
+            made = self._take(key, "touching")
+            self.read(key, made.memory)
+            self._open[key] = made
+        return self._open[key]
 
     def put(self, key: Key, value: torch.Tensor) -> None:
         """Let a value be another one from the next boundary on; a touch shows it at once.
@@ -133,21 +167,19 @@ class Snapshots:
         Raises:
             MemoryError: the snapshots that are still held leave no room for it.
         """
+        if self._resting.get(key) is value:
+            return  # As `p.grad *= 2` ends.
         self.drop(key)
-        memory = mapped = self._mapped(key)
-        if memory is None:
-            self._make_room(self._bytes_of(key), f"assigning to {self._parameter(key).name}")
-            memory = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
-        self._executor.copy_now(memory, value)
-        self._open[key] = _Snapshot(memory, mapped is not None)
+        made = self._take(key, "assigning to")
+        made.edited = None
+        self._executor.copy_now(made.memory, value)
+        self._open[key] = made
 
     def read(self, key: Key, out: torch.Tensor | None = None) -> torch.Tensor:
         """A value as it is at home, after any update that is due; in `out`, or in memory of its own
         on the compute device that counts against nothing."""
         self._executor.quiesce(key.kind, key.unit, to_write=False)
-        if out is None:
-            with torch.inference_mode(False):
-                out = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
+        out = self._empty(key) if out is None else out
         flat = out.view(-1).view(torch.uint8)
         for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
             home = self._chunks.read(Value(key.kind, key.unit, chunk))
@@ -164,11 +196,14 @@ class Snapshots:
 
     def drop(self, key: Key) -> None:
         """The value is another: edits of its snapshot no longer count."""
+        self._give_values(key)
         if (one := self._open.pop(key, None)) is not None and one.held:
             self._left.append(one)
 
     def boundary(self, unit: int | None = None) -> None:
         """Write edits back and forget the snapshots, of all units or of one."""
+        for key in [key for key in self._resting if unit is None or key.unit == unit]:
+            self._give_values(key)
         keys = [key for key in self._open if unit is None or key.unit == unit]
         if keys:
             self._write_back(keys)
@@ -195,31 +230,39 @@ class Snapshots:
     def _has_room(self, size: int) -> bool:
         """Whether so much may be taken; copies that nobody holds go, where that is needed."""
         if self.bytes + size > self._limit_bytes:
-            idle = [key for key, one in self._open.items() if not one.held]
-            self._write_back(idle)
-            for key in idle:
-                del self._open[key]
+            self._let_go_idle()
         return self.bytes + size <= self._limit_bytes
 
-    def _mapped(self, key: Key) -> torch.Tensor | None:
-        """Memory of a file, for a gradient on nvme for which there is no room; else None.
+    def _let_go_idle(self) -> None:
+        idle = [key for key, one in self._open.items() if not one.held]
+        self._write_back(idle)
+        for key in idle:
+            del self._open[key]
+
+    def _take(self, key: Key, what: str) -> _Snapshot:
+        """Memory for a snapshot: of a file, where there is no room for a gradient on nvme.
 
         Raises:
-            MemoryError: nor is there space for the file.
+            MemoryError: there is no room, or no space for the file.
         """
-        store, size = self._executor.store, self._bytes_of(key)
-        on_nvme = self._executor.plan.home(key.kind, key.unit).tier == "nvme"
-        if key.kind == "weight" or not on_nvme or store is None or self._has_room(size):
-            return None
+        name, size, store = self._parameter(key).name, self._bytes_of(key), self._executor.store
+        if key.kind == "weight" or store is None or self._has_room(size):
+            self._make_room(size, f"{what} {name}")
+            return _Snapshot(self._empty(key))
         try:
-            flat = mapped_file(size, os.path.dirname(store.files[0].path))
+            return _Snapshot(self._empty(key, os.path.dirname(store.files[0].path)), in_file=True)
         except OSError as error:
             raise MemoryError(
-                f"p.grad of {self._parameter(key).name} was asked for, and beyond exposed_memory "
-                f"gradients on nvme are shown in a file: {error}. Free some space, or clip with "
-                "Config(max_grad_norm=...)"
+                f"p.grad of {name} was asked for, and beyond exposed_memory gradients on nvme are "
+                f"shown in a file: {error}. Free some space, or clip with Config(max_grad_norm=...)"
             ) from error
-        return flat.view(self._dtype_of(key)).view(self._parameter(key).shape)
+
+    def _empty(self, key: Key, directory: str | None = None) -> torch.Tensor:
+        shape, size, device = self._parameter(key).shape, self._bytes_of(key), self._executor.device
+        with torch.inference_mode(False):
+            if directory or (device.is_host and size >> 20):  # MiBs that are freed malloc may keep.
+                return mapped(size, directory).view(self._dtype_of(key)).view(shape)
+            return device.empty(shape, self._dtype_of(key))
 
     def _make_room(self, size: int, what: str) -> None:
         if not self._has_room(size):
@@ -236,11 +279,12 @@ class Snapshots:
     def _write_back(self, keys: Iterable[Key]) -> None:
         edited: dict[Value, list[tuple[int, torch.Tensor]]] = {}
         for key in sorted(keys):
-            parts = list(self._parts(key))
-            self._executor.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
-            with self._executor.lanes.waited(Lane.COMPUTE):
-                same = all(self._is_at_home(value, at, part) for value, at, part in parts)
-            for value, at, part in () if same else parts:
+            parts, changed = list(self._parts(key)), self._open[key].edited
+            if changed is None:
+                self._executor.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
+                with self._executor.lanes.waited(Lane.COMPUTE):
+                    changed = not all(self._is_at_home(*part) for part in parts)
+            for value, at, part in parts if changed else ():
                 edited.setdefault(value, []).append((at, part))
         if not edited:
             return
@@ -250,7 +294,11 @@ class Snapshots:
                     self._forget_slot(unit)
                 self._executor.quiesce(kind, unit)
             for value, changes in edited.items():
-                home = self._chunks.read(value)
+                chunks = self._units[value.unit].chunks if value.kind == "gradient" else ()
+                if chunks and len(changes) == len(chunks[value.chunk].slices):  # All that it has.
+                    home = host_tensor(chunks[value.chunk].gradient_bytes)
+                else:
+                    home = self._chunks.read(value)
                 for at, part in changes:
                     self._executor.copy_now(home[at : at + part.numel()], part)
                 self._chunks.write(value, home)

@@ -249,16 +249,20 @@ def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
         return torch.frombuffer(area, dtype=torch.uint8)[:size]
 
 
-def mapped_file(size: int, directory: str) -> torch.Tensor:
-    """`size` bytes of a new file without a name in a directory, gone with their last view.
+def mapped(size: int, directory: str | None = None) -> torch.Tensor:
+    """Memory that the system has back with its last view, or that of a new file without a name.
 
     Raises:
         OSError: the space is not there.
     """
-    with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        with torch.inference_mode(False):
-            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    if directory is None:
+        area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            area = mmap.mmap(file.fileno(), size)
+    with torch.inference_mode(False):
+        return torch.frombuffer(area, dtype=torch.uint8)
 
 
 def zeros_on(device: Device, size: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ counts them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ def saving_hooks() -> tuple[Any, Any] | None:
     Torch calls the innermost pair alone, so the engine's own call these. Where the name is missing
     nothing is known of them, and checkpoints around a unit keep nothing of what is saved inside.
     """
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    found: tuple[Any, Any] | None = None if top is None else top(False)
-    return found
+    with suppress(AttributeError):
+        return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore
+    return None
 
 
 in_dispatch_mode: Callable[[], bool] = _modes.is_in_torch_dispatch_mode
@@ -61,13 +61,16 @@ innermost_transform: Callable[[], object] = getattr(
 Where the name is missing nothing is refused, and torch raises errors of its own."""
 
 
-def break_graphs_at(kind: type[torch.Tensor]) -> type[torch.Tensor]:
+def introduce(kind: type[torch.Tensor], *, in_lists: bool = False) -> None:
     """Let torch.compile end its graph where it meets a tensor of a class: it would trace the
     stand-in. Where the name is missing it looks for a `__torch_function__` that it can trace, finds
-    none, and ends its graph, too."""
+    none, and ends its graph, too. `in_lists`: let torch's clipping put them in lists, as norms of
+    an accelerator are rounded otherwise there; where that name is missing it does not."""
     known: set[Any] = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", set())
     known.add(kind)
-    return kind
+    if in_lists:
+        with suppress(AttributeError):
+            torch.utils._foreach_utils._foreach_supported_types.append(kind)  # type: ignore
 
 
 compiler: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
