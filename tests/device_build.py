@@ -1,10 +1,10 @@
-"""The kernels of the device compiled as C++ for this processor: a launcher that runs blocks."""
+"""The kernels of the device without one: compiled as C++, or their PTX (`ptx`), block by block."""
 
 from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,19 +19,32 @@ def built(folder: Path) -> ctypes.CDLL | None:
     compiler, library = choice.compiler(), folder / "device.so"
     if compiler is None:
         return None
-    quiet = ("-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    command = [compiler, *OPTIONS, *quiet, "-x", "c++", str(SOURCE), "-o", str(library)]
+    command = [compiler, *OPTIONS, "-x", "c++", str(SOURCE), "-o", str(library)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return ctypes.CDLL(str(library))
 
 
-class BuiltLauncher:
+Blocks = Callable[[str, tuple[int, int], bytes], None]
+"""What runs the blocks of a grid: given an entry, columns and rows, and its argument."""
+
+
+def blocks_of(library: ctypes.CDLL) -> Blocks:
+    """Those of a library."""
+
+    def run(entry: str, grid: tuple[int, int], arguments: bytes) -> None:
+        kernel = ctypes.cast(getattr(library, entry), ctypes.c_void_p)
+        library.run_blocks(kernel, *(ctypes.c_int64(count) for count in grid), arguments)
+
+    return run
+
+
+class Launches:
     """See `device_kernels.Launch`; `launched` has the entry and grid of each launch."""
 
-    def __init__(self, library: ctypes.CDLL, columns: int | None = None) -> None:
+    def __init__(self, blocks: Blocks, columns: int | None = None) -> None:
         """columns: of all grids, in place of what is asked for."""
-        self._library, self._columns = library, columns
+        self._blocks, self._columns = blocks, columns
         self.launched: list[tuple[str, tuple[int, int]]] = []
 
     def __call__(
@@ -40,9 +53,7 @@ class BuiltLauncher:
         assert block == device_kernels.BLOCK_THREADS
         self.launched.append((entry, grid))
         columns = self._columns if self._columns and entry != device_kernels.TOTAL else grid[0]
-        kernel = ctypes.cast(getattr(self._library, entry), ctypes.c_void_p)
-        numbers = ctypes.c_int64(columns), ctypes.c_int64(grid[1])
-        self._library.run_blocks(kernel, *numbers, arguments)
+        self._blocks(entry, (columns, grid[1]), arguments)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The kernels of the device, compiled as C++, against the reference; and the PTX shipped."""
+"""The kernels of a device against the reference: compiled as C++, and the PTX that is shipped."""
 
 from __future__ import annotations
 
@@ -25,22 +25,28 @@ from tests.adam_states import (
     special,
     told,
 )
-from tests.device_build import BuiltLauncher, built, on_the_cpu
+from tests.device_build import Launches, blocks_of, built, on_the_cpu
+from tests.ptx import Program
 
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 511, 1000, 1153)
-Launching = Callable[..., BuiltLauncher]
+Launching = Callable[..., Launches]
 
 
-@pytest.fixture(scope="module")
-def launching(tmp_path_factory: pytest.TempPathFactory) -> Launching:
+@pytest.fixture(scope="module", params=["c++", "ptx"])
+def launching(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Launching:
+    if request.param == "ptx":
+        program = Program(device_kernels.ptx().decode())
+        return lambda **options: Launches(program.launch, **options)
     library = built(tmp_path_factory.mktemp("device"))
     if library is None:
         pytest.skip("no compiler")
-    return lambda **options: BuiltLauncher(library, **options)
+    return lambda **options: Launches(blocks_of(library), **options)
 
 
 def assert_updates_as_the_reference(
-    launcher: BuiltLauncher, state: State, by: Any, **options: Any
+    launcher: Launches, state: State, by: Any, **options: Any
 ) -> State:
     want, before = state.clone(), len(launcher.launched)
     want.update(reference, by, **options)
@@ -154,7 +160,7 @@ def test_accumulation_and_masters_are_the_reference(launching: Launching) -> Non
     assert_same(residue, wanted[1])
 
 
-def check_accumulated(launcher: BuiltLauncher, into: torch.Tensor, by: torch.Tensor) -> None:
+def check_accumulated(launcher: Launches, into: torch.Tensor, by: torch.Tensor) -> None:
     want = into.clone().add_(by)
     with on_the_cpu(launcher):
         native.accumulate(into, by)

@@ -285,11 +285,10 @@ template <int G> INLINE void squares(const DeviceRow& row) {
                 auto at = [&](int64_t k) {
                     return double(k < left ? gradient_of<G>(here, k) : 0.0f);
                 };
+                of[held] = 0.0;  // which changes no sum of squares
 #pragma unroll 1
-                for (int part = 0; part < 2; part++) {  // half as much code
-                    const double sum = squares_tree<2 * WARP>(part * WARP, at);
-                    of[held] = part ? of[held] + sum : sum;
-                }
+                for (int half = 0; half < 2; half++)  // half as much code
+                    of[held] = of[held] + squares_tree<2 * WARP>(half * WARP, at);
             });
             const double sum = tree(of);
             each_lane([&](int lane, int) {
