@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from cpu_adam import FORMATS, Part, device_kernels, native, reference
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.choice import Kernel
 from cpu_adam.device_kernels import DeviceKernels
+from offload.runtime import books
 from tests.adam_states import (
     VARIANTS,
     State,
@@ -27,6 +29,8 @@ from tests.adam_states import (
 )
 from tests.device_build import Launches, blocks_of, built, on_the_cpu
 from tests.ptx import Program
+from tests.training import RESIDENT, train
+from tests.training import assert_same as assert_same_result
 
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 511, 1000, 1153)
 Launching = Callable[..., Launches]
@@ -180,6 +184,26 @@ def test_what_no_kernel_of_a_device_serves_goes_on_as_before(launching: Launchin
     assert native.sum_of_squares(torch.ones(3)) == 3.0
     device_kernels.use("cuda", None)
     assert not launcher.launched
+
+
+@pytest.mark.parametrize(
+    ("placement", "states"), [(RESIDENT, "exact"), (("cpu", "device", "device"), "compact")]
+)
+def test_an_engine_trains_by_them(
+    placement: tuple[str, str, str],
+    states: str,
+    launching: Launching,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here lanes in Python do what they do on a device, with its kernels and without."""
+    monkeypatch.setattr(books, "_native", None)
+    options = {"max_grad_norm": 0.1, "states": states}
+    want, launches = train(placement, tmp_path, **options), launching()
+    with on_the_cpu(launches):
+        assert_same_result(train(placement, tmp_path, **options), want)
+    found = {entry for entry, _ in launches.launched}
+    assert {"squares_of_blocks", "sum_of_blocks", states} <= found
 
 
 # What is shipped.
