@@ -10,6 +10,7 @@ of 2011 or before that lacks SSE4.1, as the least of the kernels has it.
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
 from cpu_adam.processors import default_threads, threads_most
@@ -37,13 +39,13 @@ class Kernel:
     """The kernel that serves in this process."""
 
     name: str
-    """One of `KERNEL_NAMES`."""
+    """One of `KERNEL_NAMES`, or `device`."""
     reason: str
     """Why it is this one."""
-    native: ModuleType | None = None
-    """The module of compiled kernels; None for the reference."""
+    native: Any = None
+    """The module of compiled kernels, or a device's (`device_kernels`); None for the reference."""
     index: int = -1
-    """Number of the kernel within that module."""
+    """Number of the kernel within that module, or of the device."""
 
 
 _lock = threading.Lock()
@@ -145,18 +147,17 @@ def _loaded() -> tuple[ModuleType | None, str]:
     """The compiled kernels with their number of threads set, or None and why not."""
     global _configured
     try:
-        from cpu_adam import _kernels
-
-        require_version(_kernels, KERNELS_VERSION)
+        found = importlib.import_module("cpu_adam._kernels")
+        require_version(found, KERNELS_VERSION)
     except ImportError as error:
         return None, str(error)
     if not _configured:
-        assert _kernels.GROUP_ELEMENTS == GROUP_ELEMENTS
-        assert _kernels.SUM_BLOCK_ELEMENTS == SUM_BLOCK_ELEMENTS
-        assert _kernels.ADDRESS_COLUMNS == ADDRESS_COLUMNS
-        _kernels.configure(_threads or default_threads())
+        assert found.GROUP_ELEMENTS == GROUP_ELEMENTS
+        assert found.SUM_BLOCK_ELEMENTS == SUM_BLOCK_ELEMENTS
+        assert found.ADDRESS_COLUMNS == ADDRESS_COLUMNS
+        found.configure(_threads or default_threads())
         _configured = True
-    return (_kernels, "") if _kernels.kernel_names() else (None, _TOO_OLD)
+    return (found, "") if found.kernel_names() else (None, _TOO_OLD)
 
 
 _TOO_OLD = "this processor lacks SSE4.1, which all compiled kernels need"

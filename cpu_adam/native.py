@@ -1,8 +1,8 @@
 """The update by compiled kernels: the same functions as `reference`, the same bits, faster.
 
-Each function checks its arguments and hands addresses to the kernel in use (see [Note: Choice]).
-Tensors on other devices, strided ones, and everything where no compiled kernel serves go to the
-reference.
+Each function checks its arguments and hands addresses to the kernel in use (see [Note: Choice]), or
+to those of the tensors' device (`device_kernels`). Strided tensors, and everything where no kernel
+serves, go to the reference.
 
 [Note: Rows]
 A native call takes a table of integers, a row for each span: its number of elements, the row of
@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_adam import reference
+from cpu_adam import device_kernels, reference
 from cpu_adam.checks import GRADIENT_DTYPES, check_dtypes, check_span
 from cpu_adam.choice import Kernel, kernel
 from cpu_adam.formats import StateFormat
@@ -187,14 +187,35 @@ def sum_of_squares(
     """
     check_dtypes((gradient, GRADIENT_DTYPES))
     chosen = _kernel_for(gradient)
-    if chosen is None or chosen.native is None:
-        return reference.sum_of_squares(gradient, workspace, wait)
+    if chosen is None or chosen.name == "device":
+        return reference.sum_of_squares(gradient, workspace, wait, _total)
     at = gradient.data_ptr(), gradient.numel()
     return float(chosen.native.sum_of_squares(chosen.index, GRADIENT_NUMBERS[gradient.dtype], *at))
 
 
+@torch.no_grad()
+def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
+    """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
+
+    into: 0-d. What is put there by several calls can be read at once.
+    """
+    if gradient.numel() == 0:
+        into.zero_()
+    else:
+        into.copy_(_total(gradient, workspace))
+
+
+def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """`reference.total`, by the kernels of a device that has such."""
+    if chosen := device_kernels.kernel_of([gradient]):
+        return device_kernels.total(chosen, GRADIENT_NUMBERS[gradient.dtype], gradient, workspace)
+    return reference.total(gradient, workspace)
+
+
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
+    if found := device_kernels.kernel_of(tensors):
+        return found
     chosen = kernel()
     return chosen if are_native(tensors) and chosen.native is not None else None
 

@@ -215,6 +215,7 @@ def sum_of_squares(
     gradient: Tensor,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
+    by: Callable[[Tensor, Tensor | None], Tensor] | None = None,
 ) -> float:
     """The sum of the squares of a gradient, in float64 and in a fixed order.
 
@@ -225,30 +226,19 @@ def sum_of_squares(
     padding would not change the sum.) The sum of no elements is 0. NaN and
     infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
     `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
-    the device; without it, reading the sum does, and may spin a core.
+    the device; without it, reading the sum does, and may spin a core. by: in place of `total`.
     """
     if gradient.numel() == 0:
         return 0.0
-    total = _total(gradient, workspace)
+    found = (by or total)(gradient, workspace)
     if wait is not None:
         wait()
-    return float(total.item())
+    return float(found.item())
 
 
 @torch.no_grad()
-def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
-    """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
-
-    into: 0-d. What is put there by several calls can be read at once.
-    """
-    if gradient.numel() == 0:
-        into.zero_()
-    else:
-        into.copy_(_total(gradient, workspace))
-
-
-def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """The sum, 0-d, in the workspace."""
+def total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """The sum of squares of what is not empty, 0-d, in the workspace."""
     flat = gradient.reshape(-1)
     elements = flat.numel()
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())

@@ -17,7 +17,7 @@ from torch import nn
 import offload
 from cpu_adam import FORMATS, native
 from cpu_adam.formats import squares_bytes
-from cpu_adam.reference import put_sum_of_squares
+from cpu_adam.native import put_sum_of_squares
 from cpu_adam.rules import square_root
 from offload.model.engine import Engine
 from offload.planning.layout import allocator_bytes

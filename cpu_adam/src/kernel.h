@@ -10,8 +10,8 @@
 // vector, each byte read and written once. No group depends on another, so neither the cuts nor the
 // threads can change a bit.
 //
-// Adding an optimizer or a state format is a rule in rules.inc or groups.inc, a name in OPERATIONS
-// below and a row of the table at the end of kernel.inc.
+// Adding an optimizer or a state format is a rule in rules.inc or units.inc, a name in OPERATIONS
+// below and a row of the table at the end of kernel.inc, and of that of device/device.cu.
 #pragma once
 
 #include <cstddef>

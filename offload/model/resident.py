@@ -27,7 +27,7 @@ from torch import nn
 
 from cpu_adam import sum_of_squares
 from cpu_adam.checks import GRADIENT_DTYPES
-from cpu_adam.reference import put_sum_of_squares
+from cpu_adam.native import put_sum_of_squares
 from offload.model.early_updates import Step
 from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all

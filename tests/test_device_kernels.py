@@ -1,0 +1,246 @@
+"""The kernels of a device against the reference: compiled as C++, and the PTX that is shipped."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.gpu import make_ptx
+from cpu_adam import FORMATS, Part, device_kernels, native, reference
+from cpu_adam.checks import GRADIENT_DTYPES
+from cpu_adam.choice import Kernel
+from cpu_adam.device_kernels import DeviceKernels
+from offload.runtime import books
+from tests.adam_states import (
+    VARIANTS,
+    State,
+    assert_same,
+    assert_same_state,
+    hyper_of,
+    special,
+    told,
+)
+from tests.device_build import Launches, blocks_of, built, on_the_cpu
+from tests.ptx import Program
+from tests.training import RESIDENT, train
+from tests.training import assert_same as assert_same_result
+
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 511, 1000, 1153)
+Launching = Callable[..., Launches]
+
+
+@pytest.fixture(scope="module", params=["c++", "ptx"])
+def launching(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Launching:
+    if request.param == "ptx":
+        program = Program(device_kernels.ptx().decode())
+        return lambda **options: Launches(program.launch, **options)
+    library = built(tmp_path_factory.mktemp("device"))
+    if library is None:
+        pytest.skip("no compiler")
+    return lambda **options: Launches(blocks_of(library), **options)
+
+
+def assert_updates_as_the_reference(
+    launcher: Launches, state: State, by: Any, **options: Any
+) -> State:
+    want, before = state.clone(), len(launcher.launched)
+    want.update(reference, by, **options)
+    with on_the_cpu(launcher), told(options):
+        state.update(native, by, **options)
+        assert_same_state(state, want)
+    assert [entry for entry, _ in launcher.launched[before:]] == [state.format.name]
+    return state
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_update_is_the_reference(name: str, dtype: torch.dtype, launching: Launching) -> None:
+    """As `test_adam_native` has it, with all options; and with grids that share rows otherwise."""
+    options = itertools.product(
+        VARIANTS[FORMATS[name].rule], (False, True), (1.0, 0.37, float("nan"))
+    )
+    lengths, scales = itertools.cycle(LENGTHS), []
+    for seed, (changes, maximize, scale) in enumerate(options):
+        launcher = launching(columns=(None, 1, 3)[seed % 3])
+        by = hyper_of(name, **changes, maximize=maximize)
+        for step, offset, first in ((1, 0, 0), (2, 1, 384), ((1 << 24) + 3, 5, 1 << 40)):
+            state = State(name, next(lengths), dtype, seed=seed, offset=offset)
+            given = {"step": step, "gradient_scale": scale, "first_element": first}
+            assert_updates_as_the_reference(launcher, state, by, **given)
+            if scale == scale:
+                scales += [x for key, x in state.slots.items() if key.endswith("_scale")]
+    if scales:
+        found = torch.cat(scales)
+        assert float((found.isfinite() & (found > 0)).float().mean()) > 0.5
+        assert bool(found.isnan().any())
+
+
+@pytest.mark.parametrize("gradient", [0.0, -0.0, -1e-3])
+def test_every_pair_of_codes(gradient: float, launching: Launching) -> None:
+    state = State("compact", 1 << 16, torch.float32)
+    state.gradient.fill_(gradient)
+    state.slots["exp_avg"].copy_(torch.arange(1 << 16) & 255)
+    state.slots["exp_avg_sq"].copy_(torch.arange(1 << 16) >> 8)
+    state.slots["exp_avg_scale"].copy_(torch.logspace(-110, 125, 512, 2.0))
+    state.slots["exp_avg_sq_scale"].copy_(torch.logspace(125, -110, 512, 2.0))
+    assert_updates_as_the_reference(launching(), state, hyper_of("compact"), step=7)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_launch_does_many_parts_each_by_its_step(name: str, launching: Launching) -> None:
+    group, count = FORMATS[name].group_elements, 2 * device_kernels.ROWS + 1
+    lengths = [group * (1 + k % 5) for k in range(count - 1)] + [3 * group + 1]
+    starts = [0, *itertools.accumulate(lengths)]
+    whole = State(name, starts[-1], torch.bfloat16)
+    want, steps = whole.clone(), [(hyper_of(name, lr=10.0**-k), k + 1) for k in range(3)]
+    parts = [Part(start, n, k * group, k % 3) for k, (start, n) in enumerate(zip(starts, lengths))]
+    parts[-1] = parts[-1]._replace(is_last=True)
+    for part in parts:
+        by, step = steps[part.step]
+        here = {"step": step, "first_element": part.first_element, "gradient_scale": 0.5}
+        want.part(part.start, part.elements).update(reference, by, **here)
+    got, launcher = whole.clone(), launching()
+    with on_the_cpu(launcher):
+        given = got.weight, got.gradient, got.slots, parts, steps
+        native.update_parts(*given, gradient_scale=0.5, format=got.format)
+    assert_same_state(got, want)
+    assert [rows for _, (_, rows) in launcher.launched] == [29, 29, 1]
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_scale_may_lie_on_the_device(maximize: bool, launching: Launching) -> None:
+    state, by = State("exact", 300, torch.float16), hyper_of("exact", maximize=maximize)
+    want, scale, kernels = state.clone(), torch.tensor(0.3), DeviceKernels(launching())
+    want.update(reference, by, step=2, gradient_scale=float(scale))
+    tensors = state.gradient, state.weight, *state.slots.values()
+    row = np.array([[300, 0, 0, *(x.data_ptr() for x in tensors)]], np.int64)
+    chosen = Kernel("device", "", kernels, 0)
+    factors = native.factor_rows(chosen, [(by, 2)], 1.0)
+    kernels.run(0, 0, GRADIENT_DTYPES.index(torch.float16), row, factors, scale.data_ptr())
+    assert_same_state(state, want)
+
+
+@pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
+def test_sums_of_squares_are_the_reference(dtype: torch.dtype, launching: Launching) -> None:
+    for elements in (0, 1, 2, 31, 33, 1000, 1023, 1024, 1025, 2048, 5000, 100_001, 600_000):
+        x = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).to(dtype)
+        want, launcher = reference.sum_of_squares(x), launching(columns=elements % 3 or None)
+        into = torch.full((), -1.0, dtype=torch.float64)
+        with on_the_cpu(launcher):
+            assert native.sum_of_squares(x) == want
+            native.put_sum_of_squares(x, into)
+        assert float(into) == want
+        assert len(launcher.launched) == 4 * (elements > 0)
+    with on_the_cpu(launching()):
+        x = special(5000, 3)
+        assert str(native.sum_of_squares(x)) == "nan"
+        x = torch.tensor([1.0, float("-inf")])
+        waited = list[int]()
+        assert native.sum_of_squares(x, None, lambda: waited.append(1)) == float("inf")
+        assert waited == [1]
+
+
+def test_accumulation_and_masters_are_the_reference(launching: Launching) -> None:
+    a, b = special(2000, 1), special(2000, 2)
+    for into, dtype in ((torch.float32, d) for d in (*GRADIENT_DTYPES,)):
+        check_accumulated(launching(), a.to(into), b.to(dtype))
+    check_accumulated(launching(), a.bfloat16(), b.bfloat16())
+    weight, residue = torch.empty(2000, dtype=torch.bfloat16), torch.empty(2000, dtype=torch.int16)
+    wanted = torch.empty_like(weight), torch.empty_like(residue)
+    reference.split(a, *wanted)
+    with on_the_cpu(launching()):
+        native.split(a, weight, residue)
+        assert_same(native.join(weight, residue), reference.join(*wanted))
+    assert_same(weight, wanted[0])
+    assert_same(residue, wanted[1])
+
+
+def check_accumulated(launcher: Launches, into: torch.Tensor, by: torch.Tensor) -> None:
+    want = into.clone().add_(by)
+    with on_the_cpu(launcher):
+        native.accumulate(into, by)
+    assert launcher.launched
+    nan = want.isnan()  # Torch leaves the payload of a bfloat16 NaN open, too.
+    assert torch.equal(into.isnan(), nan)
+    assert_same(into.masked_fill(nan, 0.0), want.masked_fill(nan, 0.0))
+
+
+def test_what_no_kernel_of_a_device_serves_goes_on_as_before(launching: Launching) -> None:
+    launcher, x = launching(), torch.randn(8, 8).t()
+    with on_the_cpu(launcher):
+        assert native.sum_of_squares(x) == reference.sum_of_squares(x)
+        native.accumulate(x, x)
+    assert not launcher.launched
+    device_kernels.use("cuda", launcher)
+    assert native.sum_of_squares(torch.ones(3)) == 3.0
+    device_kernels.use("cuda", None)
+    assert not launcher.launched
+
+
+@pytest.mark.parametrize(
+    ("placement", "states"), [(RESIDENT, "exact"), (("cpu", "device", "device"), "compact")]
+)
+def test_an_engine_trains_by_them(
+    placement: tuple[str, str, str],
+    states: str,
+    launching: Launching,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Here lanes in Python do what they do on a device, with its kernels and without."""
+    monkeypatch.setattr(books, "_native", None)
+    options = {"max_grad_norm": 0.1, "states": states}
+    want, launches = train(placement, tmp_path, **options), launching()
+    with on_the_cpu(launches):
+        assert_same_result(train(placement, tmp_path, **options), want)
+    found = {entry for entry, _ in launches.launched}
+    assert {"squares_of_blocks", "sum_of_blocks", states} <= found
+
+
+# What is shipped.
+
+
+def test_the_ptx_was_made_of_these_sources() -> None:
+    """Whoever changes what it is made of runs `python benchmarks/gpu/make_ptx.py`."""
+    assert set(make_ptx.sources()) > {"../operations.inc", "rules.inc", "units.inc", "scalar.cuh"}
+    head = device_kernels.ptx().decode().split("\n")[0]
+    assert head.endswith(make_ptx.digest()), "python benchmarks/gpu/make_ptx.py"
+
+
+def test_arithmetic_of_the_ptx_is_rounded_once_and_correctly() -> None:
+    text = device_kernels.ptx().decode()
+    assert ".version 8.4\n.target sm_70\n" in text
+    assert not re.findall(r"fma|approx|ftz|div\.full|rcp|\.local|\.func", text)
+    found = set(re.findall(r"\b([a-z]+)((?:\.\w+)*?)\.f(?:32|64)\b", text))
+    plain = {"mov", "selp", "setp", "cvt"}
+    rounded = {(op, how) for op, how in found if op not in plain and op not in ("ld", "st")}
+    assert {how for _, how in rounded} == {".rn"}, rounded
+    assert {op for op, _ in rounded} == {"add", "sub", "mul", "div", "sqrt"}
+    assert set(re.findall(r"\bcvt\.(?:\w+\.)*f32|cvt\.f\w+\.\w+", text)) == {
+        "cvt.f64.f32",
+        "cvt.rzi.u64.f32",  # The number of the step.
+    }
+
+
+def test_the_ptx_has_an_entry_for_all_that_is_launched() -> None:
+    text = device_kernels.ptx().decode()
+    assert {*re.findall(r"\.visible \.entry (\w+)\(", text)} == {*DeviceKernels.OPERATIONS}
+    size = device_kernels._TABLE.itemsize
+    assert set(re.findall(r"_param_0\[(\d+)\]", text)) == {str(size)}
+    assert size <= 4096
+
+
+def test_the_kernels_of_the_cpu_have_the_same_face() -> None:
+    kernels = pytest.importorskip("cpu_adam._kernels")
+    assert DeviceKernels.OPERATIONS[:-2] == kernels.OPERATIONS
+    assert kernels.FACTORS == DeviceKernels.FACTORS == device_kernels._ROW["factors"].shape[0]
+    assert np.dtype(device_kernels._ROW["arrays"].base) == np.int64
