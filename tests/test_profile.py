@@ -16,7 +16,7 @@ from offload.planning.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
     ITEM_BYTES,
-    PARAMETER_ALIGN_BYTES,
+    PARAMETER_ALIGN_ELEMENTS,
     ParameterSpec,
     Unit,
     lay_out_unit,
@@ -55,7 +55,7 @@ def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
 def test_alignment_and_order(one: Unit) -> None:
     for parameter in one.parameters:
         segment = one.segments[parameter.segment]
-        assert parameter.start * ITEM_BYTES[segment.dtype] % PARAMETER_ALIGN_BYTES == 0
+        assert parameter.start % PARAMETER_ALIGN_ELEMENTS == 0
         assert parameter.stop <= segment.elements
         assert (parameter.dtype, parameter.trainable) == (segment.dtype, segment.trainable)
     for before, after in pairwise(one.parameters):
@@ -118,14 +118,14 @@ def test_a_unit_by_hand() -> None:
     one = unit("u", 100, 3000, frozen=[5])
     assert [(p.name, p.segment, p.start, p.stop) for p in one.parameters] == [
         ("u.p0", 0, 0, 100),
-        ("u.p1", 0, 128, 3128),
+        ("u.p1", 0, 1024, 4024),
         ("u.f0", 1, 0, 5),
     ]
     assert [s.elements for s in one.segments] == [4096, 2048]
     assert (one.weight_bytes, one.gradient_bytes) == (12288, 8192)
     assert [(s.parameter, s.chunk_start, s.elements) for s in one.chunks[0].slices] == [
         (0, 0, 100),
-        (1, 128, 3000),
+        (1, 1024, 3000),
     ]
 
 
@@ -135,8 +135,8 @@ def test_a_parameter_over_several_chunks() -> None:
     spans = [span for chunk in one.chunks for span in chunk.slices if span.parameter == 1]
     assert [span.parameter_start for span in spans] == [
         0,
-        CHUNK_ELEMENTS - 128,
-        2 * CHUNK_ELEMENTS - 128,
+        CHUNK_ELEMENTS - 1024,
+        2 * CHUNK_ELEMENTS - 1024,
     ]
 
 

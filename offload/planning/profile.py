@@ -2,9 +2,10 @@
 
 A unit is the parameters that move together. Its weights are one flat buffer of segments: one per
 dtype and trainability, each starting at a multiple of 4 KiB. Inside a segment parameters follow one
-another, each padded to 256 bytes. Gradients are a second buffer, with the same element numbering,
-of the trainable segments only. States are kept per chunk: at most `CHUNK_ELEMENTS` consecutive
-elements of one trainable segment.
+another, each starting at a multiple of 1024 elements: a leaf of the norm, and whole groups of
+compact states, so no result depends on where a cut at such a multiple falls. Gradients are a second
+buffer, with the same element numbering, of the trainable segments only. States are kept per chunk:
+at most `CHUNK_ELEMENTS` consecutive elements of one trainable segment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from cpu_adam.formats import StateFormat, format_for, scratch_bytes
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, format_for, scratch_bytes
 
 BLOCK_BYTES = 4096
 """Offsets and sizes on disk are multiples of this, as O_DIRECT requires."""
@@ -29,8 +30,8 @@ KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the grain in which values are stored and updates stream."""
 
-PARAMETER_ALIGN_BYTES = 256
-"""Alignment of each parameter inside its segment."""
+PARAMETER_ALIGN_ELEMENTS = SUM_BLOCK_ELEMENTS
+"""Each parameter starts at a multiple of this in its segment, and each cut of one falls there."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the parameter dtypes that a unit may hold."""
@@ -290,14 +291,13 @@ def lay_out_unit(
     chunks: list[Chunk] = []
     weight_bytes = gradient_bytes = 0
     for (frozen, dtype), members in sorted(groups.items()):
-        step = PARAMETER_ALIGN_BYTES // ITEM_BYTES[dtype]
         kept = dtype if gradient_dtype == "param" else gradient_dtype
         first, start = len(parameters), 0
         for one in members:
             at = len(segments)
             placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
             parameters.append(placed)
-            start += round_up(placed.elements, step)
+            start += round_up(placed.elements, PARAMETER_ALIGN_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
         elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
         segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
