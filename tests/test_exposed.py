@@ -52,7 +52,7 @@ Slept = tuple[float, float, str]
 
 CASES: dict[str, tuple[str, Actions, Lane]] = {
     "residents, the step after": ("device-device-device", [train, train], Lane.COMPUTE),
-    "a gradient shown": ("cpu-nvme-cpu", [backward_only, look_at_gradients], Lane.D2H),
+    "a gradient shown": ("nvme-nvme-cpu", [backward_only, look_at_gradients], Lane.D2H),
     "residents, their norm": ("device-device-device", [train], Lane.COMPUTE),
     "a gradient edited": (
         "cpu-device-cpu",
