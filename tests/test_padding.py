@@ -27,7 +27,8 @@ def padding(run: Run, kind: Kind) -> Iterator[torch.Tensor]:
             fmt = plan.states.format(spec.segments[chunk.segment].dtype)
             slots = {"": at.view(torch.bfloat16)} if kind != "state" else {}
             for slot in (slots or views(at, fmt, chunk.elements)).values():
-                for before, after in zip(chunk.slices, [*chunk.slices[1:], None]):
+                pieces = plan.profile.by_chunk(unit)[number]
+                for before, after in zip(pieces, [*pieces[1:], None]):
                     stop = chunk.elements if after is None else after.chunk_start
                     yield slot[before.chunk_start + before.elements : stop]
 

@@ -20,7 +20,7 @@ device than its states are for is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ from cpu_adam.reference import put_sum_of_squares
 from offload.model.early_updates import Step
 from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
-from offload.planning.profile import ParameterSlice
+from offload.planning.profile import Piece
 from offload.program.ops import Op
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
@@ -115,9 +115,10 @@ class Residents:
         sums, filled = memory.sums(), 0
         stops = list[tuple[int, int, int]]()
         for at, op in enumerate(ops):
-            for chunk, spans in self._due(op.value.unit, step):
+            unit = op.value.unit
+            for chunk, spans in self._plan.profile.by_chunk(unit, step[unit]).items():
                 for span in spans:
-                    gradient, into = self._gradient(op.value.unit, span), sums[filled]
+                    gradient, into = self._gradient(unit, span), sums[filled]
                     if device.is_host:
                         into.fill_(sum_of_squares(gradient))
                     else:
@@ -137,15 +138,11 @@ class Residents:
         """What the update of a unit works on."""
         return in_torch({index: self._units[unit].parameters[index] for index in step[unit]})
 
-    def _due(self, unit: int, step: Step) -> Iterator[tuple[int, list[ParameterSlice]]]:
-        for number, chunk in enumerate(self._units[unit].spec.chunks):
-            yield number, [span for span in chunk.slices if span.parameter in step[unit]]
-
-    def _gradient(self, unit: int, span: ParameterSlice) -> torch.Tensor:
+    def _gradient(self, unit: int, span: Piece) -> torch.Tensor:
         gradient = self._units[unit].parameters[span.parameter].grad
         assert gradient is not None
         flat = gradient.detach().reshape(-1)
-        return flat[span.parameter_start : span.parameter_start + span.elements]
+        return flat[span.parameter_start : span.parameter_stop]
 
 
 @torch.no_grad()

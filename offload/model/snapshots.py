@@ -148,10 +148,8 @@ class Snapshots:
         if out is None:
             with torch.inference_mode(False):
                 out = self._executor.device.empty(self._parameter(key).shape, self._dtype_of(key))
-        flat = out.view(-1).view(torch.uint8)
-        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
-            home = self._chunks.read(Value(key.kind, key.unit, chunk))
-            self._executor.copy_now(flat[there : there + size], home[here : here + size])
+        for value, at, part in self._parts(key, out):
+            self._executor.copy_now(part, self._chunks.read(value)[at : at + part.numel()])
         self._executor.lanes.drain()  # Before other streams look at it, or a lane writes home.
         return out
 
@@ -236,7 +234,7 @@ class Snapshots:
     def _write_back(self, keys: Iterable[Key]) -> None:
         edited: dict[Value, list[tuple[int, torch.Tensor]]] = {}
         for key in sorted(keys):
-            parts = list(self._parts(key))
+            parts = list(self._parts(key, self._open[key].memory))
             with self._executor.lanes.waited(Lane.COMPUTE):
                 same = all(self._is_at_home(value, at, part) for value, at, part in parts)
             for value, at, part in () if same else parts:
@@ -254,11 +252,12 @@ class Snapshots:
                     self._executor.copy_now(home[at : at + part.numel()], part)
                 self._chunks.write(value, home)
 
-    def _parts(self, key: Key) -> Iterable[tuple[Value, int, torch.Tensor]]:
-        """The chunks of a value: each with an offset in it, and the snapshot's bytes there."""
-        flat = self._open[key].memory.view(-1).view(torch.uint8)
-        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
-            yield Value(key.kind, key.unit, chunk), here, flat[there : there + size]
+    def _parts(self, key: Key, all_: torch.Tensor) -> Iterable[tuple[Value, int, torch.Tensor]]:
+        """The chunks of a value: each with an offset in it, and the bytes of `all_` there."""
+        flat, item = all_.view(-1).view(torch.uint8), all_.itemsize
+        for one in self._executor.plan.profile.locate(self._parameter(key).name):
+            part = flat[one.parameter_start * item :][: one.elements * item]
+            yield Value(key.kind, key.unit, one.chunk), one.chunk_start * item, part
 
     def _is_at_home(self, value: Value, at: int, part: torch.Tensor) -> bool:
         home = self._chunks.read(value)[at : at + part.numel()]

@@ -19,7 +19,7 @@ from cpu_adam.choice import kernel
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
 from offload.planning.layout import Place, Plan
-from offload.planning.profile import KINDS, Kind
+from offload.planning.profile import KINDS, Kind, Piece
 from offload.program.ops import Op, Use, Value
 from offload.runtime.store import Store
 from offload.runtime.works import Flat, Taking
@@ -122,17 +122,14 @@ class NativeWorks:
     def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
         """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
         unit, works = op.value.unit, dict[int, Work]()
-        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
-            dtype = self._plan.profile.units[unit].segments[chunk.segment].gradient_dtype
-            at = self._home("gradient", unit, number)
+        for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
+            dtype = self._plan.profile.units[unit].gradient_dtype(pieces[0].parameter)
+            at, kind = self._home("gradient", unit, number), GRADIENT_NUMBERS[getattr(torch, dtype)]
             given = [
                 (ordinal + number, at.plus(span.chunk_start * _item(dtype)), span.elements)
-                for span in chunk.slices
-                if span.parameter in taking
+                for span in pieces
             ]
-            if given:
-                kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
-                works[number] = self._native.squares(self._kernel.index, kind, given)
+            works[number] = self._native.squares(self._kernel.index, kind, given)
         return self._stream(op, works, ["gradient"])
 
     def _stream(self, op: Op, works: Mapping[int, Work], kinds: Iterable[Kind]) -> Work:
@@ -159,13 +156,14 @@ class NativeWorks:
 
     def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
         """The update of the parameters in `taking`; weights and gradients may be in `flat`."""
-        spec, works = self._plan.profile.units[op.value.unit], dict[int, Work]()
-        for number, chunk in enumerate(spec.chunks):
-            if any(span.parameter in taking for span in chunk.slices):
-                works[number] = self._update(op.value.unit, number, taking, flat)
+        unit, works = op.value.unit, dict[int, Work]()
+        for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
+            works[number] = self._update(unit, number, pieces, taking, flat)
         return self._stream(op, works, KINDS if flat is None else ["state"])
 
-    def _update(self, unit: int, number: int, taking: Taking, flat: Flat | None) -> Work:
+    def _update(
+        self, unit: int, number: int, pieces: Sequence[Piece], taking: Taking, flat: Flat | None
+    ) -> Work:
         """The update of a chunk."""
         chunk = self._plan.profile.units[unit].chunks[number]
         segment = self._plan.profile.units[unit].segments[chunk.segment]
@@ -176,7 +174,7 @@ class NativeWorks:
             for kind in KINDS
         }
         rows = []
-        for span in (span for span in chunk.slices if span.parameter in taking):
+        for span in pieces:
             row = [span.elements, taking[span.parameter], span.parameter_start]
             for kind, dtype in dtypes.items():
                 base, first = at[kind].base, span.chunk_start

@@ -25,7 +25,7 @@ from cpu_adam import Part, accumulate, sum_of_squares, update_parts, views
 from cpu_adam.reference import cut
 from cpu_adam.spans import Steps
 from offload.planning.layout import CHUNK_STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS, Kind, ParameterSlice, Unit
+from offload.planning.profile import KINDS, Kind, Piece, Unit
 from offload.planning.tiers import Tier
 from offload.program.ops import Op, Use, Value, part_of
 from offload.program.schedule import Work
@@ -168,7 +168,7 @@ class PythonWorks:
         unit, tier = op.value.unit, op.reads[0].place.tier
         at: Tier = "device" if tier == "device" else "cpu"
 
-        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
+        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
             assert settings.clip is not None
             chunk = self._bring(op, Value("gradient", unit, number), at)
             gradient, total = self._typed("gradient", unit, number, chunk), 0.0
@@ -178,7 +178,8 @@ class PythonWorks:
                 total += sum_of_squares(part, scratch, self._device.drain)
             settings.clip.put(ordinal + number, total)
 
-        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
+        pieces = self._plan.profile.by_chunk(unit, taking)
+        return Parts([partial(run, *chunk) for chunk in pieces.items()])
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
@@ -192,7 +193,7 @@ class PythonWorks:
         unit, at = op.value.unit, site(self._plan.placements[op.value.unit])
         there = flat is not None and (at == "device" or self._device.is_host)
 
-        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
+        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
             values = [Value(kind, unit, number) for kind in KINDS]
             brought = [v for v in values if v.kind == "state" or not there]
             found = {v.kind: self._bring(op, v, at, flat) for v in brought}
@@ -201,13 +202,14 @@ class PythonWorks:
                 if value.kind != "gradient":
                     self._take_back(op, value, at, flat)
 
-        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
+        pieces = self._plan.profile.by_chunk(unit, taking)
+        return Parts([partial(run, *chunk) for chunk in pieces.items()])
 
     def _update(
         self,
         op: Op,
         number: int,
-        spans: Sequence[ParameterSlice],
+        spans: Sequence[Piece],
         taking: Taking,
         settings: Settings,
         found: Mapping[Kind, torch.Tensor],
@@ -252,14 +254,6 @@ class PythonWorks:
             slot = self._thread.slot = next(self._threads)
             assert slot < CHUNK_STAGES, "more threads than staging slots"
         return slot
-
-    def _spans(
-        self, unit: int, taking: Collection[int]
-    ) -> Iterator[tuple[int, Sequence[ParameterSlice]]]:
-        """The chunks of a unit in which any parameters take part, with the parts of these."""
-        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
-            if spans := [span for span in chunk.slices if span.parameter in taking]:
-                yield number, spans
 
     def _stops(self, value: Value, at: Tier) -> list[torch.Tensor | None]:
         """A chunk's memory from its home, None on nvme, to where the op works."""
@@ -306,11 +300,10 @@ class PythonWorks:
         self, value: Value, stage: torch.Tensor, flat: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of a chunk in its slot, and in torch's memory; of no others, nor between."""
-        for span in self._plan.profile.units[value.unit].chunks[value.chunk].slices:
-            if span.parameter in flat:
-                lies = _part(flat, span)
-                start = span.chunk_start * lies.itemsize
-                yield stage[start : start + lies.nbytes].view(lies.dtype), lies
+        for span in self._plan.profile.by_chunk(value.unit, flat)[value.chunk]:
+            lies = _part(flat, span)
+            start = span.chunk_start * lies.itemsize
+            yield stage[start : start + lies.nbytes].view(lies.dtype), lies
 
     def _transfer(self, op: Op, value: Value, memory: torch.Tensor, *, writes: bool) -> None:
         store, since = self._store, time.perf_counter()
@@ -331,10 +324,10 @@ class PythonWorks:
         return chunk.view(getattr(torch, name))
 
 
-def _part(flat: Mapping[int, torch.Tensor], span: ParameterSlice) -> torch.Tensor:
-    return flat[span.parameter][span.parameter_start : span.parameter_start + span.elements]
+def _part(flat: Mapping[int, torch.Tensor], span: Piece) -> torch.Tensor:
+    return flat[span.parameter][span.parameter_start : span.parameter_stop]
 
 
-def _part_of(unit: Unit, span: ParameterSlice, step: int) -> Part:
-    ends = span.parameter_start + span.elements == unit.parameters[span.parameter].elements
+def _part_of(unit: Unit, span: Piece, step: int) -> Part:
+    ends = span.parameter_stop == unit.parameters[span.parameter].elements
     return Part(span.chunk_start, span.elements, span.parameter_start, step, is_last=ends)
