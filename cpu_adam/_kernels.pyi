@@ -32,7 +32,9 @@ def run(
     checked.
     """
 
-def sum_of_squares(kernel: int, gradient: int, address: int, elements: int) -> float:
+def square_sums(
+    kernel: int, gradient: int, address: int, elements: int, first: int
+) -> list[tuple[int, int, float]]:
     """The sum of squares of a gradient at an address, in the order of the reference."""
 
 def crc32c(kernel: int, bytes: npt.NDArray[np.uint8], value: int) -> int:

@@ -24,7 +24,7 @@ from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
 from cpu_adam.processors import default_threads, threads_most
 from cpu_adam.spans import ADDRESS_COLUMNS
 
-KERNELS_VERSION = 3
+KERNELS_VERSION = 4
 """Of the module of compiled kernels, as `src/module.cpp` has it."""
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 """Environment variable: name of the kernel to use."""

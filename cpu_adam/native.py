@@ -14,6 +14,7 @@ those of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -176,21 +177,27 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     _written([into])
 
 
-def sum_of_squares(
+def square_sums(
     gradient: Tensor,
+    first_leaf: int = 0,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
-) -> float:
-    """The sum of squares in float64, in a fixed order: see `reference.sum_of_squares`.
+) -> list[reference.Node]:
+    """The sum of squares of part of a gradient, by subtrees: see `reference.square_sums`.
 
     workspace, wait: for a tensor that no kernel serves.
     """
     check_dtypes((gradient, GRADIENT_DTYPES))
     chosen = _kernel_for(gradient)
     if chosen is None or chosen.native is None:
-        return reference.sum_of_squares(gradient, workspace, wait)
-    at = gradient.data_ptr(), gradient.numel()
-    return float(chosen.native.sum_of_squares(chosen.index, GRADIENT_NUMBERS[gradient.dtype], *at))
+        return reference.square_sums(gradient, first_leaf, workspace, wait)
+    at = GRADIENT_NUMBERS[gradient.dtype], gradient.data_ptr(), gradient.numel()
+    return cast("list[reference.Node]", chosen.native.square_sums(chosen.index, *at, first_leaf))
+
+
+def sum_of_squares(gradient: Tensor) -> float:
+    """The sum of squares in float64, in a fixed order: see `reference.square_sums`."""
+    return reference.total(square_sums(gradient))
 
 
 def _kernel_for(*tensors: Tensor) -> Kernel | None:

@@ -6,7 +6,8 @@ What a step computes is in `cpu_adam.rules`, with the contract on arithmetic tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -210,47 +211,67 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     into.add_(gradient)
 
 
+Node = tuple[int, int, float]
+"""A subtree of a sum of squares: its number among those of its level, the level (0: a leaf), the
+sum."""
+
+
+def push(nodes: list[Node], node: Node) -> None:
+    """Append a subtree to those left of it; the two halves of a larger one become that."""
+    index, level, total = node
+    while index % 2 and nodes and nodes[-1][1] == level:
+        index, level, total = index // 2, level + 1, nodes.pop()[2] + total
+    nodes.append((index, level, total))
+
+
+def total(nodes: Sequence[Node]) -> float:
+    """The sum of the squares of a parameter, of which these are all subtrees."""
+    return reduce(lambda right, node: node[2] + right, reversed(nodes), 0.0)
+
+
 @torch.no_grad()
-def sum_of_squares(
+def square_sums(
     gradient: Tensor,
+    first_leaf: int = 0,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
-) -> float:
-    """The sum of the squares of a gradient, in float64 and in a fixed order.
+) -> list[Node]:
+    """The sum of the squares of part of a gradient: the largest subtrees in it, from the left.
 
     gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
-    squared in float64, which is exact. The squares, zero-padded, are cut into blocks of 1024; a
-    block is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2 sums until
-    one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
-    padding would not change the sum.) The sum of no elements is 0. NaN and
-    infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
-    `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
-    the device; without it, reading the sum does, and may spin a core.
+    squared in float64, which is exact. The squares of a parameter, zero-padded, are cut into leaves
+    of 1024; a leaf is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2
+    sums until one is left. Above them neighbours are added, 2 i and 2 i + 1, level by level; what
+    has none at the right end goes up as it is. So parts that begin with a leaf (`first_leaf`),
+    pushed in order, have the same `total` wherever the parameter is cut. NaN and infinity
+    propagate. workspace: memory for temporaries, uint8 on the same device, of `squares_bytes`; else
+    it is made. wait: lets the host wait for what this thread has queued on the device; without it,
+    reading the sums does, and may spin a core.
     """
-    if gradient.numel() == 0:
-        return 0.0
-    total = _total(gradient, workspace)
+    sums, nodes = _leaf_sums(gradient, workspace), list[Node]()
     if wait is not None:
         wait()
-    return float(total.item())
+    for leaf in enumerate(sums[: -(-gradient.numel() // SUM_BLOCK_ELEMENTS)].tolist(), first_leaf):
+        push(nodes, (leaf[0], 0, leaf[1]))
+    return nodes
 
 
 @torch.no_grad()
 def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
-    """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
+    """The `total` of `square_sums`, `into` a float64 on the gradient's device: nobody waits for it.
 
     into: 0-d. What is put there by several calls can be read at once.
     """
-    if gradient.numel() == 0:
-        into.zero_()
-    else:
-        into.copy_(_total(gradient, workspace))
+    sums = _leaf_sums(gradient, workspace)
+    while len(sums) > 1:
+        sums = sums[::2].add_(sums[1::2])
+    into.copy_(sums[0])
 
 
-def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """The sum, 0-d, in the workspace."""
+def _leaf_sums(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """The sums of the leaves in the workspace, zero-padded to a power of two."""
     flat = gradient.reshape(-1)
-    elements = flat.numel()
+    elements = max(flat.numel(), 1)
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
     rows = -(-min(elements, _block_elements(flat.device)) // width)
     padded = 1 << (-(-elements // width) - 1).bit_length()
@@ -265,7 +286,7 @@ def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
         wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
-    return _halving_tree(sums)
+    return sums
 
 
 def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:

@@ -17,7 +17,7 @@ from offload.planning.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
     ITEM_BYTES,
-    PARAMETER_ALIGN_ELEMENTS,
+    LEAF_ELEMENTS,
     ParameterSpec,
     Profile,
     Unit,
@@ -102,7 +102,7 @@ def test_the_pieces_of_a_range_are_those_found_one_by_one(data: st.DataObject) -
 def test_alignment_and_order(one: Unit) -> None:
     for parameter in one.parameters:
         segment = one.segments[parameter.segment]
-        assert parameter.start % PARAMETER_ALIGN_ELEMENTS == 0
+        assert parameter.start % LEAF_ELEMENTS == 0
         assert parameter.stop <= segment.elements
         assert (parameter.dtype, parameter.trainable) == (segment.dtype, segment.trainable)
     for before, after in pairwise(one.parameters):

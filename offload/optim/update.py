@@ -49,13 +49,11 @@ class Updates:
         self._residents = residents
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
-        order = list(update_order(self._plan))
-        self._first = {unit: ordinal for ordinal, unit, _ in order}
-        """By unit, the ordinal of its first chunk."""
-        self._ops = {unit: update_op(self._plan, unit, deadline) for _, unit, deadline in order}
+        order = update_order(self._plan)
+        self._ops = {unit: update_op(self._plan, unit, deadline) for unit, deadline in order}
+        """In the order of the updates."""
         for op in self._ops.values():
             check_op(self._plan, op)
-        self._chunk_count = sum(len(unit.chunks) for unit in self._plan.profile.units)
         self._here = PythonWorks(self._plan, executor.memory, executor.store, executor.device)
         """What the user's thread does itself, and what moves torch's memory."""
         self._lane_shares = _lane_shares(self._plan)
@@ -100,10 +98,8 @@ class Updates:
             self._known.clear()
         clip = None
         if self._max_grad_norm is not None:
-            clip = works.clip(self._max_grad_norm, self._chunk_count)
-            found = self._squares_at_once([*due.at_once, *due.pending], step)
-            for ordinal, total in found.items():
-                clip.put(ordinal, total)
+            clip = works.clip(self._max_grad_norm)
+            self._squares_at_once([*due.at_once, *due.pending], step, clip)
         frozen, members = _numbered(step)
         settings = works.settings(frozen, clip)
         prepared = pending.prepare(due.pending, step)
@@ -113,7 +109,8 @@ class Updates:
                 self._clip = clip
                 self._find_norm(due.streamed, members, settings, pass_number)
             self._update_at_once(due.at_once, step, members, Settings(frozen, clip))
-            in_lanes = sorted([*due.pending, *due.streamed], key=self._first.__getitem__)
+            ours = {*due.pending, *due.streamed}
+            in_lanes = [unit for unit in self._ops if unit in ours]
             known = [self._update(unit, members[unit], prepared.get(unit)) for unit in in_lanes]
             tasks = self._executor.issue(known, pass_number, settings)
             self._pending += tasks
@@ -128,7 +125,7 @@ class Updates:
     def _due(self, step: Step) -> _Due:
         """The units that take part, split by who updates them."""
         due, in_lanes = _Due(), self._residents.pending.units
-        for unit in sorted(step.keys() & self._first.keys(), key=self._first.__getitem__):
+        for unit in (unit for unit in self._ops if unit in step):
             if unit not in self._residents:
                 due.streamed.append(unit)
             else:
@@ -137,14 +134,13 @@ class Updates:
 
     # -- what the user's thread does itself --------------------------------------------------------
 
-    def _squares_at_once(self, here: Sequence[int], step: Step) -> dict[int, float]:
-        """The sums of the squares of residents, by ordinal."""
-        found, since = dict[int, float](), time.perf_counter()
-        ops = [square(self._plan, unit, self._first[unit]) for unit in here]
-        for op, totals in zip(ops, self._residents.squares(ops, step) if ops else ()):
-            found |= {self._first[op.value.unit] + at: total for at, total in totals.items()}
+    def _squares_at_once(self, here: Sequence[int], step: Step, clip: Clip) -> None:
+        """Put the sums of the squares of residents."""
+        since, ops = time.perf_counter(), [square(self._plan, unit) for unit in here]
+        for leaf, nodes in self._residents.squares(ops, step) if ops else ():
+            clip.put(leaf, nodes)
+        for op in ops:
             since = self._executor.lanes.count(op, since)
-        return found
 
     @torch.no_grad()
     def _update_at_once(
@@ -185,9 +181,8 @@ class Updates:
         """The op that sums the squares of a unit."""
         kept = self._known.get((Verb.SQUARE, unit))
         if kept is None or kept[0] != members:
-            ordinal = self._first[unit]
-            op = square(self._plan, unit, ordinal)
-            work = self._executor.works.squares(op, ordinal, dict(members))
+            op = square(self._plan, unit)
+            work = self._executor.works.squares(op, dict(members))
             kept = self._known[Verb.SQUARE, unit] = members, self._executor.known(op, work)
         return kept[1]
 

@@ -517,7 +517,6 @@ def allocated_bytes(unit: Unit, kind: Kind) -> int:
 
 
 def norm_sums_bytes(unit: Unit) -> int:
-    """Bytes of the sums of squares of a unit, one for each piece of a gradient in a chunk."""
-    trained = (one for one in unit.parameters if one.trainable)
-    ends = ((one.start // CHUNK_ELEMENTS, (one.stop - 1) // CHUNK_ELEMENTS) for one in trained)
-    return SUM_BYTES * sum(last - first + 1 for first, last in ends)
+    """Bytes of the sums of squares of a unit, one for so much of a gradient as a chunk takes."""
+    trained = (one.elements for one in unit.parameters if one.trainable)
+    return SUM_BYTES * sum(-(-elements // CHUNK_ELEMENTS) for elements in trained)

@@ -29,8 +29,9 @@ KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the grain in which values are stored and updates stream."""
 
-PARAMETER_ALIGN_ELEMENTS = SUM_BLOCK_ELEMENTS
-"""Each parameter starts at a multiple of this in its segment, and each cut of one falls there."""
+LEAF_ELEMENTS = SUM_BLOCK_ELEMENTS
+"""Of the norm's tree. Each parameter starts at a multiple of this in its segment, and each cut of
+one falls there."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the parameter dtypes that a unit may hold."""
@@ -174,18 +175,26 @@ class Profile:
     units: tuple[Unit, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    _places: dict[str, tuple[int, int]] = field(
+    _places: dict[str, tuple[int, int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Cache by name: unit and index of a parameter."""
+    """Cache by name: unit, index and first leaf in the norm of a parameter."""
 
-    def _place(self, name: str) -> tuple[int, int]:
-        if not self._places:  # Filled at once, as lanes ask, too.
-            units = enumerate(self.units)
-            self._places.update(
-                {p.name: (u, i) for u, one in units for i, p in enumerate(one.parameters)}
-            )
+    def _place(self, name: str) -> tuple[int, int, int]:
+        if not self._places:
+            found, leaf, units = dict[str, tuple[int, int, int]](), 0, enumerate(self.units)
+            named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
+            for one, unit, parameter in sorted(named):
+                found[one] = unit, parameter, leaf
+                leaf += -(-self.units[unit].parameters[parameter].elements // LEAF_ELEMENTS)
+            self._places.update(found)  # At once, as lanes ask, too.
         return self._places[name]
+
+    def leaf(self, unit: int, parameter: int, element: int) -> int:
+        """The number, in the norm, of the leaf that starts with an element of a parameter. Leaves
+        are counted by name: an order that no placement, and no cut into units, changes."""
+        name = self.units[unit].parameters[parameter].name
+        return self._place(name)[2] + element // LEAF_ELEMENTS
 
     def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
         """Where a range of a parameter lies, by default all of it: its pieces in order.
@@ -193,7 +202,7 @@ class Profile:
         The only answer to this question. A piece is of every kind of value: it starts so many
         elements into the chunk of the weight, of the gradient and of the record.
         """
-        unit, parameter = self._place(name)
+        unit, parameter, _ = self._place(name)
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         before = sum(-(-s.elements // CHUNK_ELEMENTS) for s in segments[: one.segment])
         part = range(one.elements) if elements is None else elements
@@ -309,7 +318,7 @@ def lay_out_unit(
             at = len(segments)
             placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
             parameters.append(placed)
-            start += round_up(placed.elements, PARAMETER_ALIGN_ELEMENTS)
+            start += round_up(placed.elements, LEAF_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
         elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
         segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)

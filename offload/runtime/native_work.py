@@ -19,7 +19,7 @@ from cpu_adam.choice import kernel
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
 from offload.planning.layout import Place, Plan
-from offload.planning.profile import KINDS, Kind, Piece
+from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece
 from offload.program.ops import Op, Use, Value
 from offload.runtime.store import Store
 from offload.runtime.works import Flat, Taking
@@ -53,7 +53,7 @@ class NativeWorks:
         native.share_pool(chosen.native.pool())
         self._operations = {name: at for at, name in enumerate(chosen.native.OPERATIONS)}
         self._store = store
-        self.clip: Callable[[float, int], Any] = native.Clip
+        self.clip: Callable[[float], Any] = native.Clip
 
     def where(self, use: Use) -> Where:
         """Where a use lies in a memory tier."""
@@ -119,14 +119,19 @@ class NativeWorks:
             works.append(self._sweep(f"accumulate_{dtype}", dtype, table, [0, 0]))
         return self._native.several(works)
 
-    def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
-        """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
+    def squares(self, op: Op, taking: Collection[int]) -> Work:
+        """The sums of the squares of the parameters in `taking`."""
         unit, works = op.value.unit, dict[int, Work]()
         for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
             dtype = self._plan.profile.units[unit].gradient_dtype(pieces[0].parameter)
             at, kind = self._home("gradient", unit, number), GRADIENT_NUMBERS[getattr(torch, dtype)]
             given = [
-                (ordinal + number, at.plus(span.chunk_start * _item(dtype)), span.elements)
+                (
+                    self._plan.profile.leaf(unit, span.parameter, span.parameter_start),
+                    span.parameter_start // LEAF_ELEMENTS,
+                    at.plus(span.chunk_start * _item(dtype)),
+                    span.elements,
+                )
                 for span in pieces
             ]
             works[number] = self._native.squares(self._kernel.index, kind, given)

@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cpu_adam import Part, accumulate, sum_of_squares, update_parts, views
-from cpu_adam.reference import cut
+from cpu_adam import Part, accumulate, update_parts, views
+from cpu_adam.native import square_sums
+from cpu_adam.reference import Node, cut, push, total
 from cpu_adam.spans import Steps
 from offload.planning.layout import CHUNK_STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS, Kind, Piece, Unit
+from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece, Unit
 from offload.planning.tiers import Tier
 from offload.program.ops import Op, Use, Value, part_of
 from offload.program.schedule import Work
@@ -48,8 +49,8 @@ class Clip(Protocol):
     norm: float
     factor: float
 
-    def put(self, ordinal: int, total: float) -> None:
-        """A sum of squares, by its place in the order in which all are added up."""
+    def put(self, leaf: int, nodes: list[Node]) -> None:
+        """The sum of the squares of part of a parameter, from this leaf of all on."""
 
     def combine(self) -> None:
         """The norm from the sums of squares in their order, and the factor that clips it."""
@@ -60,30 +61,26 @@ class PythonClip:
     """See `Clip`."""
 
     max_norm: float
-    chunks: int
-    """How many sums of squares there may be."""
     norm: float = 0.0
     factor: float = 1.0
-    _partials: dict[int, float] = field(default_factory=dict)
+    _parts: dict[int, list[Node]] = field(default_factory=dict)
 
-    def put(self, ordinal: int, total: float) -> None:
+    def put(self, leaf: int, nodes: list[Node]) -> None:
         """See `Clip`."""
-        self._partials[ordinal] = total
+        self._parts[leaf] = nodes
 
     def combine(self) -> None:
         """See `Clip`."""
-        total = in_order(self._partials[ordinal] for ordinal in sorted(self._partials))
-        self.norm = math.sqrt(total) if total == total else math.nan
+        squares, nodes = 0.0, list[Node]()
+        for _, part in sorted(self._parts.items()):
+            if part[0][0] == 0:  # A parameter begins.
+                squares, nodes = squares + total(nodes), []
+            for node in part:
+                push(nodes, node)
+        squares += total(nodes)
+        self.norm = math.sqrt(squares) if squares == squares else math.nan
         ratio = self.max_norm / (self.norm + CLIP_EPS)
         self.factor = ratio if not ratio >= 1.0 else 1.0
-
-
-def in_order(numbers: Iterable[float]) -> float:
-    """Their sum, one rounded addition after the other (`sum` makes up for what is rounded off)."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
 
 
 class Settings(NamedTuple):
@@ -118,7 +115,7 @@ class Places(Protocol):
 class PythonWorks:
     """Makes the works of an engine's ops, for any device and any store."""
 
-    clip: Callable[[float, int], Clip] = PythonClip
+    clip: Callable[[float], Clip] = PythonClip
     settings: Callable[[Steps, Clip | None], Any] = Settings
 
     def __init__(self, plan: Plan, memory: Places, store: Store | None, device: Device):
@@ -163,20 +160,20 @@ class PythonWorks:
 
         return run
 
-    def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
-        """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
+    def squares(self, op: Op, taking: Collection[int]) -> Work:
+        """The sums of the squares of the parameters in `taking`."""
         unit, tier = op.value.unit, op.reads[0].place.tier
         at: Tier = "device" if tier == "device" else "cpu"
 
         def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
             assert settings.clip is not None
             chunk = self._bring(op, Value("gradient", unit, number), at)
-            gradient, total = self._typed("gradient", unit, number, chunk), 0.0
+            gradient = self._typed("gradient", unit, number, chunk)
             for span in spans:
                 part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                scratch = self._memory.workspace(op)
-                total += sum_of_squares(part, scratch, self._device.drain)
-            settings.clip.put(ordinal + number, total)
+                first, scratch = span.parameter_start // LEAF_ELEMENTS, self._memory.workspace(op)
+                leaf = self._plan.profile.leaf(unit, span.parameter, span.parameter_start)
+                settings.clip.put(leaf, square_sums(part, first, scratch, self._device.drain))
 
         pieces = self._plan.profile.by_chunk(unit, taking)
         return Parts([partial(run, *chunk) for chunk in pieces.items()])
