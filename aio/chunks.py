@@ -2,8 +2,8 @@
 
 A chunk whose write fails cannot be read until a later write succeeds. Of each chunk is kept how
 many writes have begun, and how many had at the end of the last one; the step and the checksum of
-that. Compiled code that does the transfers by itself (`native_chunks`; `Check` in src/chunks.h)
-counts in the same place.
+that, and of the one before it, so that an error tells what a read found instead. Compiled code that
+does the transfers by itself (`native_chunks`; `Check` in src/chunks.h) counts in the same place.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECK_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
-_BEGUN, _ENDED, _STEP, _CRC = range(4)
+_BEGUN, _ENDED, _STEP, _CRC, _EARLIER_STEP, _EARLIER_CRC = range(6)
 
 NativeChunk = tuple[int, int, int, int, list[NativePart]]
 """A chunk for compiled code: its number, start and bytes in the memory, the address of what is kept
@@ -65,7 +65,7 @@ class Chunks:
         self._crc, self._name = crc, name
         self._lock = threading.Lock()
         """Guards `_kept`, where no compiled code is at work."""
-        self._kept = np.zeros((len(sizes), 4), np.int64)
+        self._kept = np.zeros((len(sizes), 6), np.int64)
         self._moved = np.zeros(2, np.int64)
         """Bytes that compiled code has read and written."""
         self.step = np.zeros(1, np.int64)
@@ -84,7 +84,7 @@ class Chunks:
     def entry(self, number: int) -> ChunkEntry | None:
         """The entry of a chunk; None if it is not readable."""
         with self._lock:
-            begun, ended, step, crc = self._kept[number].tolist()
+            begun, ended, step, crc, *_ = self._kept[number].tolist()
         return ChunkEntry(step, crc, begun) if begun == ended > 0 else None
 
     def read(self, numbers: range, into: Bytes) -> None:
@@ -121,8 +121,9 @@ class Chunks:
                 for _, ticket in transfers:
                     self._wait(ticket, number)
                 with self._lock:
-                    self._kept[number, _STEP:] = step, crc
-                    self._kept[number, _ENDED] = self._kept[number, _BEGUN]
+                    kept = self._kept[number]
+                    kept[_STEP:] = step, crc, *kept[_STEP:_EARLIER_STEP]
+                    kept[_ENDED] = kept[_BEGUN]
 
     @contextmanager
     def _transfers(
@@ -208,11 +209,21 @@ class Chunks:
 
     def _mismatch(self, number: int, expected: int, found: int) -> OSError:
         offset, size = self._extent(number)
+        likely = "likely the drive or the memory changed bits"
+        others = np.flatnonzero((self._kept[:, _CRC] == found) & (self._kept[:, _ENDED] > 0))
+        if others.size:
+            step = self._kept[others[0], _STEP]
+            likely = (
+                f"these are bytes of {self._name(int(others[0]))}, written in step {step}: likely "
+                "the drive mixed up two places"
+            )
+        elif self._kept[number, _EARLIER_CRC] == found:
+            before, after = self._kept[number, [_EARLIER_STEP, _STEP]]
+            likely = f"these are those of step {before}: likely the drive lost the write of {after}"
         return OSError(
             errno.EIO,
             f"read of {size} bytes at offset {offset}, {self._name(number)} failed: checksum "
-            f"mismatch (CRC32C {found:#010x}, written as {expected:#010x}); likely the drive or "
-            "the memory changed bits; look at `dmesg` and the drive's health, and use another "
-            "drive",
+            f"mismatch (CRC32C {found:#010x}, written as {expected:#010x}); {likely}; look at "
+            "`dmesg` and the drive's health, and use another drive",
             self.volume.path_of(offset, size),
         )

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cpu_adam.choice import kernel
-
-_PART_BYTES = 1 << 20
-"""What Google's library is given at a time, in a copy."""
 
 
 def crc32c(buffer: Any, value: int = 0) -> int:
@@ -44,30 +42,16 @@ def crc32c(buffer: Any, value: int = 0) -> int:
     if chosen.native is None:
         import google_crc32c  # Needed here alone.
 
-        for start in range(0, data.size, _PART_BYTES):
-            value = google_crc32c.extend(value, data[start : start + _PART_BYTES].tobytes())
-        return value
+        return int(google_crc32c.extend(value, data.tobytes()))
     return int(chosen.native.crc32c(chosen.index, data, value))
-
-
-class _Memory:
-    """The bytes of a tensor, as NumPy asks for them."""
-
-    def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor  # alive as long as the array that looks at it
-        self.__array_interface__ = {
-            "data": (tensor.data_ptr(), True),
-            "shape": (tensor.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
 
 
 def _bytes_of(buffer: Any) -> npt.NDArray[np.uint8]:
     """The bytes of anything that has some, as they lie in memory."""
     if hasattr(buffer, "data_ptr"):
         if buffer.is_cpu and buffer.is_contiguous() and (buffer.data_ptr() or not buffer.nbytes):
-            return np.asarray(_Memory(buffer)) if buffer.nbytes else np.empty(0, np.uint8)
+            found: npt.NDArray[np.uint8] = buffer.detach().reshape(-1).view(torch.uint8).numpy()
+            return found
     elif (view := memoryview(buffer)).c_contiguous:
         return np.frombuffer(view, np.uint8)
     raise ValueError(

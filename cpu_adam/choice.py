@@ -26,7 +26,7 @@ from cpu_adam.formats import GROUP_ELEMENTS, SUM_BLOCK_ELEMENTS
 from cpu_adam.processors import default_threads, threads_most
 from cpu_adam.spans import ADDRESS_COLUMNS
 
-KERNELS_VERSION = 3
+KERNELS_VERSION = 4
 """Of the module of compiled kernels, as `src/module.cpp` has it."""
 KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 """Environment variable: name of the kernel to use."""
@@ -123,8 +123,8 @@ def threads() -> int:
 def set_threads(count: int | None) -> None:
     """Use `count` threads, the caller's included; None for the default of this machine.
 
-    The default is one per core that the process may use, by affinity and cgroup quota, or
-    `CPU_ADAM_THREADS`. Results do not depend on it. A forked child has one thread. Raises
+    The default is `CPU_ADAM_THREADS`, or one per core that the process may use, by affinity, cgroup
+    quota and ranks of the host. Results do not depend on it. A forked child has one thread. Raises
     ValueError for anything but a whole number from 1 to four per processor of the machine (or 64).
     """
     global _threads, _configured

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from cpu_adam.choice import Kernel
@@ -96,17 +95,3 @@ def kernel_of(tensors: Sequence[Tensor]) -> Kernel | None:
     ):
         return None
     return Kernel("device", "its launches were handed over", found, device.index or 0)
-
-
-def total(chosen: Kernel, dtype: int, gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """Queue what `reference.total` finds, of a gradient whose dtype has this number."""
-    blocks = -(-gradient.numel() // SUM_BLOCK_ELEMENTS)
-    size, on = 8 * (blocks + 1), gradient.device
-    memory = torch.empty(size, dtype=torch.uint8, device=on) if workspace is None else workspace
-    sums = memory[:size].view(torch.float64)
-    squares = gradient.numel(), 0, 0, gradient.data_ptr(), sums.data_ptr()
-    sum_of = blocks, 0, 0, sums.data_ptr(), sums[blocks:].data_ptr()
-    for entry, row in ((SQUARES, squares), (TOTAL, sum_of)):
-        number, factors = chosen.native.OPERATIONS.index(entry), np.zeros((1, 16), np.float32)
-        chosen.native.run(chosen.index, number, dtype, np.array([row], np.int64), factors)
-    return sums[blocks]

@@ -14,6 +14,7 @@ those of many.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,7 @@ from torch import Tensor
 from cpu_adam import device_kernels, reference
 from cpu_adam.checks import GRADIENT_DTYPES, check_dtypes, check_span
 from cpu_adam.choice import Kernel, kernel
-from cpu_adam.formats import StateFormat
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import are_native
 from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Steps, check_parts, check_steps
@@ -176,40 +177,50 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     _written([into])
 
 
-def sum_of_squares(
+def square_sums(
     gradient: Tensor,
+    first_leaf: int = 0,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
-) -> float:
-    """The sum of squares in float64, in a fixed order: see `reference.sum_of_squares`.
+) -> list[reference.Node]:
+    """The sum of squares of part of a gradient, by subtrees: see `reference.square_sums`.
 
     workspace, wait: for a tensor that no kernel serves.
     """
     check_dtypes((gradient, GRADIENT_DTYPES))
     chosen = _kernel_for(gradient)
-    if chosen is None or chosen.name == "device":
-        return reference.sum_of_squares(gradient, workspace, wait, _total)
-    at = gradient.data_ptr(), gradient.numel()
-    return float(chosen.native.sum_of_squares(chosen.index, GRADIENT_NUMBERS[gradient.dtype], *at))
+    if chosen is None or chosen.native is None or chosen.name == "device":
+        return reference.square_sums(gradient, first_leaf, workspace, wait, _leaf_sums)
+    at = GRADIENT_NUMBERS[gradient.dtype], gradient.data_ptr(), gradient.numel()
+    return cast("list[reference.Node]", chosen.native.square_sums(chosen.index, *at, first_leaf))
+
+
+def sum_of_squares(gradient: Tensor) -> float:
+    """The sum of squares in float64, in a fixed order: see `reference.square_sums`."""
+    return reference.total(square_sums(gradient))
 
 
 @torch.no_grad()
 def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
-    """`sum_of_squares`, put `into` a float64 on the gradient's device: nobody waits for it.
+    """`sum_of_squares`, put `into` a 0-d float64 on the gradient's device: nobody waits for it."""
+    chosen, sums = device_kernels.kernel_of([gradient]), _leaf_sums(gradient, workspace)
+    if chosen is not None and gradient.numel():
+        return _run_on(chosen, device_kernels.TOTAL, sums, into)
+    while len(sums) > 1:
+        sums = sums[::2].add_(sums[1::2])
+    into.copy_(sums[0])
 
-    into: 0-d. What is put there by several calls can be read at once.
-    """
-    if gradient.numel() == 0:
-        into.zero_()
-    else:
-        into.copy_(_total(gradient, workspace))
 
-
-def _total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """`reference.total`, by the kernels of a device that has such."""
-    if chosen := device_kernels.kernel_of([gradient]):
-        return device_kernels.total(chosen, GRADIENT_NUMBERS[gradient.dtype], gradient, workspace)
-    return reference.total(gradient, workspace)
+def _leaf_sums(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """`reference.leaf_sums`, by the kernels of a device that has such."""
+    chosen = device_kernels.kernel_of([gradient])
+    if chosen is None or not gradient.numel():
+        return reference.leaf_sums(gradient, workspace)
+    size, on = 8 * -(-gradient.numel() // SUM_BLOCK_ELEMENTS), gradient.device
+    memory = torch.empty(size, dtype=torch.uint8, device=on) if workspace is None else workspace
+    sums = memory[:size].view(torch.float64)
+    _run_on(chosen, device_kernels.SQUARES, gradient, sums, gradient=gradient.dtype)
+    return sums
 
 
 def _kernel_for(*tensors: Tensor) -> Kernel | None:

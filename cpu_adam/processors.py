@@ -1,7 +1,6 @@
-"""How many threads the update uses: one per core that the process may use.
+"""How many threads the update uses: one per core that the process may use, shared by its ranks.
 
-Read from what Linux shows as files; on a system without them, from what Python knows. Pure but for
-that reading: a test lays out files of its own.
+Read from what Linux shows as files; on a system without them, from what Python knows.
 """
 
 from __future__ import annotations
@@ -22,16 +21,19 @@ def threads_most() -> int:
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """What `CPU_ADAM_THREADS` asks for, else one thread per core that the process may use.
+    """What `CPU_ADAM_THREADS` asks for, else one thread per core of this rank's share.
 
     Cores are counted within the process's affinity mask, two hardware threads of a core as one, and
-    no more than the CPU quota of its cgroup. Raises ValueError where the variable is no number.
+    no more than the CPU quota of its cgroup; the ranks of a host (`LOCAL_WORLD_SIZE`; one, where
+    that is no count) divide them. Raises ValueError where `CPU_ADAM_THREADS` is no number.
     """
     text = os.environ.get(THREADS_VARIABLE)
     if not text:
         cores = len({_core(root, processor) for processor in _affinity()})
         quota = processor_quota(root)
-        return max(1, cores if quota is None else min(cores, math.ceil(quota)))
+        cores = cores if quota is None else min(cores, math.ceil(quota))
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+        return max(1, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
     most = threads_most()
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
         raise ValueError(
@@ -48,14 +50,11 @@ def _affinity() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def _core(root: Path, processor: int) -> tuple[str, ...]:
+def _core(root: Path, processor: int) -> tuple[str | None, ...]:
     """What tells the core of a processor from others: two hardware threads of one share it."""
     topology = root / f"sys/devices/system/cpu/cpu{processor}/topology"
-    package, core = (_read(topology / name) for name in ("physical_package_id", "core_id"))
-    if package is None or core is None:
-        return (str(processor),)
-    die = _read(topology / "die_id") or ""
-    return (package, die, core)
+    package, die, core = (_read(topology / f"{x}_id") for x in ("physical_package", "die", "core"))
+    return (str(processor),) if package is None or core is None else (package, die, core)
 
 
 def processor_quota(root: Path) -> float | None:

@@ -6,7 +6,8 @@ What a step computes is in `cpu_adam.rules`, with the contract on arithmetic tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -210,37 +211,56 @@ def accumulate(into: Tensor, gradient: Tensor) -> None:
     into.add_(gradient)
 
 
+Node = tuple[int, int, float]
+"""A subtree of a sum of squares: its number among those of its level, the level (0: a leaf), the
+sum."""
+
+
+def push(nodes: list[Node], node: Node) -> None:
+    """Append a subtree to those left of it; the two halves of a larger one become that."""
+    index, level, total = node
+    while index % 2 and nodes and nodes[-1][1] == level:
+        index, level, total = index // 2, level + 1, nodes.pop()[2] + total
+    nodes.append((index, level, total))
+
+
+def total(nodes: Sequence[Node]) -> float:
+    """The sum of the squares of a parameter, of which these are all subtrees."""
+    return reduce(lambda right, node: node[2] + right, reversed(nodes), 0.0)
+
+
 @torch.no_grad()
-def sum_of_squares(
+def square_sums(
     gradient: Tensor,
+    first_leaf: int = 0,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
     by: Callable[[Tensor, Tensor | None], Tensor] | None = None,
-) -> float:
-    """The sum of the squares of a gradient, in float64 and in a fixed order.
+) -> list[Node]:
+    """The sum of the squares of part of a gradient: the largest subtrees in it, from the left.
 
     gradient: bfloat16, float16 or float32, of any shape, read in row-major order. Each element is
-    squared in float64, which is exact. The squares, zero-padded, are cut into blocks of 1024; a
-    block is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2 sums until
-    one is left. The block sums, zero-padded to a power of two, are summed by the same tree. (More
-    padding would not change the sum.) The sum of no elements is 0. NaN and
-    infinity propagate. workspace: memory for temporaries, uint8 on the same device, of
-    `squares_bytes`; else it is made. wait: lets the host wait for what this thread has queued on
-    the device; without it, reading the sum does, and may spin a core. by: in place of `total`.
+    squared in float64, which is exact. The squares of a parameter, zero-padded, are cut into leaves
+    of 1024; a leaf is summed by a halving tree: x[i] + x[i + n/2] for i < n/2, repeated on the n/2
+    sums until one is left. Above them neighbours are added, 2 i and 2 i + 1, level by level; what
+    has none at the right end goes up as it is. So parts that begin with a leaf (`first_leaf`),
+    pushed in order, have the same `total` wherever the parameter is cut. NaN and infinity
+    propagate. workspace: memory for temporaries, uint8 on the same device, of `squares_bytes`; else
+    it is made. wait: lets the host wait for what this thread has queued on the device; without it,
+    reading the sums does, and may spin a core. by: in place of `leaf_sums`.
     """
-    if gradient.numel() == 0:
-        return 0.0
-    found = (by or total)(gradient, workspace)
+    sums, nodes = (by or leaf_sums)(gradient, workspace), list[Node]()
     if wait is not None:
         wait()
-    return float(found.item())
+    for leaf in enumerate(sums[: -(-gradient.numel() // SUM_BLOCK_ELEMENTS)].tolist(), first_leaf):
+        push(nodes, (leaf[0], 0, leaf[1]))
+    return nodes
 
 
-@torch.no_grad()
-def total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """The sum of squares of what is not empty, 0-d, in the workspace."""
+def leaf_sums(gradient: Tensor, workspace: Tensor | None) -> Tensor:
+    """The sums of the leaves in the workspace, zero-padded to a power of two."""
     flat = gradient.reshape(-1)
-    elements = flat.numel()
+    elements = max(flat.numel(), 1)
     width = min(SUM_BLOCK_ELEMENTS, 1 << (elements - 1).bit_length())
     rows = -(-min(elements, _block_elements(flat.device)) // width)
     padded = 1 << (-(-elements // width) - 1).bit_length()
@@ -249,18 +269,13 @@ def total(gradient: Tensor, workspace: Tensor | None) -> Tensor:
         workspace = torch.empty(size, dtype=torch.uint8, device=flat.device)
     memory = workspace[:size].view(torch.float64)
     squares, sums = memory[: rows * width], memory[rows * width :].zero_()
-    for part, part_sums in zip(_pieces(flat, rows * width), _pieces(sums, rows)):
+    for part, part_sums in zip(torch.split(flat, rows * width), torch.split(sums, rows)):
         count = -(-part.numel() // width)
         wide = squares[: count * width]
         wide[part.numel() :].zero_()
         wide[: part.numel()].copy_(part)
         part_sums[:count].copy_(_halving_tree(wide.mul_(wide).view(count, width)))
-    return _halving_tree(sums)
-
-
-def _pieces(x: Tensor, elements: int) -> tuple[Tensor, ...]:
-    """Views of a 1-D tensor, `elements` long but for the last."""
-    return x.split(elements)  # type: ignore[no-untyped-call, no-any-return]
+    return sums
 
 
 def _halving_tree(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The reference update: numpy bit for bit, float64, and its own properties; the norm."""
+"""The reference update: numpy bit for bit, float64, and its own properties."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, StateFormat, views
 from cpu_adam import reference as implementation
-from cpu_adam.reference import join, split, sum_of_squares, update
+from cpu_adam.reference import join, split, update
 
 ROWS = ("exact", "fp32")
 """The state formats of Adam that round nothing away."""
@@ -290,44 +290,6 @@ def test_no_gradient_and_no_decay_is_no_step(name: str) -> None:
     before = span.bits()
     span.update(torch.zeros(100), hyper(weight_decay=0.0), step=1)
     assert span.bits() == before
-
-
-# The norm.
-
-
-def numpy_sum_of_squares(x: npt.NDArray[np.float64]) -> float:
-    def tree(values: list[float]) -> float:
-        while len(values) > 1:
-            half = len(values) // 2
-            values = [a + b for a, b in zip(values[:half], values[half:])]
-        return values[0]
-
-    squares = (x * x).tolist()
-    squares += [0.0] * (-len(squares) % 1024)
-    sums = [tree(squares[i : i + 1024]) for i in range(0, len(squares), 1024)] or [0.0]
-    return tree(sums + [0.0] * ((1 << (len(sums) - 1).bit_length()) - len(sums)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("elements", [0, 1, 1023, 1024, 1025, 5 * 1024, 32 * 1024 + 1, 100_003])
-def test_sum_of_squares_is_summed_in_the_written_order(elements: int, dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(elements)
-    x = torch.from_numpy(rng.normal(size=elements).astype(np.float32)).to(dtype)
-    assert sum_of_squares(x) == numpy_sum_of_squares(x.double().numpy())
-    if elements % 1024 == 0:
-        assert sum_of_squares(x.view(-1, 1024) if elements else x) == sum_of_squares(x)
-
-
-def test_sum_of_squares_is_accurate_and_propagates_what_is_not_finite() -> None:
-    x = random_gradient(40_000, torch.float32, 1)
-    assert sum_of_squares(x) == pytest.approx(math.fsum((x.double() ** 2).tolist()), rel=1e-14)
-    assert sum_of_squares(torch.full((3,), 3e38)) == pytest.approx(2.7e77)
-    for value in (math.inf, -math.inf, math.nan):
-        x[31_234] = value
-        found = sum_of_squares(x)
-        assert math.isnan(found) if math.isnan(value) else found == math.inf
-    with pytest.raises(ValueError, match="float64"):
-        cpu_adam.sum_of_squares(x.double())
 
 
 # What is refused.

@@ -140,9 +140,16 @@ print(cpu_adam.kernel().name, cpu_adam.threads())
 
 HIDDEN = "import sys; sys.modules['cpu_adam._kernels'] = None\n"
 
+EIGHT_CORES = """
+from cpu_adam import processors
+processors._affinity = lambda: range(10_000, 10_008)
+processors.processor_quota = lambda root: None
+"""
+
 CODE: dict[str, tuple[dict[str, str], str]] = {
     "forked": ({}, FORKED),
-    "five": ({"CPU_ADAM_THREADS": "5"}, USE),
+    "five": ({"CPU_ADAM_THREADS": "5", "LOCAL_WORLD_SIZE": "4"}, EIGHT_CORES + USE),
+    "two of eight": ({"CPU_ADAM_THREADS": "", "LOCAL_WORLD_SIZE": "4"}, EIGHT_CORES + USE),
     **{name: ({"CPU_ADAM_KERNEL": name}, CHOSEN) for name in COMPILED},
     "python": ({"CPU_ADAM_KERNEL": "python"}, USE),
     "hidden": ({"CPU_ADAM_KERNEL": ""}, HIDDEN + USE),
@@ -155,6 +162,12 @@ CODE: dict[str, tuple[dict[str, str], str]] = {
 @needs_kernels
 def test_a_forked_child_has_one_thread(found: dict[str, Found]) -> None:
     assert found["forked"].returncode == 0, found["forked"].stderr
+
+
+@needs_kernels
+def test_the_ranks_of_a_host_divide_its_cores(found: dict[str, Found]) -> None:
+    assert found["two of eight"].stdout.split()[1:] == ["2"], found["two of eight"].stderr
+    assert found["five"].stdout.split()[1:] == ["5"], found["five"].stderr
 
 
 @needs_kernels
@@ -233,7 +246,8 @@ def lay(root: Path, files: dict[str, str]) -> None:
 def test_threads_are_one_per_core_within_the_quota(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(processors.THREADS_VARIABLE, raising=False)
+    for variable in (processors.THREADS_VARIABLE, "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(processors, "_affinity", lambda: tuple(range(2, 16)))
     cpu = "sys/devices/system/cpu"
     for k in range(16):  # 8 cores on 2 packages; k and k + 8 share a core
@@ -249,6 +263,12 @@ def test_threads_are_one_per_core_within_the_quota(
     assert processors.processor_quota(tmp_path) == 1.5
     lay(tmp_path, {"sys/fs/cgroup/a/b/cpu.max": "max 100000"})
     assert processors.default_threads(tmp_path) == 3
+    (tmp_path / "proc/self/cgroup").unlink()
+    for ranks, share in {"2": 4, "3": 2, "8": 1, "16": 1, "0": 8, "many": 8}.items():
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert processors.default_threads(tmp_path) == share
+    monkeypatch.setenv(processors.THREADS_VARIABLE, "7")
+    assert processors.default_threads(tmp_path) == 7
 
 
 def test_strided_tensors_and_versions() -> None:

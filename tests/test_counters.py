@@ -25,8 +25,8 @@ def up(count: int, multiple: int) -> int:
 
 
 def unit_elements(*sizes: int) -> int:
-    """Elements of a bf16 unit: each parameter padded to 256 bytes, the unit to blocks."""
-    return up(sum(up(size, 128) for size in sizes), BLOCK_BYTES // 2)
+    """Elements of a bf16 unit: each parameter padded to 1024, the unit to blocks."""
+    return up(sum(up(size, 1024) for size in sizes), BLOCK_BYTES // 2)
 
 
 BLOCK = unit_elements(WIDTH, WIDTH, 4 * WIDTH * WIDTH, 4 * WIDTH, 4 * WIDTH * WIDTH, WIDTH)

@@ -89,7 +89,7 @@ def test_the_native_module_refuses_null() -> None:
     with pytest.raises(ValueError, match="memory"):
         native.run(index, operation, 0, row, np.zeros((1, native.FACTORS), np.float32))
     with pytest.raises(ValueError, match="memory"):
-        native.sum_of_squares(index, 0, 0, 4)
+        native.square_sums(index, 0, 0, 4, 0)
 
 
 @every_optimizer

@@ -126,7 +126,7 @@ def test_sums_on_the_device_are_those_on_the_cpu() -> None:
         )
         workspace = torch.full((squares_bytes(x.numel()),), 255, dtype=torch.uint8, device=on)
         for given in (None, workspace):
-            assert native.sum_of_squares(x.to(on), given) == native.sum_of_squares(x)
+            assert native.square_sums(x.to(on), 3, given) == native.square_sums(x, 3)
             sums = torch.zeros(2, dtype=torch.float64, device=on)
             put_sum_of_squares(x.to(on), sums[1], given)
             assert sums.tolist() == [0.0, native.sum_of_squares(x)]

@@ -50,9 +50,9 @@ LATE_S = 0.02
 Slept = tuple[float, float, str]
 """From when to when, and who called."""
 
-CASES: dict[str, tuple[str, Actions, Lane]] = {
+CASES: dict[str, tuple[str, Actions, Lane | None]] = {
     "residents, the step after": ("device-device-device", [train, train], Lane.COMPUTE),
-    "a gradient shown": ("cpu-nvme-cpu", [backward_only, look_at_gradients], Lane.D2H),
+    "a gradient shown": ("nvme-nvme-cpu", [backward_only, look_at_gradients], None),
     "residents, their norm": ("device-device-device", [train], Lane.COMPUTE),
     "a gradient edited": (
         "cpu-device-cpu",
@@ -133,7 +133,9 @@ def test_all_waits_for_a_device_are_booked(
                     action(loop)
                 run.engine.settle()
             traced = run.engine.executor.lanes.stats.traced()
-            exposed = run.engine.executor.lanes.stats.use[lane].exposed_s
+            use = run.engine.executor.lanes.stats.use
+            # None: where a gradient is on its way to the drive by then no test decides.
+            exposed = sum(use[one].exposed_s for one in use if lane in (None, one))
         device.timeline.finish()
     assert waited
     booked = [(one.start, one.stop) for one in traced.waited]

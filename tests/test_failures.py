@@ -204,7 +204,7 @@ def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path:
 def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
     python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with running(("nvme", "cpu", "cpu"), tmp_path, device_memory="72KiB") as run:
+    with running(("nvme", "cpu", "cpu"), tmp_path, device_memory="84KiB") as run:
         x = batch(run.generator)
         loss_of(run.model, x).backward()
         run.optimizer.step()

@@ -225,7 +225,7 @@ def test_deferred_ones_are_those_of_torch(
         assert found is None or torch.equal(found, alone)
 
 
-@pytest.mark.parametrize(("limit", "deferred"), [(95, 0), (4096, 2)])  # 96, and padding.
+@pytest.mark.parametrize(("limit", "deferred"), [(12287, 0), (12288, 2)])  # Of three, padded.
 def test_large_ones_are_not_deferred(
     limit: int, deferred: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

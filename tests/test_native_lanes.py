@@ -81,6 +81,14 @@ def spoiled(run: Run, how: str) -> None:
     store = run.engine.executor.store
     assert store is not None
     (file,) = store.files
+    if how == "lost the write":
+        with open(f"/proc/self/fd/{file.fd}", "r+b") as again:
+            before = again.read()
+            plain(run, 1)
+            run.engine.settle()
+            again.seek(0)
+            again.write(before)
+        return
     if how == "checksum mismatch":
         there = os.open(f"/proc/self/fd/{file.fd}", os.O_RDWR)
         (byte,) = os.pread(there, 1, 0)
@@ -93,7 +101,7 @@ def spoiled(run: Run, how: str) -> None:
 
 
 @pytest.mark.parametrize("placement", [NVME, ("device", "device", "nvme")])
-@pytest.mark.parametrize("how", ["checksum mismatch", "the file ends"])
+@pytest.mark.parametrize("how", ["checksum mismatch", "lost the write", "the file ends"])
 def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
     how: str, placement: tuple[str, str, str], native: None, tmp_path: Path
 ) -> None:

@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.planning import profile as profiles
 from offload.planning.layout import Plan
 from offload.planning.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
     ITEM_BYTES,
-    PARAMETER_ALIGN_BYTES,
+    LEAF_ELEMENTS,
     ParameterSpec,
+    Profile,
     Unit,
     lay_out_unit,
     profile_of,
@@ -27,27 +29,72 @@ from tests.examples import cheap
 from tests.profiles import plan_of, unit, units, wanted_parameters
 
 
-@given(units())
-@cheap(100)
-def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
-    covered: dict[int, list[tuple[int, int]]] = {}
-    for chunk in one.chunks:
-        for span in chunk.slices:
-            parameter = one.parameters[span.parameter]
-            assert parameter.segment == chunk.segment
-            assert 0 <= span.chunk_start < span.chunk_start + span.elements <= chunk.elements
-            at = chunk.start + span.chunk_start
-            assert at == parameter.start + span.parameter_start
-            stop = span.parameter_start + span.elements
-            covered.setdefault(span.parameter, []).append((span.parameter_start, stop))
-    for index, parameter in enumerate(one.parameters):
-        ranges = covered.get(index, [])
-        if not parameter.trainable:
-            assert ranges == []
-            continue
-        assert ranges[0][0] == 0
-        assert ranges[-1][1] == parameter.elements
-        assert all(first[1] == second[0] for first, second in pairwise(ranges))
+def found_one_by_one(profile: Profile, name: str) -> list[tuple[int, int, int]]:
+    """(unit, chunk, element in it) of each element of a parameter, by the bytes of its weight."""
+    ((unit, index),) = (
+        (u, i)
+        for u, one in enumerate(profile.units)
+        for i, parameter in enumerate(one.parameters)
+        if parameter.name == name
+    )
+    one, found = profile.units[unit], list[tuple[int, int, int]]()
+    item = ITEM_BYTES[one.parameters[index].dtype]
+    for element in range(one.parameters[index].elements):
+        at = one.weight_offset(index) + element * item
+        ((chunk, offset),) = (
+            (number, offset)
+            for number, (offset, size) in enumerate(one.weight_chunks)
+            if offset <= at < offset + size
+        )
+        found.append((unit, chunk, (at - offset) // item))
+        if one.parameters[index].trainable:  # So do gradients, and records by their chunk.
+            spec, kept = one.chunks[chunk], ITEM_BYTES[one.gradient_dtype(index)]
+            there = one.gradient_offset(index) + element * kept - spec.gradient_offset
+            assert there == found[-1][2] * kept < spec.gradient_bytes
+    return found
+
+
+@st.composite
+def small_profiles(draw: st.DrawFn) -> Profile:
+    sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=3)
+    made = []
+    for i in range(draw(st.integers(1, 2))):
+        kinds: dict[str, Any] = {
+            "dtype": draw(st.sampled_from(["bfloat16", "float32"])),
+            "gradient_dtype": draw(st.sampled_from(["param", "float32"])),
+        }
+        made.append(unit(f"unit{i}", *draw(sizes), frozen=draw(sizes), **kinds))
+    return profile_of(made)
+
+
+@given(st.data())
+@cheap(40)
+def test_the_pieces_of_a_range_are_those_found_one_by_one(data: st.DataObject) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiles, "CHUNK_ELEMENTS", 2048)
+        one = data.draw(small_profiles())
+        for parameter in itertools.chain(*(spec.parameters for spec in one.units)):
+            wanted = found_one_by_one(one, parameter.name)
+            start = data.draw(st.integers(0, parameter.elements))
+            stop = data.draw(st.integers(start, parameter.elements))
+            for part in (range(start, stop), None):
+                at, found = 0 if part is None else start, list[tuple[int, int, int]]()
+                for piece in one.locate(parameter.name, part):
+                    assert (piece.parameter_start, piece.parameter_stop) == (
+                        at,
+                        at + piece.elements,
+                    )
+                    assert one.units[piece.unit].parameters[piece.parameter] is parameter
+                    at = piece.parameter_stop
+                    here = range(piece.chunk_start, piece.chunk_start + piece.elements)
+                    assert here
+                    found += [(piece.unit, piece.chunk, element) for element in here]
+                assert found == (wanted if part is None else wanted[start:stop])
+        for number, spec in enumerate(one.units):
+            by_chunk = one.by_chunk(number)
+            by_name = [piece for p in spec.parameters for piece in one.locate(p.name)]
+            assert list(itertools.chain(*by_chunk.values())) == by_name
+            assert list(by_chunk) == sorted(by_chunk)
 
 
 @given(units())
@@ -55,7 +102,7 @@ def test_spans_cover_every_trainable_parameter_once(one: Unit) -> None:
 def test_alignment_and_order(one: Unit) -> None:
     for parameter in one.parameters:
         segment = one.segments[parameter.segment]
-        assert parameter.start * ITEM_BYTES[segment.dtype] % PARAMETER_ALIGN_BYTES == 0
+        assert parameter.start % LEAF_ELEMENTS == 0
         assert parameter.stop <= segment.elements
         assert (parameter.dtype, parameter.trainable) == (segment.dtype, segment.trainable)
     for before, after in pairwise(one.parameters):
@@ -118,25 +165,22 @@ def test_a_unit_by_hand() -> None:
     one = unit("u", 100, 3000, frozen=[5])
     assert [(p.name, p.segment, p.start, p.stop) for p in one.parameters] == [
         ("u.p0", 0, 0, 100),
-        ("u.p1", 0, 128, 3128),
+        ("u.p1", 0, 1024, 4024),
         ("u.f0", 1, 0, 5),
     ]
     assert [s.elements for s in one.segments] == [4096, 2048]
     assert (one.weight_bytes, one.gradient_bytes) == (12288, 8192)
-    assert [(s.parameter, s.chunk_start, s.elements) for s in one.chunks[0].slices] == [
-        (0, 0, 100),
-        (1, 128, 3000),
-    ]
+    found = profile_of([one]).by_chunk(0, {0, 1})
+    assert found == {0: [(0, 0, 0, 0, 0, 100), (0, 0, 1, 1024, 0, 3000)]}
 
 
 def test_a_parameter_over_several_chunks() -> None:
     one = unit("u", 100, 2 * CHUNK_ELEMENTS, dtype="float32")
     assert [chunk.elements for chunk in one.chunks] == [CHUNK_ELEMENTS] * 2 + [1024]
-    spans = [span for chunk in one.chunks for span in chunk.slices if span.parameter == 1]
-    assert [span.parameter_start for span in spans] == [
+    assert [piece.parameter_start for piece in profile_of([one]).locate("u.p1")] == [
         0,
-        CHUNK_ELEMENTS - 128,
-        2 * CHUNK_ELEMENTS - 128,
+        CHUNK_ELEMENTS - 1024,
+        2 * CHUNK_ELEMENTS - 1024,
     ]
 
 
@@ -150,7 +194,7 @@ def test_scalars_and_empty_parameters() -> None:
         "u", [ParameterSpec("s", (), "float32", True), ParameterSpec("e", (0,), "float32", True)]
     )
     assert [p.elements for p in one.parameters] == [1, 0]
-    assert [span.parameter for chunk in one.chunks for span in chunk.slices] == [0]
+    assert [piece.parameter for piece in profile_of([one]).by_chunk(0)[0]] == [0]
     assert not unit("empty", 0, frozen=[0]).trainable
 
 

@@ -122,7 +122,7 @@ def test_square_reads_the_gradient_where_it_is() -> None:
     lanes = {"device": Lane.COMPUTE, "cpu": Lane.CPU, "nvme": Lane.CPU}
     for tier, expected in lanes.items():
         plan = plan_of(blocks(1), gradient=tier, clips=True)  # type: ignore[arg-type]
-        one = square(plan, 0, 7)
+        one = square(plan, 0)
         assert one.lane is expected
         before, after = parts_of(plan, one)
         assert [part.lane for part in before] == [Lane.DISK] * (tier == "nvme")
@@ -132,7 +132,7 @@ def test_square_reads_the_gradient_where_it_is() -> None:
 def test_updates_come_in_the_order_of_the_next_forward() -> None:
     made = [unit("a", 5), unit("b", 3_000_000), unit("c", 5), unit("never", 5)]
     profile = profile_of(made, forward=[2, 1, 0, 1])
-    every = [(0, 2, 0), (1, 1, 1), (4, 0, 2), (5, 3, 4)]
+    every = [(2, 0), (1, 1), (0, 2), (3, 4)]
     assert list(update_order(plan_of(profile, state="nvme"))) == every
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import aio
+from aio import chunks
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed
 from offload.runtime.store import Store
@@ -103,7 +104,7 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
     for seed in range(5):
         with Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02)) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
-            store.chunks._kept[store.numbers("state", "a", 0), -1] ^= 1
+            store.chunks._kept[store.numbers("state", "a", 0), chunks._CRC] ^= 1
             started, read_into = [], store._volume.read_into
 
             def read_and_note(*place, started=started, read_into=read_into):
@@ -233,6 +234,33 @@ def test_flipped_bits_are_found():
         with pytest.raises(OSError, match="failed") as caught:
             store.read("state", "a", data)
         assert caught.value.errno == errno.EIO
+
+
+def test_what_was_read_instead_is_told():
+    """Of a place that holds another chunk, and of one that holds what was there before."""
+    io = MemoryIO()
+    with Store("/simulated", LAYOUT, io) as store:
+        extent, found = EXTENTS["state", "a"], aligned_tensor(24576)
+        store.write("state", "a", value("state", "a", 1), 4)
+        store.write("weight", "a", value("weight", "a", 3), 5)
+        (content,) = io.files.values()
+        first = slice(extent.offset, extent.offset + 8192)
+        before = bytes(content[first])
+        content[first] = content[extent.offset + 8192 : extent.offset + 16384]
+        told = r"chunk 0 of state of 'a'.*bytes of chunk 1 of state of 'a', written in step 4"
+        with pytest.raises(OSError, match=told):
+            store.read("state", "a", found)
+        content[first] = content[:8192]
+        with pytest.raises(OSError, match=r"bytes of chunk 0 of weight of 'a', written in step 5"):
+            store.read("state", "a", found)
+        store.write("state", "a", value("state", "a", 2), 6)
+        content[first] = before
+        told = r"those of step 4: likely the drive lost the write of 6;"
+        with pytest.raises(OSError, match=told):
+            store.read("state", "a", found)
+        crc = store.chunks._crc(np.frombuffer(before, np.uint8), 0)
+        number = store.numbers("state", "a", 0)[0]
+        assert told[:20] in str(store.chunks.explain((0, number, 0, 0, 0, 0, 0, crc)))
 
 
 def test_what_a_caller_can_get_wrong():

@@ -1,6 +1,7 @@
 #include "chunks.h"
 
 #include <cerrno>
+#include <utility>
 
 namespace aio {
 
@@ -64,8 +65,8 @@ void ChunkFlight::look_at(size_t at) {
     const Chunk& chunk = transfer_.chunks[at];
     (transfer_.writing ? transfer_.moved->written : transfer_.moved->read) += chunk.bytes;
     if (transfer_.writing) {
-        chunk.check->step = *transfer_.step;
-        chunk.check->crc = crcs_[at];
+        chunk.check->earlier_step = std::exchange(chunk.check->step, *transfer_.step);
+        chunk.check->earlier_crc = std::exchange(chunk.check->crc, crcs_[at]);
         chunk.check->ended = chunk.check->begun;
         return;
     }

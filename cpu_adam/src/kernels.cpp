@@ -3,32 +3,25 @@
 #include "processor.h"
 
 namespace cpu_adam {
-namespace {
-
-struct Found {
-    const Kernel* kernels[3];
-    int count = 0;
-
-    Found() {
-#if defined(__x86_64__)
-        if (processor().avx512) kernels[count++] = &avx512::kernel;
-        if (processor().avx2_and_f16c) kernels[count++] = &avx2::kernel;
-        if (processor().sse4_1) kernels[count++] = &portable::kernel;
-#else
-#if defined(__aarch64__)
-        kernels[count++] = &neon::kernel;
-#endif
-        kernels[count++] = &portable::kernel;
-#endif
-    }
-};
-
-}  // namespace
 
 const Kernel* const* kernels(int& count) {
-    static const Found found;
-    count = found.count;
-    return found.kernels;
+    static const Kernel* found[3];
+    static const int all = [] {
+        int some = 0;
+#if defined(__x86_64__)
+        if (processor().avx512) found[some++] = &avx512::kernel;
+        if (processor().avx2_and_f16c) found[some++] = &avx2::kernel;
+        if (processor().sse4_1) found[some++] = &portable::kernel;
+#else
+#if defined(__aarch64__)
+        found[some++] = &neon::kernel;
+#endif
+        found[some++] = &portable::kernel;
+#endif
+        return some;
+    }();
+    count = all;
+    return found;
 }
 
 }  // namespace cpu_adam

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -63,14 +64,15 @@ static void run(int kernel, int operation, int gradient, const Rows& rows,
     sweep(chosen, table);
 }
 
-static double squares(int kernel, int gradient, uintptr_t address, int64_t elements) {
+static Nodes squares(int kernel, int gradient, uintptr_t address, int64_t elements,
+                     int64_t first) {
     const Kernel& chosen = kernel_at(kernel);
-    if (gradient < 0 || gradient >= GRADIENTS || elements < 0)
+    if (gradient < 0 || gradient >= GRADIENTS || elements < 0 || first < 0)
         throw nb::index_error("no such gradient");
     if (elements > 0 && address == 0) throw nb::value_error("a gradient has no memory");
     const WithoutGil released;
-    return sum_of_squares(chosen, Gradient(gradient), reinterpret_cast<const Byte*>(address),
-                          elements);
+    return square_sums(chosen, Gradient(gradient), reinterpret_cast<const Byte*>(address), elements,
+                       first);
 }
 
 static uint32_t crc32c(int kernel, const Bytes& bytes, uint32_t value) {
@@ -89,7 +91,7 @@ static void configure(int threads) {
 }
 
 NB_MODULE(_kernels, m) {
-    m.attr("VERSION") = 3;  // as cpu_adam/choice.py has it
+    m.attr("VERSION") = 4;  // as cpu_adam/choice.py has it
     nb::list operations;
     for (const char* name : OPERATIONS) operations.append(name);
     m.attr("OPERATIONS") = nb::tuple(operations);
@@ -100,8 +102,8 @@ NB_MODULE(_kernels, m) {
     m.def("kernel_names", &kernel_names);
     m.def("run", &run, nb::arg("kernel"), nb::arg("operation"), nb::arg("gradient"),
           nb::arg("rows"), nb::arg("factors"));
-    m.def("sum_of_squares", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
-          nb::arg("elements"));
+    m.def("square_sums", &squares, nb::arg("kernel"), nb::arg("gradient"), nb::arg("address"),
+          nb::arg("elements"), nb::arg("first"));
     m.def("crc32c", &crc32c, nb::arg("kernel"), nb::arg("bytes"), nb::arg("value"));
     m.def("configure", &configure, nb::arg("threads"));
     m.def("threads", [] { return Pool::get().threads(); });

@@ -1,7 +1,6 @@
 #include "sweep.h"
 
 #include <algorithm>
-#include <bit>
 #include <vector>
 
 #include "pool.h"
@@ -93,22 +92,27 @@ void sweep(const Action& operation, const Table& table) {
     Pool::get().run(cuts.pieces(), sweep_piece);
 }
 
-double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient,
-                      int64_t elements) {
-    if (elements == 0) return 0.0;
+Nodes square_sums(const Kernel& kernel, Gradient dtype, const Byte* gradient, int64_t elements,
+                  int64_t first) {
     const int64_t blocks = (elements + SUM_BLOCK_ELEMENTS - 1) / SUM_BLOCK_ELEMENTS;
-    std::vector<double> sums(std::bit_ceil(size_t(blocks)));
+    std::vector<double> sums(static_cast<size_t>(blocks));
     const int64_t pieces = (blocks + PIECE_SUM_BLOCKS - 1) / PIECE_SUM_BLOCKS;
     const int64_t piece_elements = PIECE_SUM_BLOCKS * SUM_BLOCK_ELEMENTS;
     Pool::get().run(pieces, [&](int64_t piece) {
-        const int64_t first = piece * piece_elements;
-        const int64_t count = std::min(piece_elements, elements - first);
-        const Byte* from = gradient + first * kernel.gradient_bytes[dtype];
+        const int64_t start = piece * piece_elements;
+        const int64_t count = std::min(piece_elements, elements - start);
+        const Byte* from = gradient + start * kernel.gradient_bytes[dtype];
         kernel.block_sums[dtype](from, count, sums.data() + piece * PIECE_SUM_BLOCKS);
     });
-    for (size_t half = sums.size() / 2; half > 0; half /= 2)
-        for (size_t i = 0; i < half; i++) sums[i] = sums[i] + sums[i + half];
-    return sums[0];
+    Nodes nodes, right;
+    double* row = sums.data();
+    for (int64_t level = 0, count = blocks; count > 0; level++, count /= 2, first /= 2) {
+        if (first % 2) nodes.push_back({first++, level, *row++}), count--;
+        if (count % 2) right.push_back({first + count - 1, level, row[count - 1]});
+        for (int64_t i = 0; i < count / 2; i++) row[i] = row[2 * i] + row[2 * i + 1];
+    }
+    nodes.insert(nodes.end(), right.rbegin(), right.rend());
+    return nodes;
 }
 
 }  // namespace cpu_adam

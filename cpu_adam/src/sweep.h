@@ -1,6 +1,9 @@
 // Operations on whole tables and tensors, by all threads: see [Note: The way of the data].
 #pragma once
 
+#include <tuple>
+#include <vector>
+
 #include "kernel.h"
 
 namespace cpu_adam {
@@ -17,7 +20,10 @@ constexpr int ELEMENTS_COLUMN = 0, FACTORS_COLUMN = 1, FIRST_COLUMN = 2, ADDRESS
 
 void sweep(const Action& operation, const Table& table);
 
-// The sum of squares of a gradient, in the order that cpu_adam/reference.py defines.
-double sum_of_squares(const Kernel& kernel, Gradient dtype, const Byte* gradient, int64_t elements);
+// Subtrees of a sum of squares (index, level, sum), as cpu_adam/reference.py has them: the largest
+// of part of a parameter, which starts with its leaf `first`.
+using Nodes = std::vector<std::tuple<int64_t, int, double>>;
+Nodes square_sums(const Kernel& kernel, Gradient dtype, const Byte* gradient, int64_t elements,
+                  int64_t first);
 
 }  // namespace cpu_adam

@@ -123,7 +123,6 @@ INLINE U32 broadcast(uint32_t x) {
 
 INLINE F32 floats(U32 bits) { return {(Floats)bits.low, (Floats)bits.high}; }
 INLINE U32 bits_of(F32 x) { return {(Words)x.low, (Words)x.high}; }
-INLINE F32 magnitude(F32 x) { return floats(bits_of(x) & 0x7FFFFFFFu); }
 
 // As many 32-bit numbers as a pair has, and the first `count` of as many floats, the others 0.
 template <class V, class T> INLINE V get(const T* from) {

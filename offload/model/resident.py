@@ -20,7 +20,7 @@ device than its states are for is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -28,14 +28,18 @@ from torch import nn
 from cpu_adam import sum_of_squares
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.native import put_sum_of_squares
+from cpu_adam.reference import Node
 from offload.model.early_updates import Step
 from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
-from offload.planning.profile import ParameterSlice
+from offload.planning.profile import CHUNK_ELEMENTS, LEAF_ELEMENTS
 from offload.program.ops import Op
 from offload.runtime.device import Device
 from offload.runtime.executor import Executor
-from offload.runtime.works import Flat, in_order
+from offload.runtime.works import Flat
+
+CHUNK_LEVEL = (CHUNK_ELEMENTS // LEAF_ELEMENTS).bit_length() - 1
+"""Of the norm's tree: where a subtree has as many elements as a chunk."""
 
 
 class Residents:
@@ -109,43 +113,31 @@ class Residents:
                 in_lanes = unit in self.pending.units
                 _check(self._units[unit], at, self._executor.device, in_lanes=in_lanes)
 
-    def squares(self, ops: Sequence[Op], step: Step) -> list[dict[int, float]]:
-        """Of each op, the sums of squares by chunk; the device is waited for once."""
-        device, memory = self._executor.device, self._executor.memory
-        sums, filled = memory.sums(), 0
-        stops = list[tuple[int, int, int]]()
-        for at, op in enumerate(ops):
-            for chunk, spans in self._due(op.value.unit, step):
-                for span in spans:
-                    gradient, into = self._gradient(op.value.unit, span), sums[filled]
-                    if device.is_host:
-                        into.fill_(sum_of_squares(gradient))
+    def squares(self, ops: Sequence[Op], step: Step) -> Iterable[tuple[int, list[Node]]]:
+        """What `Clip.put` takes, of the units of some ops; the device is waited for once."""
+        memory, sums = self._executor.memory, self._executor.memory.sums()
+        places = list[tuple[int, int]]()
+        for op, unit in ((op, op.value.unit) for op in ops):
+            for parameter in sorted(step[unit]):
+                gradient = self._units[unit].parameters[parameter].grad
+                assert gradient is not None
+                flat = gradient.detach().reshape(-1)
+                for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+                    part, into = flat[start : start + CHUNK_ELEMENTS], sums[len(places)]
+                    if self._executor.device.is_host:
+                        into.fill_(sum_of_squares(part))
                     else:
-                        put_sum_of_squares(gradient, into, memory.workspace(op))
-                    filled += 1
-                stops.append((at, chunk, filled))
-        there = torch.empty(filled, dtype=sums.dtype, device="cpu")
-        self._executor.copy_now(there, sums[:filled])
-        parts, start = there.tolist(), 0
-        found: list[dict[int, float]] = [{} for _ in ops]
-        for at, chunk, stop in stops:
-            found[at][chunk] = in_order(parts[start:stop])
-            start = stop
-        return found
+                        put_sum_of_squares(part, into, memory.workspace(op))
+                    leaf = self._plan.profile.leaf(unit, parameter, start)
+                    places.append((leaf, start // CHUNK_ELEMENTS))
+        there = torch.empty(len(places), dtype=sums.dtype, device="cpu")
+        self._executor.copy_now(there, sums[: len(places)])
+        for (leaf, index), total in zip(places, there.tolist()):
+            yield leaf, [(index, CHUNK_LEVEL, total)]
 
     def flat(self, unit: int, step: Step) -> Flat:
         """What the update of a unit works on."""
         return in_torch({index: self._units[unit].parameters[index] for index in step[unit]})
-
-    def _due(self, unit: int, step: Step) -> Iterator[tuple[int, list[ParameterSlice]]]:
-        for number, chunk in enumerate(self._units[unit].spec.chunks):
-            yield number, [span for span in chunk.slices if span.parameter in step[unit]]
-
-    def _gradient(self, unit: int, span: ParameterSlice) -> torch.Tensor:
-        gradient = self._units[unit].parameters[span.parameter].grad
-        assert gradient is not None
-        flat = gradient.detach().reshape(-1)
-        return flat[span.parameter_start : span.parameter_start + span.elements]
 
 
 @torch.no_grad()

@@ -180,10 +180,8 @@ class Snapshots:
         on the compute device that counts against nothing."""
         self._executor.quiesce(key.kind, key.unit, to_write=False)
         out = self._empty(key) if out is None else out
-        flat = out.view(-1).view(torch.uint8)
-        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
-            home = self._chunks.read(Value(key.kind, key.unit, chunk))
-            self._executor.copy_now(flat[there : there + size], home[here : here + size])
+        for value, at, part in self._parts(key, out):
+            self._executor.copy_now(part, self._chunks.read(value)[at : at + part.numel()])
         self._executor.lanes.drain()  # Before other streams look at it, or a lane writes home.
         return out
 
@@ -279,7 +277,8 @@ class Snapshots:
     def _write_back(self, keys: Iterable[Key]) -> None:
         edited: dict[Value, list[tuple[int, torch.Tensor]]] = {}
         for key in sorted(keys):
-            parts, changed = list(self._parts(key)), self._open[key].edited
+            one = self._open[key]
+            parts, changed = list(self._parts(key, one.memory)), one.edited
             if changed is None:
                 self._executor.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
                 with self._executor.lanes.waited(Lane.COMPUTE):
@@ -294,20 +293,21 @@ class Snapshots:
                     self._forget_slot(unit)
                 self._executor.quiesce(kind, unit)
             for value, changes in edited.items():
-                chunks = self._units[value.unit].chunks if value.kind == "gradient" else ()
-                if chunks and len(changes) == len(chunks[value.chunk].slices):  # All that it has.
-                    home = host_tensor(chunks[value.chunk].gradient_bytes)
+                profile, is_gradient = self._executor.plan.profile, value.kind == "gradient"
+                if is_gradient and len(changes) == len(profile.by_chunk(value.unit)[value.chunk]):
+                    home = host_tensor(self._executor.memory.extent(value)[1])  # All that it has.
                 else:
                     home = self._chunks.read(value)
                 for at, part in changes:
                     self._executor.copy_now(home[at : at + part.numel()], part)
                 self._chunks.write(value, home)
 
-    def _parts(self, key: Key) -> Iterable[tuple[Value, int, torch.Tensor]]:
-        """The chunks of a value: each with an offset in it, and the snapshot's bytes there."""
-        flat = self._open[key].memory.view(-1).view(torch.uint8)
-        for chunk, here, there, size in self._units[key.unit].locate(key.kind, key.parameter):
-            yield Value(key.kind, key.unit, chunk), here, flat[there : there + size]
+    def _parts(self, key: Key, all_: torch.Tensor) -> Iterable[tuple[Value, int, torch.Tensor]]:
+        """The chunks of a value: each with an offset in it, and the bytes of `all_` there."""
+        flat, item = all_.view(-1).view(torch.uint8), all_.itemsize
+        for one in self._executor.plan.profile.locate(self._parameter(key).name):
+            part = flat[one.parameter_start * item :][: one.elements * item]
+            yield Value(key.kind, key.unit, one.chunk), one.chunk_start * item, part
 
     def _is_at_home(self, value: Value, at: int, part: torch.Tensor) -> bool:
         home = self._chunks.read(value)[at : at + part.numel()]

@@ -133,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def in_places(self) -> list[nn.Parameter]:
         """`parameters()`, in the order in which their states lie."""
-        return sorted(self.parameters(), key=lambda one: self._states.order(self._places[one]))
+        return sorted(self.parameters(), key=self._places.__getitem__)
 
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""

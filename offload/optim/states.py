@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from cpu_adam.hyper import Hyper, SGDHyper
 from cpu_adam.parameter_state import OPTIONAL, check_rule
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import from_plain, plain_dtypes, to_plain
+from offload.planning.profile import Piece
 from offload.program.ops import Value
 from offload.runtime.device import CPU
 from offload.runtime.executor import ChunkCache, Executor
@@ -56,19 +57,9 @@ class States:
         if isinstance(hyper, SGDHyper) and hyper.momentum:
             self.buffers.add(owner)
 
-    def _spans(self, unit: int, parameter: int) -> Iterator[tuple[int, int, slice]]:
-        """(chunk, first element in the chunk, elements in the parameter)."""
-        for index, chunk in enumerate(self._plan.profile.units[unit].chunks):
-            for span in chunk.slices:
-                if span.parameter == parameter:
-                    there = span.parameter_start
-                    yield index, span.chunk_start, slice(there, there + span.elements)
-
-    def order(self, owner: ParameterKey) -> tuple[int, int, int]:
-        """To sort by: parameters in the order in which their states lie."""
-        for chunk, here, _ in self._spans(*owner):
-            return owner[0], chunk, here
-        return *owner, 0
+    def _pieces(self, unit: int, parameter: int) -> Iterable[Piece]:
+        one = self._plan.profile.units[unit].parameters[parameter]
+        return self._plan.profile.locate(one.name) if one.trainable else ()
 
     def read(self, unit: int, parameter: int) -> dict[str, torch.Tensor]:
         """A parameter's state as torch has it, in the parameter's shape and memory of its own.
@@ -85,12 +76,12 @@ class States:
         out = {
             name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
-        for chunk, here, there in self._spans(unit, parameter):
-            record = self._chunks.read(Value("state", unit, chunk))
-            slots = views(record, fmt, spec.chunks[chunk].elements)
-            count = there.stop - there.start
-            for name, part in to_plain(cut(slots, fmt, here, count), fmt).items():
-                out[name][there].copy_(part)
+        for piece in self._pieces(unit, parameter):
+            record = self._chunks.read(Value("state", unit, piece.chunk))
+            slots = views(record, fmt, spec.chunks[piece.chunk].elements)
+            slots = cut(slots, fmt, piece.chunk_start, piece.elements)
+            for name, part in to_plain(slots, fmt).items():
+                out[name][piece.parameter_start : piece.parameter_stop].copy_(part)
         self._executor.lanes.drain()  # Before an update may write where it reads.
         if (unit, parameter) not in self.buffers:
             out.pop("momentum_buffer", None)
@@ -103,7 +94,7 @@ class States:
             ValueError: a slot of another shape than its parameter; nothing is written.
         """
         self._chunks.forget()
-        parts: dict[Value, list[tuple[Given, int, slice]]] = {}
+        parts: dict[Value, list[tuple[Given, Piece]]] = {}
         for (unit, parameter), state, _ in given:
             self._check(unit, parameter, state)
         for one in given:
@@ -114,12 +105,13 @@ class States:
                     name: value.detach().to("cpu", copy=True) for name, value in state.items()
                 }
                 self._written(owner, state, steps)
-            for chunk, here, there in self._spans(unit, parameter):
-                parts.setdefault(Value("state", unit, chunk), []).append((one, here, there))
-        due = Counter(one[0] for each in parts.values() for one, _, _ in each)
+            for piece in self._pieces(unit, parameter):
+                parts.setdefault(Value("state", unit, piece.chunk), []).append((one, piece))
+        whole = {unit: self._plan.profile.by_chunk(unit) for unit in {v.unit for v in parts}}
+        due = Counter(one[0] for each in parts.values() for one, _ in each)
         for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
-            self._write_chunk(value, parts[value])
-            for (owner, state, steps), _, _ in parts[value]:
+            self._write_chunk(value, parts[value], len(whole[value.unit][value.chunk]))
+            for (owner, state, steps), _ in parts[value]:
                 due[owner] -= 1
                 if not due[owner]:
                     self._written(owner, state, steps)
@@ -133,17 +125,17 @@ class States:
                     f"the parameter {one.shape}: the state is of another model"
                 )
 
-    def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, int, slice]]) -> None:
-        """Put parts of states in their places of a chunk, which is read where some of it stays."""
+    def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, Piece]], pieces: int) -> None:
+        """Put parts of states in their places of a chunk of so many `pieces`, which is read where
+        some of it stays."""
         chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
-        anew = {span.parameter for span in chunk.slices} == {one[0][1] for one, _, _ in parts}
-        if anew and self._plan.home("state", value.unit).tier == "nvme":
+        if len(parts) == pieces and self._plan.home("state", value.unit).tier == "nvme":
             record = host_tensor(self._executor.memory.extent(value)[1])
         else:
             record = self._chunks.read(value)
-        for ((unit, parameter), state, _), here, there in parts:
-            fmt = self.format(unit, parameter)
-            slots = cut(views(record, fmt, chunk.elements), fmt, here, there.stop - there.start)
+        for (owner, state, _), piece in parts:
+            fmt, there = self.format(*owner), slice(piece.parameter_start, piece.parameter_stop)
+            slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
             from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
         self._chunks.write(value, record)
 

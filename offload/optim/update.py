@@ -49,13 +49,11 @@ class Updates:
         self._residents = residents
         self._plan = executor.plan
         self._max_grad_norm = max_grad_norm
-        order = list(update_order(self._plan))
-        self._first = {unit: ordinal for ordinal, unit, _ in order}
-        """By unit, the ordinal of its first chunk."""
-        self._ops = {unit: update_op(self._plan, unit, deadline) for _, unit, deadline in order}
+        order = update_order(self._plan)
+        self._ops = {unit: update_op(self._plan, unit, deadline) for unit, deadline in order}
+        """In the order of the updates."""
         for op in self._ops.values():
             check_op(self._plan, op)
-        self._chunk_count = sum(len(unit.chunks) for unit in self._plan.profile.units)
         self._here = PythonWorks(self._plan, executor.memory, executor.store, executor.device)
         """What the user's thread does itself, and what moves torch's memory."""
         self._lane_shares = _lane_shares(self._plan)
@@ -66,8 +64,8 @@ class Updates:
         self._normed: Task | None = None
         self._next: Clip | None = None
         """Of the step to come, where sums of squares are queued before it."""
-        self._begun: set[int] = set()
-        """Units of which they are."""
+        self._begun: dict[int, frozenset[int]] = {}
+        """By unit, the parameters of which they are."""
 
     def settle(self) -> None:
         """Block until every update issued is done."""
@@ -94,8 +92,8 @@ class Updates:
         works = self._executor.works
         if self._next is None:
             assert self._max_grad_norm is not None
-            self._next = works.clip(self._max_grad_norm, self._chunk_count)
-        self._begun.add(unit)
+            self._next = works.clip(self._max_grad_norm)
+        self._begun[unit] = self._begun.get(unit, frozenset()) | parameters
         known = self._square(unit, parameters, at)
         self._executor.issue([known], pass_number, works.settings([], self._next))
 
@@ -112,22 +110,22 @@ class Updates:
             self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
-            clip, summed = self._next, {u: p for u, p in summed.items() if u in self._begun}
-            if clip is None or not self._begun <= set(due.streamed):
-                clip, summed = works.clip(self._max_grad_norm, self._chunk_count), {}
-            found = self._squares_at_once([*due.at_once, *due.pending], step)
-            for ordinal, total in found.items():
-                clip.put(ordinal, total)
+            clip, begun, self._next, self._begun = self._next, self._begun, None, {}
+            summed = {unit: of for unit, of in summed.items() if unit in begun}
+            if clip is None or any(not of <= step.get(u, {}).keys() for u, of in begun.items()):
+                clip, summed = works.clip(self._max_grad_norm), {}
+            self._squares_at_once([*due.at_once, *due.pending], step, clip)
         frozen, members = _numbered(step)
         settings = works.settings(frozen, clip)
         prepared = pending.prepare(due.pending, step)
         try:
             pending.hand_over(prepared, pass_number)
             if clip is not None:
-                self._clip, self._next, self._begun = clip, None, set()
+                self._clip = clip
                 self._find_norm(due.streamed, step, summed, settings, pass_number)
             self._update_at_once(due.at_once, step, members, Settings(frozen, clip))
-            in_lanes = sorted([*due.pending, *due.streamed], key=self._first.__getitem__)
+            ours = {*due.pending, *due.streamed}
+            in_lanes = [unit for unit in self._ops if unit in ours]
             known = [self._update(unit, members[unit], prepared.get(unit)) for unit in in_lanes]
             tasks = self._executor.issue(known, pass_number, settings)
             self._pending += tasks
@@ -142,7 +140,7 @@ class Updates:
     def _due(self, step: Step) -> _Due:
         """The units that take part, split by who updates them."""
         due, in_lanes = _Due(), self._residents.pending.units
-        for unit in sorted(step.keys() & self._first.keys(), key=self._first.__getitem__):
+        for unit in (unit for unit in self._ops if unit in step):
             if unit not in self._residents:
                 due.streamed.append(unit)
             else:
@@ -151,14 +149,13 @@ class Updates:
 
     # -- what the user's thread does itself --------------------------------------------------------
 
-    def _squares_at_once(self, here: Sequence[int], step: Step) -> dict[int, float]:
-        """The sums of the squares of residents, by ordinal."""
-        found, since = dict[int, float](), time.perf_counter()
-        ops = [square(self._plan, unit, self._first[unit]) for unit in here]
-        for op, totals in zip(ops, self._residents.squares(ops, step) if ops else ()):
-            found |= {self._first[op.value.unit] + at: total for at, total in totals.items()}
+    def _squares_at_once(self, here: Sequence[int], step: Step, clip: Clip) -> None:
+        """Put the sums of the squares of residents."""
+        since, ops = time.perf_counter(), [square(self._plan, unit) for unit in here]
+        for leaf, nodes in self._residents.squares(ops, step) if ops else ():
+            clip.put(leaf, nodes)
+        for op in ops:
             since = self._executor.lanes.count(op, since)
-        return found
 
     @torch.no_grad()
     def _update_at_once(
@@ -193,7 +190,7 @@ class Updates:
         executor, plan = self._executor, self._plan
 
         def known() -> Known:
-            sums = [square(plan, unit, self._first[unit]).writes[0] for unit in streamed]
+            sums = [square(plan, unit).writes[0] for unit in streamed]
             return executor.known(norm(sums), executor.works.norm())
 
         ops.append(executor.kept(("norm", *streamed), known))
@@ -201,11 +198,11 @@ class Updates:
 
     def _square(self, unit: int, taking: frozenset[int], at: Use | None = None) -> Known:
         """The op that sums the squares of some parameters of a unit."""
-        executor, ordinal = self._executor, self._first[unit]
+        executor = self._executor
 
         def known() -> Known:
-            op = square(self._plan, unit, ordinal, at)
-            return executor.known(op, executor.works.squares(op, ordinal, taking))
+            op = square(self._plan, unit, at)
+            return executor.known(op, executor.works.squares(op, taking))
 
         return executor.kept(("square", unit, taking, at), known)
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from cpu_adam.formats import squares_bytes
 from offload.planning.profile import (
     BLOCK_BYTES,
+    CHUNK_ELEMENTS,
     ITEM_BYTES,
     KINDS,
     Chunk,
@@ -516,5 +517,6 @@ def allocated_bytes(unit: Unit, kind: Kind) -> int:
 
 
 def norm_sums_bytes(unit: Unit) -> int:
-    """Bytes of the sums of squares of a unit: one for each slice of a gradient in a chunk."""
-    return SUM_BYTES * sum(len(chunk.slices) for chunk in unit.chunks)
+    """Bytes of the sums of squares of a unit, one for so much of a gradient as a chunk takes."""
+    trained = (one.elements for one in unit.parameters if one.trainable)
+    return SUM_BYTES * sum(-(-elements // CHUNK_ELEMENTS) for elements in trained)

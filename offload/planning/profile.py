@@ -2,20 +2,20 @@
 
 A unit is the parameters that move together. Its weights are one flat buffer of segments: one per
 dtype and trainability, each starting at a multiple of 4 KiB. Inside a segment parameters follow one
-another, each padded to 256 bytes. Gradients are a second buffer, with the same element numbering,
-of the trainable segments only. States are kept per chunk: at most `CHUNK_ELEMENTS` consecutive
-elements of one trainable segment.
+another, each starting at a multiple of 1024 elements: a leaf of the norm, and whole groups of
+compact states, so no result depends on where a cut at such a multiple falls. Gradients are a second
+buffer, with the same element numbering, of the trainable segments only. States are kept per chunk:
+at most `CHUNK_ELEMENTS` consecutive elements of one trainable segment.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Literal, NamedTuple
 
-from cpu_adam.formats import StateFormat, format_for, scratch_bytes
+from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, format_for, scratch_bytes
 
 BLOCK_BYTES = 4096
 """Offsets and sizes on disk are multiples of this, as O_DIRECT requires."""
@@ -29,8 +29,9 @@ KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the grain in which values are stored and updates stream."""
 
-PARAMETER_ALIGN_BYTES = 256
-"""Alignment of each parameter inside its segment."""
+LEAF_ELEMENTS = SUM_BLOCK_ELEMENTS
+"""Of the norm's tree. Each parameter starts at a multiple of this in its segment, and each cut of
+one falls there."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 """Bytes per element of the parameter dtypes that a unit may hold."""
@@ -81,10 +82,12 @@ class Segment:
     """Bytes from the start of the unit's gradient buffer; 0 and unused when not trainable."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterSlice:
-    """The elements of one parameter that lie in a chunk."""
+class Piece(NamedTuple):
+    """Consecutive elements of one parameter in one chunk."""
 
+    unit: int
+    chunk: int
+    """Which of the unit's chunks: `Unit.chunks`, then those of frozen segments."""
     parameter: int
     """Index of the parameter in the unit."""
     chunk_start: int
@@ -93,14 +96,10 @@ class ParameterSlice:
     """First element in the parameter's numbering."""
     elements: int
 
-
-class StoredSlice(NamedTuple):
-    """The bytes of a parameter's value that lie in one stored chunk."""
-
-    chunk: int
-    chunk_offset: int
-    parameter_offset: int
-    bytes: int
+    @property
+    def parameter_stop(self) -> int:
+        """One past its last element in the parameter's numbering."""
+        return self.parameter_start + self.elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +114,6 @@ class Chunk:
     weight_bytes: int
     gradient_offset: int
     gradient_bytes: int
-    slices: tuple[ParameterSlice, ...]
-    """The parameters in it, in order; elements in no slice are padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +134,15 @@ class Unit:
     backward: bool = True
     """Backward needs its weights (an embedding's does not)."""
     weight_chunks: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
-    """(offset, bytes) of the chunks in which weights are stored: `chunks`, then one per frozen
-    segment."""
+    """(offset, bytes) of the chunks in which weights are stored: `chunks`, then frozen ones."""
 
     def __post_init__(self) -> None:
-        ends = [*(s.weight_offset for s in self.segments[1:]), self.weight_bytes]
-        frozen = [
-            (segment.weight_offset, end - segment.weight_offset)
-            for segment, end in zip(self.segments, ends)
-            if not segment.trainable
-        ]
-        chunks = ((c.weight_offset, c.weight_bytes) for c in self.chunks)
-        object.__setattr__(self, "weight_chunks", (*chunks, *frozen))
+        found = tuple(
+            (segment.weight_offset + start * item, elements * item)
+            for segment, item in ((one, ITEM_BYTES[one.dtype]) for one in self.segments)
+            for start, elements in _cuts(0, segment.elements)
+        )
+        object.__setattr__(self, "weight_chunks", found)
 
     @property
     def trainable(self) -> bool:
@@ -170,22 +164,6 @@ class Unit:
         """The dtype in which gradients of a parameter are accumulated."""
         return self.segments[self.parameters[parameter].segment].gradient_dtype
 
-    def locate(self, kind: Kind, parameter: int) -> Iterator[StoredSlice]:
-        """The stored slices of the weight or gradient of a parameter, in order."""
-        one = self.parameters[parameter]
-        if kind == "weight":
-            item, low = ITEM_BYTES[one.dtype], self.weight_offset(parameter)
-            stored = self.weight_chunks
-        else:
-            item = ITEM_BYTES[self.gradient_dtype(parameter)]
-            low = self.gradient_offset(parameter)
-            stored = tuple((c.gradient_offset, c.gradient_bytes) for c in self.chunks)
-        high = low + one.elements * item
-        for chunk, (offset, size) in enumerate(stored):
-            start, stop = max(low, offset), min(high, offset + size)
-            if start < stop:
-                yield StoredSlice(chunk, start - offset, start - low, stop - start)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -197,6 +175,50 @@ class Profile:
     units: tuple[Unit, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    _places: dict[str, tuple[int, int, int]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """Cache by name: unit, index and first leaf in the norm of a parameter."""
+
+    def _place(self, name: str) -> tuple[int, int, int]:
+        if not self._places:
+            found, leaf, units = dict[str, tuple[int, int, int]](), 0, enumerate(self.units)
+            named = ((p.name, u, i) for u, one in units for i, p in enumerate(one.parameters))
+            for one, unit, parameter in sorted(named):
+                found[one] = unit, parameter, leaf
+                leaf += -(-self.units[unit].parameters[parameter].elements // LEAF_ELEMENTS)
+            self._places.update(found)  # At once, as lanes ask, too.
+        return self._places[name]
+
+    def leaf(self, unit: int, parameter: int, element: int) -> int:
+        """The number, in the norm, of the leaf that starts with an element of a parameter. Leaves
+        are counted by name: an order that no placement, and no cut into units, changes."""
+        name = self.units[unit].parameters[parameter].name
+        return self._place(name)[2] + element // LEAF_ELEMENTS
+
+    def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
+        """Where a range of a parameter lies, by default all of it: its pieces in order.
+
+        The only answer to this question. A piece is of every kind of value: it starts so many
+        elements into the chunk of the weight, of the gradient and of the record.
+        """
+        unit, parameter, _ = self._place(name)
+        segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
+        before = sum(-(-s.elements // CHUNK_ELEMENTS) for s in segments[: one.segment])
+        part = range(one.elements) if elements is None else elements
+        for at, count in _cuts(one.start + part.start, one.start + part.stop):
+            chunk, start = divmod(at, CHUNK_ELEMENTS)
+            yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
+
+    def by_chunk(
+        self, unit: int, parameters: Container[int] | None = None
+    ) -> dict[int, list[Piece]]:
+        """The pieces of all parameters of a unit, or of some, by chunk and in order."""
+        found: dict[int, list[Piece]] = {}
+        for at, one in enumerate(self.units[unit].parameters):
+            for piece in self.locate(one.name) if parameters is None or at in parameters else ():
+                found.setdefault(piece.chunk, []).append(piece)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,14 +312,13 @@ def lay_out_unit(
     chunks: list[Chunk] = []
     weight_bytes = gradient_bytes = 0
     for (frozen, dtype), members in sorted(groups.items()):
-        step = PARAMETER_ALIGN_BYTES // ITEM_BYTES[dtype]
         kept = dtype if gradient_dtype == "param" else gradient_dtype
-        first, start = len(parameters), 0
+        start = 0
         for one in members:
             at = len(segments)
             placed = Parameter(one.name, one.shape, dtype, one.trainable, at, start)
             parameters.append(placed)
-            start += round_up(placed.elements, step)
+            start += round_up(placed.elements, LEAF_ELEMENTS)
         # Whole blocks of the narrower dtype are whole blocks of the wider one, too.
         elements = round_up(start, BLOCK_BYTES // min(ITEM_BYTES[dtype], ITEM_BYTES[kept]))
         segment = Segment(dtype, not frozen, elements, weight_bytes, kept, gradient_bytes)
@@ -305,7 +326,7 @@ def lay_out_unit(
         weight_bytes += elements * ITEM_BYTES[dtype]
         if not frozen:
             gradient_bytes += elements * ITEM_BYTES[kept]
-            chunks += _cut(len(segments) - 1, segment, parameters, first)
+            chunks += _cut(len(segments) - 1, segment)
     return Unit(
         name=name,
         parameters=tuple(parameters),
@@ -318,31 +339,24 @@ def lay_out_unit(
     )
 
 
-def _cut(index: int, segment: Segment, parameters: Sequence[Parameter], first: int) -> list[Chunk]:
-    """The chunks of `segment`, whose parameters start at index `first`."""
+def _cuts(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Elements of a segment cut where chunks end: (start, number) of each part."""
+    while start < stop:
+        elements = min(stop, (start // CHUNK_ELEMENTS + 1) * CHUNK_ELEMENTS) - start
+        yield start, elements
+        start += elements
+
+
+def _cut(index: int, segment: Segment) -> Iterator[Chunk]:
+    """The chunks of `segment`."""
     weight_item, gradient_item = ITEM_BYTES[segment.dtype], ITEM_BYTES[segment.gradient_dtype]
-    chunks = []
-    for start in range(0, segment.elements, CHUNK_ELEMENTS):
-        elements = min(CHUNK_ELEMENTS, segment.elements - start)
-        slices = []
-        while first < len(parameters) and parameters[first].stop <= start:
-            first += 1
-        for at, parameter in enumerate(itertools.islice(parameters, first, None), first):
-            low, high = max(parameter.start, start), min(parameter.stop, start + elements)
-            if parameter.start >= start + elements:
-                break
-            if low < high:
-                slices.append(ParameterSlice(at, low - start, low - parameter.start, high - low))
-        chunks.append(
-            Chunk(
-                segment=index,
-                start=start,
-                elements=elements,
-                weight_offset=segment.weight_offset + start * weight_item,
-                weight_bytes=elements * weight_item,
-                gradient_offset=segment.gradient_offset + start * gradient_item,
-                gradient_bytes=elements * gradient_item,
-                slices=tuple(slices),
-            )
+    for start, elements in _cuts(0, segment.elements):
+        yield Chunk(
+            segment=index,
+            start=start,
+            elements=elements,
+            weight_offset=segment.weight_offset + start * weight_item,
+            weight_bytes=elements * weight_item,
+            gradient_offset=segment.gradient_offset + start * gradient_item,
+            gradient_bytes=elements * gradient_item,
         )
-    return chunks

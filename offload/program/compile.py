@@ -88,29 +88,25 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
 def _norm_phase(plan: Plan) -> Phase:
     ops: list[Op] = []
     if plan.clips:
-        ops += [square(plan, unit, ordinal) for ordinal, unit, _ in update_order(plan)]
+        ops += [square(plan, unit) for unit, _ in update_order(plan)]
         ops.append(norm([op.writes[0] for op in ops]))
     return Phase("norm", with_waits(ops), {}, {})
 
 
 def _update_phase(plan: Plan) -> Phase:
-    ops = [update(plan, unit, deadline) for _, unit, deadline in update_order(plan)]
+    ops = [update(plan, unit, deadline) for unit, deadline in update_order(plan)]
     return Phase("update", with_waits(ops), {}, {})
 
 
-def update_order(plan: Plan) -> Iterator[tuple[int, int, int]]:
-    """(ordinal, unit, deadline) of all that is updated, in the order in which the next forward
-    needs it. The ordinal is that of the unit's first chunk, which are counted.
-    """
-    profile, ordinal = plan.profile, 0
-    first: dict[int, int] = {}
+def update_order(plan: Plan) -> Iterator[tuple[int, int]]:
+    """(unit, deadline) of all that is updated, in the order in which the next forward needs it."""
+    profile, first = plan.profile, dict[int, int]()
     for position, unit in enumerate(profile.forward):
         first.setdefault(unit, position)
     late = len(profile.forward)
     for unit in sorted(range(len(profile.units)), key=lambda u: (first.get(u, late), u)):
-        if count := len(profile.units[unit].chunks):
-            yield ordinal, unit, first.get(unit, late)
-        ordinal += count
+        if profile.units[unit].trainable:
+            yield unit, first.get(unit, late)
 
 
 def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
@@ -213,14 +209,14 @@ def passing(plan: Plan, unit: int, *, again: bool) -> Use:
     return Use(place, Value("gradient", unit))
 
 
-def square(plan: Plan, unit: int, ordinal: int, at: Use | None = None) -> Op:
+def square(plan: Plan, unit: int, at: Use | None = None) -> Op:
     """Sum the squares of a gradient, by chunk, at home or where it is `passing`.
 
     See [Note: Streams] of `ops`.
     """
     value = Value("gradient", unit)
     at = at or Use(plan.home("gradient", unit), value)
-    partial = Use(Place("cpu", "partial", ordinal), value)
+    partial = Use(Place("cpu", "partial", unit), value)
     lane = Lane.COMPUTE if at.place.tier == "device" else Lane.CPU
     size = plan.bytes_of("gradient", unit)
     return Op(lane, Verb.SQUARE, value, (at,), (partial,), size, -1)

@@ -246,7 +246,7 @@ class _Simulation:
         squares = dict[int, Op]()
         for op in phases["norm"].ops[:-1]:
             at = passing(plan, op.value.unit, again=again)
-            squares[comes[at]] = square(plan, op.value.unit, op.writes[0].place.number, at)
+            squares[comes[at]] = square(plan, op.value.unit, at)
         return [one for index, op in enumerate(ops) for one in (op, squares.get(index)) if one]
 
     def _advance(self, user: Iterator[_Task | float]) -> None:

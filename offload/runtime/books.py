@@ -205,7 +205,7 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 5
+BOOKS_VERSION = 6
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)

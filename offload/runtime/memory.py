@@ -128,7 +128,7 @@ class Memory:
         return self._slots.get(_WORKSPACE) if op.lane is Lane.COMPUTE else None
 
     def sums(self) -> torch.Tensor:
-        """The sums of squares of resident units: float64, one per slice of a gradient."""
+        """The sums of squares of resident units: float64, see `norm_sums_bytes`."""
         return self._slots[_SUMS].view(torch.float64)
 
     def extent(self, value: Value) -> tuple[int, int]:

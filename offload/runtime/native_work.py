@@ -19,7 +19,7 @@ from cpu_adam.choice import kernel
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.spans import Steps
 from offload.planning.layout import Place, Plan
-from offload.planning.profile import KINDS, Kind
+from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece
 from offload.program.ops import Op, Use, Value
 from offload.runtime.store import Store
 from offload.runtime.works import Flat, Taking
@@ -53,7 +53,7 @@ class NativeWorks:
         native.share_pool(chosen.native.pool())
         self._operations = {name: at for at, name in enumerate(chosen.native.OPERATIONS)}
         self._store = store
-        self.clip: Callable[[float, int], Any] = native.Clip
+        self.clip: Callable[[float], Any] = native.Clip
 
     def where(self, use: Use) -> Where:
         """Where a use lies in a memory tier."""
@@ -119,25 +119,26 @@ class NativeWorks:
             works.append(self._sweep(f"accumulate_{dtype}", dtype, table, [0, 0]))
         return self._native.several(works)
 
-    def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
-        """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
+    def squares(self, op: Op, taking: Collection[int]) -> Work:
+        """The sums of the squares of the parameters in `taking`."""
         unit, works = op.value.unit, dict[int, Work]()
-        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
-            dtype = self._plan.profile.units[unit].segments[chunk.segment].gradient_dtype
-            at = self._home("gradient", unit, number)
+        for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
+            dtype = self._plan.profile.units[unit].gradient_dtype(pieces[0].parameter)
+            at, kind = self._home("gradient", unit, number), GRADIENT_NUMBERS[getattr(torch, dtype)]
             if op.reads[0].place.use != "home":
+                chunk = self._plan.profile.units[unit].chunks[number]
                 at = self.where(op.reads[0]).plus(chunk.gradient_offset)
             given = [
-                (ordinal + number, at.plus(span.chunk_start * _item(dtype)), span.elements)
-                for span in chunk.slices
-                if span.parameter in taking
+                (
+                    self._plan.profile.leaf(unit, span.parameter, span.parameter_start),
+                    span.parameter_start // LEAF_ELEMENTS,
+                    at.plus(span.chunk_start * _item(dtype)),
+                    span.elements,
+                )
+                for span in pieces
             ]
-            if given:
-                kind = GRADIENT_NUMBERS[getattr(torch, dtype)]
-                works[number] = self._native.squares(self._kernel.index, kind, given)
-        return self._stream(
-            op, works, [use.value.kind for use in op.reads if use.place.use == "home"]
-        )
+            works[number] = self._native.squares(self._kernel.index, kind, given)
+        return self._stream(op, works, ["gradient"] if op.reads[0].place.use == "home" else [])
 
     def _stream(self, op: Op, works: Mapping[int, Work], kinds: Iterable[Kind]) -> Work:
         """The works of the chunks of an op: those of its values that are on nvme come and go."""
@@ -163,13 +164,14 @@ class NativeWorks:
 
     def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
         """The update of the parameters in `taking`; weights and gradients may be in `flat`."""
-        spec, works = self._plan.profile.units[op.value.unit], dict[int, Work]()
-        for number, chunk in enumerate(spec.chunks):
-            if any(span.parameter in taking for span in chunk.slices):
-                works[number] = self._update(op.value.unit, number, taking, flat)
+        unit, works = op.value.unit, dict[int, Work]()
+        for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
+            works[number] = self._update(unit, number, pieces, taking, flat)
         return self._stream(op, works, KINDS if flat is None else ["state"])
 
-    def _update(self, unit: int, number: int, taking: Taking, flat: Flat | None) -> Work:
+    def _update(
+        self, unit: int, number: int, pieces: Sequence[Piece], taking: Taking, flat: Flat | None
+    ) -> Work:
         """The update of a chunk."""
         chunk = self._plan.profile.units[unit].chunks[number]
         segment = self._plan.profile.units[unit].segments[chunk.segment]
@@ -180,7 +182,7 @@ class NativeWorks:
             for kind in KINDS
         }
         rows = []
-        for span in (span for span in chunk.slices if span.parameter in taking):
+        for span in pieces:
             row = [span.elements, taking[span.parameter], span.parameter_start]
             for kind, dtype in dtypes.items():
                 base, first = at[kind].base, span.chunk_start

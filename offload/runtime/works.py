@@ -13,7 +13,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -21,11 +21,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from cpu_adam import Part, accumulate, sum_of_squares, update_parts, views
-from cpu_adam.reference import cut
+from cpu_adam import Part, accumulate, update_parts, views
+from cpu_adam.native import square_sums
+from cpu_adam.reference import Node, cut, push, total
 from cpu_adam.spans import Steps
 from offload.planning.layout import CHUNK_STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS, Kind, ParameterSlice, Unit
+from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece, Unit
 from offload.planning.tiers import Tier
 from offload.program.ops import Op, Use, Value, part_of
 from offload.program.schedule import Work
@@ -48,8 +49,8 @@ class Clip(Protocol):
     norm: float
     factor: float
 
-    def put(self, ordinal: int, total: float) -> None:
-        """A sum of squares, by its place in the order in which all are added up."""
+    def put(self, leaf: int, nodes: list[Node]) -> None:
+        """The sum of the squares of part of a parameter, from this leaf of all on."""
 
     def combine(self) -> None:
         """The norm from the sums of squares in their order, and the factor that clips it."""
@@ -60,30 +61,26 @@ class PythonClip:
     """See `Clip`."""
 
     max_norm: float
-    chunks: int
-    """How many sums of squares there may be."""
     norm: float = 0.0
     factor: float = 1.0
-    _partials: dict[int, float] = field(default_factory=dict)
+    _parts: dict[int, list[Node]] = field(default_factory=dict)
 
-    def put(self, ordinal: int, total: float) -> None:
+    def put(self, leaf: int, nodes: list[Node]) -> None:
         """See `Clip`."""
-        self._partials[ordinal] = total
+        self._parts[leaf] = nodes
 
     def combine(self) -> None:
         """See `Clip`."""
-        total = in_order(self._partials[ordinal] for ordinal in sorted(self._partials))
-        self.norm = math.sqrt(total) if total == total else math.nan
+        squares, nodes = 0.0, list[Node]()
+        for _, part in sorted(self._parts.items()):
+            if part[0][0] == 0:  # A parameter begins.
+                squares, nodes = squares + total(nodes), []
+            for node in part:
+                push(nodes, node)
+        squares += total(nodes)
+        self.norm = math.sqrt(squares) if squares == squares else math.nan
         ratio = self.max_norm / (self.norm + CLIP_EPS)
         self.factor = ratio if not ratio >= 1.0 else 1.0
-
-
-def in_order(numbers: Iterable[float]) -> float:
-    """Their sum, one rounded addition after the other (`sum` makes up for what is rounded off)."""
-    total = 0.0
-    for number in numbers:
-        total += number
-    return total
 
 
 class Settings(NamedTuple):
@@ -118,7 +115,7 @@ class Places(Protocol):
 class PythonWorks:
     """Makes the works of an engine's ops, for any device and any store."""
 
-    clip: Callable[[float, int], Clip] = PythonClip
+    clip: Callable[[float], Clip] = PythonClip
     settings: Callable[[Steps, Clip | None], Any] = Settings
 
     def __init__(self, plan: Plan, memory: Places, store: Store | None, device: Device):
@@ -163,26 +160,27 @@ class PythonWorks:
 
         return run
 
-    def squares(self, op: Op, ordinal: int, taking: Collection[int]) -> Work:
-        """The sums of the squares of the parameters in `taking`, to the ordinals of the chunks."""
+    def squares(self, op: Op, taking: Collection[int]) -> Work:
+        """The sums of the squares of the parameters in `taking`."""
         unit, place = op.value.unit, op.reads[0].place
         at: Tier = "device" if place.tier == "device" else "cpu"
 
-        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
+        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
             assert settings.clip is not None
             if place.use == "home":
                 chunk = self._bring(op, Value("gradient", unit, number), at)
             else:
                 lies = self._plan.profile.units[unit].chunks[number]
                 chunk = self._memory.at(op.reads[0])[lies.gradient_offset :][: lies.gradient_bytes]
-            gradient, total = self._typed("gradient", unit, number, chunk), 0.0
+            gradient = self._typed("gradient", unit, number, chunk)
             for span in spans:
                 part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                scratch = self._memory.workspace(op)
-                total += sum_of_squares(part, scratch, self._device.drain)
-            settings.clip.put(ordinal + number, total)
+                first, scratch = span.parameter_start // LEAF_ELEMENTS, self._memory.workspace(op)
+                leaf = self._plan.profile.leaf(unit, span.parameter, span.parameter_start)
+                settings.clip.put(leaf, square_sums(part, first, scratch, self._device.drain))
 
-        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
+        pieces = self._plan.profile.by_chunk(unit, taking)
+        return Parts([partial(run, *chunk) for chunk in pieces.items()])
 
     def norm(self) -> Work:
         """The norm and the factor of the clipping, from all sums."""
@@ -196,7 +194,7 @@ class PythonWorks:
         unit, at = op.value.unit, site(self._plan.placements[op.value.unit])
         there = flat is not None and (at == "device" or self._device.is_host)
 
-        def run(number: int, spans: Sequence[ParameterSlice], settings: Settings) -> None:
+        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
             values = [Value(kind, unit, number) for kind in KINDS]
             brought = [v for v in values if v.kind == "state" or not there]
             found = {v.kind: self._bring(op, v, at, flat) for v in brought}
@@ -205,13 +203,14 @@ class PythonWorks:
                 if value.kind != "gradient":
                     self._take_back(op, value, at, flat)
 
-        return Parts([partial(run, *chunk) for chunk in self._spans(unit, taking)])
+        pieces = self._plan.profile.by_chunk(unit, taking)
+        return Parts([partial(run, *chunk) for chunk in pieces.items()])
 
     def _update(
         self,
         op: Op,
         number: int,
-        spans: Sequence[ParameterSlice],
+        spans: Sequence[Piece],
         taking: Taking,
         settings: Settings,
         found: Mapping[Kind, torch.Tensor],
@@ -256,14 +255,6 @@ class PythonWorks:
             slot = self._thread.slot = next(self._threads)
             assert slot < CHUNK_STAGES, "more threads than staging slots"
         return slot
-
-    def _spans(
-        self, unit: int, taking: Collection[int]
-    ) -> Iterator[tuple[int, Sequence[ParameterSlice]]]:
-        """The chunks of a unit in which any parameters take part, with the parts of these."""
-        for number, chunk in enumerate(self._plan.profile.units[unit].chunks):
-            if spans := [span for span in chunk.slices if span.parameter in taking]:
-                yield number, spans
 
     def _stops(self, value: Value, at: Tier) -> list[torch.Tensor | None]:
         """A chunk's memory from its home, None on nvme, to where the op works."""
@@ -310,11 +301,10 @@ class PythonWorks:
         self, value: Value, stage: torch.Tensor, flat: Mapping[int, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The parts of a chunk in its slot, and in torch's memory; of no others, nor between."""
-        for span in self._plan.profile.units[value.unit].chunks[value.chunk].slices:
-            if span.parameter in flat:
-                lies = _part(flat, span)
-                start = span.chunk_start * lies.itemsize
-                yield stage[start : start + lies.nbytes].view(lies.dtype), lies
+        for span in self._plan.profile.by_chunk(value.unit, flat)[value.chunk]:
+            lies = _part(flat, span)
+            start = span.chunk_start * lies.itemsize
+            yield stage[start : start + lies.nbytes].view(lies.dtype), lies
 
     def _transfer(self, op: Op, value: Value, memory: torch.Tensor, *, writes: bool) -> None:
         store, since = self._store, time.perf_counter()
@@ -335,10 +325,10 @@ class PythonWorks:
         return chunk.view(getattr(torch, name))
 
 
-def _part(flat: Mapping[int, torch.Tensor], span: ParameterSlice) -> torch.Tensor:
-    return flat[span.parameter][span.parameter_start : span.parameter_start + span.elements]
+def _part(flat: Mapping[int, torch.Tensor], span: Piece) -> torch.Tensor:
+    return flat[span.parameter][span.parameter_start : span.parameter_stop]
 
 
-def _part_of(unit: Unit, span: ParameterSlice, step: int) -> Part:
-    ends = span.parameter_start + span.elements == unit.parameters[span.parameter].elements
+def _part_of(unit: Unit, span: Piece, step: int) -> Part:
+    ends = span.parameter_stop == unit.parameters[span.parameter].elements
     return Part(span.chunk_start, span.elements, span.parameter_start, step, is_last=ends)

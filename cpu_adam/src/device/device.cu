@@ -298,15 +298,15 @@ template <int G> INLINE void squares(const DeviceRow& row) {
     });
 }
 
-// Arrays: the sums of blocks, which are overwritten, and their sum. By one block.
+// Arrays: the sums of blocks, which are overwritten, and their sum: neighbours are added, level by
+// level. By one block.
 INLINE void total(const DeviceRow& row) {
     double* const sums = reinterpret_cast<double*>(row.arrays[0]);
-    int64_t half = 1;
-    while (half < row.elements) half *= 2;
-    while ((half /= 2) > 0) {
+    for (int64_t apart = 1; apart < row.elements; apart *= 2) {
         each_thread([&](int thread) {
-            for (int64_t i = thread; i < half && i + half < row.elements; i += THREADS)
-                sums[i] = sums[i] + sums[i + half];
+            const int64_t step = 2 * apart;
+            for (int64_t i = step * thread; i + apart < row.elements; i += step * THREADS)
+                sums[i] = sums[i] + sums[i + apart];
         });
         together();
     }

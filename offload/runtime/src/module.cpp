@@ -87,11 +87,12 @@ static PythonWork sweep_of(int kernel, int operation, int gradient, const Rows& 
     return {std::make_shared<Sweep>(action, std::move(all), std::move(strides))};
 }
 
-static PythonWork squares_of(int kernel, int gradient,
-                             const std::vector<std::tuple<size_t, Place, int64_t>>& given) {
+using PythonStretch = std::tuple<int64_t, int64_t, Place, int64_t>;
+
+static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonStretch>& given) {
     std::vector<Stretch> found;
-    for (const auto& [ordinal, at, elements] : given)
-        found.push_back({ordinal, where(at), elements});
+    for (const auto& [leaf, first, at, elements] : given)
+        found.push_back({leaf, first, where(at), elements});
     return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient), std::move(found))};
 }
 
@@ -223,7 +224,7 @@ private:
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 5;  // as offload/runtime/books.py has it
+    module.attr("VERSION") = 6;  // as offload/runtime/books.py has it
     nb::class_<Task>(module, "Task")
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
@@ -244,9 +245,7 @@ NB_MODULE(_books, module) {
     nb::class_<PythonWork>(module, "Work");
     nb::class_<PythonSettings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
-        .def(nb::new_([](double max_norm, size_t chunks) {
-            return std::make_shared<Clip>(max_norm, chunks);
-        }))
+        .def(nb::new_([](double max_norm) { return std::make_shared<Clip>(max_norm); }))
         .def("put", &Clip::put)
         .def("combine", &Clip::combine)
         .def_ro("norm", &Clip::norm)

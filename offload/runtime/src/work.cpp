@@ -11,10 +11,25 @@ using namespace cpu_adam;
 constexpr double CLIP_EPS = 1e-6;  // as optim/update.py has it
 
 void Clip::combine() {
-    double total = 0;
-    for (size_t ordinal = 0; ordinal < partials.size(); ordinal++)
-        if (taken[ordinal]) total += partials[ordinal];
-    norm = std::sqrt(total);
+    double all = 0;
+    Nodes nodes;  // of a parameter
+    auto add_parameter = [&] {
+        double total = 0;
+        for (; !nodes.empty(); nodes.pop_back()) total = std::get<2>(nodes.back()) + total;
+        all += total;
+    };
+    for (const auto& [leaf, part] : parts) {
+        if (std::get<0>(part.front()) == 0) add_parameter();
+        for (auto [index, level, sum] : part) {  // As `push` of cpu_adam/reference.py.
+            for (; index % 2 && !nodes.empty() && std::get<1>(nodes.back()) == level; index /= 2) {
+                sum = std::get<2>(nodes.back()) + sum;
+                nodes.pop_back(), level++;
+            }
+            nodes.emplace_back(index, level, sum);
+        }
+    }
+    add_parameter();
+    norm = std::sqrt(all);
     const double ratio = max_norm / (norm + CLIP_EPS);
     factor = ratio >= 1.0 ? 1.0 : ratio;  // What is not a number stays that.
 }
@@ -61,13 +76,8 @@ void Sweep::run(int slot, const Settings* settings) const {
 }
 
 void Squares::run(int slot, const Settings* settings) const {
-    for (size_t at = 0; at < all_.size();) {
-        const size_t ordinal = all_[at].ordinal;
-        double total = 0;
-        for (; at < all_.size() && all_[at].ordinal == ordinal; at++)
-            total += sum_of_squares(kernel_, dtype_, all_[at].at.at(slot), all_[at].elements);
-        settings->clip->put(ordinal, total);
-    }
+    for (const auto& [leaf, first, at, elements] : all_)
+        settings->clip->put(leaf, square_sums(kernel_, dtype_, at.at(slot), elements, first));
 }
 
 }  // namespace books

@@ -5,7 +5,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <vector>
 
@@ -26,14 +28,17 @@ struct Where {
 
 // The clipping of one step: sums of squares come in any order, and are added up in theirs.
 struct Clip {
-    Clip(double max_norm, size_t chunks) : max_norm(max_norm), partials(chunks), taken(chunks) {}
+    explicit Clip(double max_norm) : max_norm(max_norm) {}
 
-    void put(size_t ordinal, double sum) { partials[ordinal] = sum, taken[ordinal] = 1; }
+    void put(int64_t leaf, const cpu_adam::Nodes& nodes) {
+        const std::lock_guard lock(mutex);
+        parts[leaf] = nodes;
+    }
     void combine();
 
     double max_norm, norm = 0, factor = 1;
-    std::vector<double> partials;
-    std::vector<char> taken;  // part in it: bytes, as threads write neighbours
+    std::mutex mutex;  // guards
+    std::map<int64_t, cpu_adam::Nodes> parts;
 };
 
 // What of a step its works are given: rows of factors, and what scales gradients.
@@ -97,12 +102,12 @@ private:
 };
 
 struct Stretch {
-    size_t ordinal;
+    int64_t leaf, first;  // number of its first leaf for a `Clip`, and in its parameter
     Where at;
     int64_t elements;
 };
 
-// Sums of squares: of an ordinal of a `Clip`, its stretches one after the other.
+// Sums of squares of parts of parameters.
 class Squares : public Work {
 public:
     Squares(const cpu_adam::Kernel& kernel, cpu_adam::Gradient dtype, std::vector<Stretch> all)
