@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 OFFERED = {
     "aio/src": (ENGINE_VERSION, "bc1b3b1dad38"),
     "cpu_adam/src": (KERNELS_VERSION, "20f47d0e365b"),
-    "offload/runtime/src": (BOOKS_VERSION, "54c96008fafb"),
+    "offload/runtime/src": (BOOKS_VERSION, "5038b07ccf26"),
 }
 """The version of each module, and a digest of what it offers."""
 
