@@ -170,8 +170,8 @@ def two_steps(
 @pytest.mark.parametrize(
     ("placement", "stays", "share"),
     [
-        (("cpu", "cpu", "cpu"), False, 16),
-        (OFFLOADED, True, 16),
+        (("cpu", "cpu", "cpu"), False, 11),
+        (OFFLOADED, True, 11),
         pytest.param(("cpu", "cpu", "cpu"), True, 1, marks=pytest.mark.slow),
         pytest.param(OFFLOADED, False, 1, marks=pytest.mark.slow),
         pytest.param(("device", "cpu", "nvme"), False, 1, marks=pytest.mark.slow),
@@ -197,7 +197,9 @@ def test_a_call_that_fails_is_told_and_nothing_hangs(
             assert result is None, (at, failed)
             assert REFUSED in told, (at, failed, told)
             assert f"refused {failed.removesuffix('_v2')}" in told or stays
-    assert {"cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize", *OPENING} - seen == set()
+    assert seen >= OPENING
+    working = {"cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"}
+    assert seen >= working if share == 1 else seen & working
 
 
 def opened(path: str, patch: pytest.MonkeyPatch) -> Any:
