@@ -25,8 +25,9 @@ from rich.console import Console
 from rich.table import Table
 
 from offload import recording
+from offload.cli.breakdown import breakdown
 from offload.config import Config
-from offload.reporting import OTHER, breakdown
+from offload.reporting import OTHER
 from offload.runtime.trace import Ran
 from tests import test_overlap as paced
 

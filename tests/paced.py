@@ -359,9 +359,9 @@ def _compute(func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor], ra
 
 
 @contextmanager
-def paced() -> Iterator[Paced]:
+def paced(device: Paced | None = None) -> Iterator[Paced]:
     """Attach to a paced accelerator, and let this thread's operations run on it."""
-    device = Paced()
+    device = Paced() if device is None else device
     kernel_for = cpu_adam.native._kernel_for
 
     def host_kernel(*tensors: torch.Tensor) -> Any:

@@ -440,10 +440,17 @@ def least(
     )
 
 
-def check(script: Script, placement: tuple[str, str, str], directory: Any, *, tight: bool) -> None:
+def check(
+    script: Script,
+    placement: tuple[str, str, str],
+    directory: Any,
+    *,
+    tight: bool,
+    on: Callable[[], AbstractContextManager[Paced]] = paced,
+) -> None:
     """Hold a script on a paced device against the same on the CPU, where all is resident."""
     expected = script.go(RESIDENT, directory)
-    with paced() as device:
+    with on() as device:
         of = (script.tied, script.max_grad_norm, script.model)
         budgets = least(placement, *of, directory) if tight else {}
         found = script.go(placement, directory, device, **budgets)

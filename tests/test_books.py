@@ -50,7 +50,7 @@ class Pair:
         """Begin what is next on a lane."""
         reference, compiled = self.both
         task = reference._schedule.take(lane)
-        other = compiled.take(lane, wait=False)
+        other = compiled.first(lane)
         assert (task and task.serial) == (other and other.serial)
         if task is not None:
             self.begun(task, other)
@@ -151,10 +151,10 @@ def test_copies_are_done_by_the_lane_itself_and_counted() -> None:
         for at, work in enumerate(copy_of(one, source) for one in into)
     )
     behind = submit(books, op(Lane.H2D), [first], (0, 9))
-    assert books.take(Lane.H2D, wait=False) is None
+    assert books.first(Lane.H2D) is None
     assert books.begin(gate, 0.0)
     books.finish(gate)
-    assert books.take(Lane.H2D, wait=False) is behind
+    assert books.first(Lane.H2D) is behind
     assert first.over
     assert second.over
     assert all(torch.equal(one, source) for one in into)
@@ -194,7 +194,7 @@ def test_what_must_not_be_is_refused_and_changes_nothing() -> None:
     task = submit(books, op(Lane.CPU), [], (0, 0))
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)
-    assert books.take(Lane.CPU, wait=False) is task
+    assert books.first(Lane.CPU) is task
     books.finish(task)
     with pytest.raises(RuntimeError, match="what is finished has begun"):
         books.finish(task)

@@ -17,9 +17,10 @@ import torch
 from benchmarks.gpu import train as benchmark
 from cpu_adam import reference
 from offload import reporting
+from offload.cli.breakdown import breakdown, verdict
 from offload.program.ops import Lane, Value
 from offload.program.schedule import Task
-from offload.reporting import Wait, breakdown, verdict
+from offload.reporting import Wait
 from offload.runtime.lanes import Lanes
 from tests.paced import Paced, paced
 from tests.paced_loops import (

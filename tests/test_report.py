@@ -17,22 +17,12 @@ from hypothesis import strategies as st
 import offload
 from offload import recording
 from offload.cli import report
+from offload.cli.breakdown import bound, breakdown, verdict
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.simulate import simulate
-from offload.reporting import (
-    OTHER,
-    Prediction,
-    Run,
-    Span,
-    Wait,
-    bound,
-    breakdown,
-    clip,
-    seconds,
-    verdict,
-)
+from offload.reporting import OTHER, Prediction, Run, Span, Wait, clip, seconds
 from offload.runtime.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
 from tests.examples import cheap

@@ -14,8 +14,8 @@ from torch import nn
 
 import offload
 from cpu_adam import CPUAdam
+from offload.cli.breakdown import breakdown
 from offload.recording import run_of
-from offload.reporting import breakdown
 from tests.covering import by_turns
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (

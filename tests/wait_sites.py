@@ -42,8 +42,8 @@ WAITS = (
     ),
     Wait(
         "user: until the device is through with its compute",
-        "runtime/lanes",
-        "                for fence in one[1]:\n                    fence.synchronize()\n",
+        "runtime/books",
+        "            for fence in one[1]:\n                fence.synchronize()\n",
         "",
     ),
     Wait(

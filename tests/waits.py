@@ -60,7 +60,11 @@ def verdict(wait: Wait) -> str:
     source = (ROOT / f"{where}.py").read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
-    usual = IN_LANES if wait.file in ("runtime/lanes", "program/schedule") else ELSEWHERE
+    usual = (
+        IN_LANES
+        if wait.file in ("runtime/lanes", "runtime/books", "program/schedule")
+        else ELSEWHERE
+    )
     tests = [f"tests/{name}.py" for name in (*wait.tests, *usual)]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "changed.py"

@@ -20,11 +20,12 @@ from rich.text import Text
 
 from offload import reporting as runs
 from offload.cli import BadInput, bad_input
+from offload.cli.breakdown import Breakdown, breakdown, title_of, verdict
 from offload.cli.console import Output
 from offload.cli.flags import parse_flags
 from offload.planning.machine import replace_file
 from offload.planning.tiers import format_bytes
-from offload.reporting import LANES, Breakdown, Run, Span, breakdown, title_of, verdict
+from offload.reporting import LANES, Run, Span
 
 _BAR_COLUMNS = 24
 _ORDER = (*LANES[:2], "waiting", *LANES[2:])

@@ -104,7 +104,11 @@ class Engine:
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
         self.steps = 0
-        found = *executor.memory.notices, None if executor.store is None else executor.store.notice
+        found = (
+            *executor.memory.notices,
+            executor.notice,
+            None if executor.store is None else executor.store.notice,
+        )
         self._notices = tuple(filter(None, found))
         self._pid, self._since = os.getpid(), time.perf_counter()
         self._interruptions = len(entries.interruptions())

@@ -5,11 +5,12 @@ Tasks are queued, begun and ended under one lock. Who makes one ready wakes its 
 when the lock is let go.
 
 [Note: Compiled books]
-The books are kept in C++ (`src`) where the compiler was there and the device is the host,
-but for `OFFLOAD_BOOKS=python`: the same order of starts and the same waits, which a test holds
-against those here for random ops. Lanes then wait without the GIL and do their works without Python
-([Note: Native work] of `native_work`), so the user's thread pays for one only when it is queued; a
-small copy it does itself where the lane sleeps, as waking it takes as long.
+The books are kept in C++ (`src`) where the compiler was there and the device is the host, or one
+that they have a driver for, but for `OFFLOAD_BOOKS=python`: the same order of starts and the same
+waits, which a test holds against those here for random ops. Lanes then wait without the GIL and do
+their works without Python ([Note: Native work] of `native_work`), so the user's thread pays for one
+only when it is queued; a small copy it does itself where the lane sleeps, as waking it takes as
+long.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import attrgetter
+from queue import SimpleQueue
 from typing import Any
 
 from cpu_adam.choice import kernel, require_version
@@ -29,6 +32,7 @@ from offload.planning.layout import CHUNK_STAGES
 from offload.planning.tiers import Tier
 from offload.program.ops import OF_USER, Lane, Op, part_of
 from offload.program.schedule import Schedule, Scoreboard, State, Task, Work
+from offload.runtime.device import Fence
 from offload.runtime.trace import SPANS_MAX, Ran
 
 HISTORY_MAX = 16
@@ -68,6 +72,8 @@ class Books:
         """Tasks of a lane that are begun, and parts of them not."""
         self._wake = {lane: threading.Condition(self.lock) for lane in lanes}
         self._stopped = self._closing = False
+        self._ending: SimpleQueue[Any] = SimpleQueue()
+        """The user's computes that the device has still to finish, with fences; None at the end."""
 
     # -- tasks --------------------------------------------------------------------------------
 
@@ -121,6 +127,18 @@ class Books:
                     task.work, task.settings = lambda _: None, None
                 self.changed.notify_all()
 
+    def finish_later(self, task: Task, fences: Sequence[Fence]) -> None:
+        """The user's `task` is done when the device has come to these."""
+        task.ended_at = time.perf_counter()
+        self._ending.put((task, fences))
+
+    def end(self) -> None:
+        """The life of the thread that waits for that, until the books are closed."""
+        while (one := self._ending.get()) is not None:
+            for fence in one[1]:
+                fence.synchronize()
+            self.finish(one[0])
+
     def over(self, task: Task, seconds: float) -> bool:
         """Whether `task` is over, within `seconds`."""
         if not task.over and seconds:
@@ -133,15 +151,17 @@ class Books:
 
     # -- lanes --------------------------------------------------------------------------------
 
-    def take(self, lane: Lane) -> tuple[Task, Op, Work] | None:
+    def take(self, lane: Lane) -> tuple[Task, Op, Callable[[], object]] | None:
         """Begin the most urgent task of `lane` as soon as there is one, or the next part of one
-        that is begun; None at the end. With it the op, with the bytes of the part, and the work."""
+        that is begun; None at the end. With it the op, with the bytes of the part, and the work
+        with its settings."""
         with self.lock:
             while not self._closing:
                 task = None if self._stopped else self._next(lane)
                 if task is not None:
                     share = task.op.bytes // len(getattr(task.work, "parts", [task.work]))
-                    return task, replace(task.op, bytes=share), task.parts.pop()
+                    part = partial(task.parts.pop(), task.settings)
+                    return task, replace(task.op, bytes=share), part
                 self._wake[lane].wait()
             return None
 
@@ -174,6 +194,8 @@ class Books:
             for wake in self._wake.values() if closing else ():
                 wake.notify_all()
             self.changed.notify_all()
+        if closing:
+            self._ending.put(None)
 
     def _wait(self, come: Callable[[], bool], seconds: float) -> None:
         """Wait once at most for something to change, unless what is awaited has come."""
@@ -205,15 +227,22 @@ BOOKS_VARIABLE = "OFFLOAD_BOOKS"
 """Environment variable: `python` keeps the books in Python, the reference, where those in C++ could
 serve."""
 
-BOOKS_VERSION = 6
+BOOKS_VERSION = 7
 """Of the compiled books, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
-_NUMBER = {lane: number for number, lane in enumerate(_LANES)}
+NUMBER = {lane: number for number, lane in enumerate(_LANES)}
+"""Of each lane, in the compiled books."""
 
-_WAYS: tuple[tuple[Tier, Tier], ...] = (("cpu", "cpu"), ("nvme", "cpu"), ("cpu", "nvme"))
-"""Of the parts that compiled lanes tell of (`Part` in src/books.h): no way, what a stream has read,
-what it has written."""
+WAYS: tuple[tuple[Tier, Tier], ...] = (
+    ("cpu", "cpu"),
+    ("nvme", "cpu"),
+    ("cpu", "nvme"),
+    ("device", "cpu"),
+    ("cpu", "device"),
+)
+"""Of the parts that compiled lanes tell of (`Part` in src/task.h): no way, and those in which a
+stream moves what it works on."""
 
 _native: Any = None
 """The extension; None where it is not compiled, and the reference serves."""
@@ -227,15 +256,16 @@ with contextlib.suppress(ImportError):
 class CompiledBooks:
     """The books of all lanes; see `Books` for what each call does."""
 
-    def __init__(self, kept: int = SPANS_MAX) -> None:
+    def __init__(self, kept: int = SPANS_MAX, driver: Any = None) -> None:
         """Nothing is queued; of what has run, remember the last so many."""
-        disk = _NUMBER[Lane.DISK]
-        self._books = books = _native.Books(len(_LANES), disk, CHUNK_STAGES, kept)
+        disk = NUMBER[Lane.DISK]
+        self._books = books = _native.Books(len(_LANES), disk, CHUNK_STAGES, kept, driver)
         self._numbers: dict[object, int] = {}
         """Of every place."""
         self.issue, self.cancel = books.issue, books.cancel
         self.begin, self.over = books.begin, books.over
         self.finish: Callable[..., None] = books.finish
+        self.finish_later, self.end = books.finish_later, books.end
         self.all, self.stop = books.all, books.stop
 
     def know(
@@ -245,11 +275,9 @@ class CompiledBooks:
         writes: Iterable[object],
         work: Any = None,
     ) -> Any:
-        """Write an op down; `work` is an object of C++."""
+        """Write an op down; `work` is an object of C++, or what Python is to do."""
         cells, of_user = (self._numbered(reads), self._numbered(writes)), op.verb in OF_USER
-        return _native.make_known(
-            _NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells, of_user
-        )
+        return _native.make_known(NUMBER[op.lane], op.deadline, op.bytes, op, work, *cells, of_user)
 
     def _numbered(self, names: Iterable[object]) -> list[int]:
         return [self._numbers.setdefault(one, len(self._numbers)) for one in names]
@@ -267,19 +295,28 @@ class CompiledBooks:
         """Its urgency, and the serial numbers of those that it waits for."""
         return self._books.look(task)[:2]
 
-    def take(self, lane: Lane, *, wait: bool = True) -> Any:
-        """Begin the most urgent task of `lane`; without `wait` only if there is one now."""
-        return self._books.take(_NUMBER[lane], wait)
+    def first(self, lane: Lane, *, wait: bool = False) -> Any:
+        """Begin the most urgent task of `lane` that is Python's, with `wait` as soon as there is
+        one."""
+        return self._books.take(NUMBER[lane], wait)
+
+    def take(self, lane: Lane) -> tuple[Any, Op, Callable[[], object]] | None:
+        """See `Books.take`; what needs no Python the lane does itself meanwhile."""
+        task = self.first(lane, wait=True)
+        if task is None:
+            return None
+        op, work, settings = self._books.call(task)
+        return task, op, partial(work, settings)
 
     def used(self, lane: Lane) -> Any:
         """What a lane has done on its own."""
-        return self._books.used(_NUMBER[lane])
+        return self._books.used(NUMBER[lane])
 
     def ran(self) -> list[Ran]:
         """The last works and computes of the user since that was asked."""
         found = []
         for op, part, size, start, stop in self._books.ran():
-            one = part_of(op, size, *_WAYS[part]) if part else replace(op, bytes=size)
+            one = part_of(op, size, *WAYS[part]) if part else replace(op, bytes=size)
             found.append(Ran(one.lane, one, start, stop))
         return found
 

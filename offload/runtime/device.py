@@ -36,6 +36,7 @@ CPU, so with an accelerator torch's own class is patched to wait for copies to t
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,6 +105,19 @@ class Device:
         """The end of what is queued on a stream now; None for the CPU."""
         return None
 
+    def handle(self, stream: object) -> int:
+        """By which number a native driver knows a stream that `stream` returned."""
+        raise NotImplementedError
+
+    def open(self, native: Any) -> Any:
+        """The driver by which lanes of this extension use the device; None for the CPU.
+
+        Raises:
+            RuntimeError: there is none that can serve, with the reason.
+        """
+        if not self.is_host:
+            raise RuntimeError(f"native lanes have no driver for {self.torch_device.type}")
+
     def drain(self) -> None:
         """Wait, on the host, for what is queued on the calling thread's current stream."""
 
@@ -164,6 +178,14 @@ class Accelerator(Device):
         """An event on a stream, see [Note: Blocking events]."""
         return self.driver.fence(stream)
 
+    def handle(self, stream: Any) -> int:
+        """See `Device.handle`."""
+        return self.driver.handle(stream)
+
+    def open(self, native: Any) -> Any:
+        """See `Device.open`."""
+        return self.driver.open(native)
+
     def drain(self) -> None:
         """Wait, on the host, for what is queued on the calling thread's current stream."""
         event = self.fence(self.stream())
@@ -214,6 +236,14 @@ class Driver:
         event = torch.Event(self.device, enable_timing=False)
         event.record(stream)
         return event
+
+    def handle(self, stream: Any) -> int:
+        """See `Device.handle`."""
+        raise NotImplementedError
+
+    def open(self, native: Any) -> Any:
+        """See `Device.open`."""
+        raise RuntimeError(f"native lanes have no driver for {self.device.type}")
 
     def pin(self, address: int, size: int) -> None:
         """Register CPU memory, so that copies of it overlap the host and compute.
@@ -274,6 +304,10 @@ def driver_of(device: torch.device) -> Driver:
     return _Cuda(device) if device.type == "cuda" else Driver(device)
 
 
+LIBRARY_VARIABLE = "OFFLOAD_LIBCUDA"
+"""Environment variable: the library of CUDA's driver, where it is not found by its name."""
+
+
 class _Cuda(Driver):
     """CUDA, or ROCm, which torch offers under the same names."""
 
@@ -285,6 +319,15 @@ class _Cuda(Driver):
         event: Fence = make(blocking=True)  # See [Note: Blocking events].
         event.record(stream)  # type: ignore[attr-defined]
         return event
+
+    def handle(self, stream: Any) -> int:
+        return int(stream.cuda_stream)
+
+    def open(self, native: Any) -> Any:
+        if getattr(torch.version, "hip", None):
+            raise RuntimeError("native lanes have no driver for ROCm")
+        library = os.environ.get(LIBRARY_VARIABLE, "libcuda.so.1")
+        return native.open_cuda(library, self.device.index or 0)
 
     def pin(self, address: int, size: int) -> None:
         runtime: Any = _runtime()

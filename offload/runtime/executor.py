@@ -19,7 +19,7 @@ from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.schedule import Task, Work
 from offload.program.verify import check_op
-from offload.runtime.books import Known, native_books
+from offload.runtime.books import CompiledBooks, Known, native_books
 from offload.runtime.device import Device
 from offload.runtime.lanes import Lanes, Pace
 from offload.runtime.memory import Memory, host_tensor
@@ -79,21 +79,28 @@ class Executor:
         """Ops that come again, and of which arenas their addresses are."""
         self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
         """Steps taken: stamped on what is written to the store."""
-        can_be_native = pace is None and device.is_host and (store is None or store.native)
+        can_be_native = pace is None and (store is None or store.native)
         native = native_books() if can_be_native else None
         works = PythonWorks(plan, memory, store, device)
         self.works: PythonWorks | NativeWorks = works
         """Makes what lanes do."""
+        self.notice: str | None = None
+        """What the user should know about the lanes."""
+        books: CompiledBooks | None = None
         if native is not None:
-            self.works = NativeWorks(native, plan, memory.at, store)
-        streams = native is None and not (device.is_host and store is None)
+            try:
+                books = CompiledBooks(trace.ran.maxlen or 0 if trace else 0, device.open(native))
+                self.works = NativeWorks(native, plan, memory.at, store, works, device.is_host)
+            except RuntimeError as error:  # Of the device's driver.
+                self.notice = f"the lanes run in Python, which is slower: {error}"
+        streams = books is None and not (device.is_host and store is None)
         try:
             self.lanes = Lanes(
                 (*ENGINE_LANES, *([Lane.CPU] if streams else [])),
                 device,
                 pace=pace,
                 trace=trace,
-                native=native,
+                books=books,
                 explain=self.works.explain,
             )
         except BaseException:

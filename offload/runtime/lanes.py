@@ -14,13 +14,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 
 from offload.program.ops import Lane, Op
-from offload.program.schedule import Task, Work
+from offload.program.schedule import Task
 from offload.runtime import entry
 from offload.runtime.books import Books, CompiledBooks
 from offload.runtime.device import Device
@@ -129,7 +128,7 @@ class Lanes:
         *,
         pace: Pace | None = None,
         trace: Trace | None = None,
-        native: Any = None,
+        books: CompiledBooks | None = None,
         explain: Callable[[BaseException], BaseException] = lambda error: error,
     ):
         """Start the threads of `lanes`.
@@ -139,14 +138,13 @@ class Lanes:
             device: the compute device; each thread works on it, on a stream of its own.
             pace: when an op may end, for tests that imitate slower hardware.
             trace: where to record what is done.
-            native: the extension whose books serve; None: those of Python.
+            books: those that serve; None: those of Python.
             explain: what the error of a failed work is to the user.
 
         Raises:
             EngineError: a lane could not prepare itself; with what it met as its cause.
         """
-        kept = trace.ran.maxlen or 0 if trace else 0
-        self._books: Any = Books(lanes) if native is None else CompiledBooks(kept)
+        self._books: Any = books or Books(lanes)
         self.stats = stats = LaneStats(self._books, device, trace)
         self.count, self.waited, self.note = stats.count, stats.waited, stats.note
         self._lock = threading.Lock()
@@ -155,7 +153,10 @@ class Lanes:
         self.issue: Callable[..., list[Task]] = self._books.issue
         self.touching, self.all = self._books.touching, self._books.all
         self.cancel = self._books.cancel
-        self.finish: Callable[[Task], None] = self._books.finish if native else self._finish
+        self._mark = device.fence if books is None else device.handle
+        """Of a stream of the user's, what the books need to wait for it."""
+        direct = books is not None and device.is_host
+        self.finish: Callable[[Task], None] = self._books.finish if direct else self._finish
         """The user's compute is over, or will be when the device is through with it."""
         self._explain = explain
         self._inside = threading.local()
@@ -168,8 +169,6 @@ class Lanes:
         """Whether nobody shall use it any more; whether that is so or one has failed."""
         self._failure: BaseException | None = None
         intra_op_threads = torch.get_num_threads()
-        self._ending: SimpleQueue[Any] = SimpleQueue()
-        """The user's computes that the device has still to finish, with fences; None at the end."""
         runs: list[tuple[str, Any]] = [(one.value, partial(self._work, one)) for one in lanes]
         if not device.is_host:
             runs.append(("ending", self._end))
@@ -226,10 +225,11 @@ class Lanes:
 
     def begin(self, task: Task) -> None:
         """Block until the user's compute `task` may start, and start it."""
+        if not self._device.is_host:
+            task.streams = []
         if not self._books.begin(task, 0.0):
             self._block(task, lambda: self._books.begin(task, LOOK_AGAIN_S))
-        if not self._device.is_host:
-            task.streams = [self._device.stream()]
+        self.join(task)
 
     def join(self, task: Task) -> None:
         """The user's compute `task`, which has begun, goes on on the current stream as well."""
@@ -237,22 +237,22 @@ class Lanes:
             task.streams.append(stream)
 
     def _finish(self, task: Task) -> None:
-        now = time.perf_counter()
-        self.note(task.op, task.began_at, now)
+        if isinstance(self._books, Books):
+            self.note(task.op, task.began_at, time.perf_counter())
         if self._device.is_host:
             self._books.finish(task)
             return
         self.join(task)
-        task.ended_at = now
-        self._ending.put((task, [self._device.fence(stream) for stream in task.streams]))
+        try:
+            self._books.finish_later(task, [self._mark(stream) for stream in task.streams])
+        except RuntimeError as error:  # Of the device's driver.
+            self.fail(error)
+            self.check()
 
     def _end(self) -> None:
         """Let the user's computes be over, in their order, when the device is through with them."""
         try:
-            while (one := self._ending.get()) is not None:
-                for fence in one[1]:
-                    fence.synchronize()
-                self._books.finish(one[0])
+            self._books.end()
         except BaseException as error:
             self.fail(error)
 
@@ -306,7 +306,6 @@ class Lanes:
             return
         self.closed = self.ended = True
         self._books.stop(closing=True)
-        self._ending.put(None)
         for thread in self._threads:
             if thread.ident is not None:  # Else it never started.
                 thread.join()
@@ -336,11 +335,11 @@ class Lanes:
         torch.set_flush_denormal(False)
         self._device.enter()
 
-    def _run(self, task: Task, op: Op, work: Work) -> None:
+    def _run(self, task: Task, op: Op, work: Callable[[], object]) -> None:
         start, self._inside.seconds = time.perf_counter(), 0.0
         error: BaseException | None = None
         try:
-            work(task.settings)
+            work()
             start += self._inside.seconds
             self._device.drain()
             if self._pace is not None:

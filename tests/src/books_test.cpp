@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include "books.h"
@@ -23,7 +24,7 @@ using namespace books;
 
 namespace {
 
-constexpr int LANES = 3, DISK = 0, SLOTS = 2, CELLS = 8, WORDS = 512;
+constexpr int LANES = 3, DISK = 0, DOWN = 1, UP = 2, SLOTS = 3, CELLS = 8, WORDS = 512;
 constexpr double LONG_S = 60;  // no wait of a test is as long
 
 void check(bool so, const char* what) {
@@ -36,17 +37,27 @@ struct Cell {
     int64_t words[WORDS] = {};
 };
 
-WorkPtr copy_of(Cell& into, Cell& from) {
-    const Where places[] = {{reinterpret_cast<Byte*>(into.words)},
-                            {reinterpret_cast<Byte*>(from.words)}};
-    return std::make_shared<Copies>(
-        std::vector<Copy>{{places[0], places[1], sizeof(Cell::words)}});
+Where where(Cell& cell, int64_t stride = 0) {
+    return {reinterpret_cast<Byte*>(cell.words), stride};
+}
+
+WorkPtr copy_of(Where into, Where from, bool on_device) {
+    return std::make_shared<Copies>(std::vector<Copy>{{into, from, sizeof(Cell::words)}},
+                                    on_device);
 }
 
 // Tasks that are ordered by the cells they touch, on lanes that are threads.
 class Model {
 public:
-    explicit Model(unsigned seed) : luck_(seed) {
+    explicit Model(unsigned seed, const driver::DriverPtr& driver = nullptr)
+        : books(LANES, DISK, SLOTS, 64, driver), device(driver), luck_(seed) {
+        ending_ = std::thread([this] {
+            try {
+                books.end();
+            } catch (const std::exception&) {
+                failed++;
+            }
+        });
         for (int lane = 0; lane < LANES; lane++) {
             threads_.emplace_back([this, lane] { work(lane); });
         }
@@ -54,6 +65,7 @@ public:
     ~Model() {
         books.stop(true);
         for (std::thread& thread : threads_) thread.join();
+        ending_.join();
     }
 
     int any(int below) { return int(luck_() % unsigned(below)); }
@@ -66,7 +78,7 @@ public:
         task->of_user = of_user;
         task->key = {any(4), any(6)};
         task->number = from * CELLS + into;
-        if (copies) task->work = copy_of(cells[into], cells[from]);
+        if (copies) task->work = copy_of(where(cells[into]), where(cells[from]), device != nullptr);
         books.issue(task, {from}, {into});
         return task;
     }
@@ -88,13 +100,15 @@ public:
         }
     }
 
-    Books books{LANES, DISK, SLOTS, 64};
+    Books books;
+    const driver::DriverPtr device;
     Cell cells[CELLS];
     std::atomic<int> done = 0, failed = 0;
 
 private:
     std::mt19937 luck_;
     std::vector<std::thread> threads_;
+    std::thread ending_;
 };
 
 void begin_and_finish(Model& model, const TaskPtr& task) {
@@ -215,13 +229,15 @@ void test_flights(unsigned seed) {
     const auto stream = [&](Model& model, int first, int count) {
         std::vector<Link> links;
         Cells there;
+        const int lane = 1 + model.any(2);
         for (int place = first; place < first + count; place++) {
-            links.push_back({chunks(stage, BYTES, place, false, 0), std::make_shared<Plus>(stage),
-                             chunks(stage, BYTES, place, true, 0), BYTES});
+            links.push_back({{DISK, chunks(stage, BYTES, place, false, 0), Part::READ, BYTES},
+                             {lane, std::make_shared<Plus>(stage), Part::WORK, BYTES},
+                             {DISK, chunks(stage, BYTES, place, true, 0), Part::WRITE, BYTES}});
             there.push_back(CELLS + place);
         }
         auto task = std::make_shared<Task>();
-        task->lane = 1 + model.any(2);
+        task->lane = lane;
         task->key = {model.any(4), model.any(6)};
         task->work = std::make_shared<Stream>(std::move(links));
         model.books.issue(task, there, there);
@@ -247,7 +263,7 @@ void test_flights(unsigned seed) {
                 auto task = std::make_shared<Task>();
                 task->lane = 1 + model.any(2);
                 task->key = {model.any(4), model.any(6)};
-                task->work = copy_of(model.cells[one], model.cells[other]);
+                task->work = copy_of(where(model.cells[one]), where(model.cells[other]), false);
                 model.books.issue(task, {other}, {one});
                 all.push_back(task);
                 expected[one] = expected[other];
@@ -281,6 +297,80 @@ void test_flights(unsigned seed) {
     close(fd);
 }
 
+// The stand-in for the library of CUDA's driver, and its calls for tests.
+struct StandIn {
+    explicit StandIn(const char* path) : path(path), handle(dlopen(path, RTLD_NOW)) {
+        check(handle != nullptr, "the stand-in is there");
+    }
+    template <typename... Arguments>
+    int call(const char* name, Arguments... arguments) const {
+        return reinterpret_cast<int (*)(Arguments...)>(dlsym(handle, name))(arguments...);
+    }
+    const char* path;
+    void* handle;
+};
+
+// Cells of the device go down to a stage, have one added, and up again, between copies and what the
+// user's own stream does to them: all as if one after the other.
+void test_a_device(unsigned seed, const StandIn& stand_in) {
+    stand_in.call("stand_in_reset", seed, 200u);
+    const driver::DriverPtr device = driver::open_cuda(stand_in.path, 0);
+    const driver::Stream users = device->make_stream();
+    {
+        Cell stage[SLOTS];
+        Model model(seed, device);
+        int64_t expected[CELLS] = {};
+        std::vector<TaskPtr> all;
+        for (int turn = 0; turn < 60; turn++) {
+            const int into = model.any(CELLS), from = (into + 1 + model.any(CELLS - 1)) % CELLS;
+            auto task = std::make_shared<Task>();
+            task->lane = model.any(LANES);
+            task->key = {model.any(4), model.any(6)};
+            const int what = model.any(3);
+            if (what == 0) {
+                const Where here = where(stage[0], sizeof(Cell));
+                task->work = std::make_shared<Stream>(std::vector<Link>{
+                    {{DOWN, copy_of(here, where(model.cells[into]), true), Part::DOWN, 1},
+                     {task->lane, std::make_shared<Plus>(stage), Part::WORK, 1},
+                     {UP, copy_of(where(model.cells[into]), here, true), Part::UP, 1}}});
+                model.books.issue(task, {into}, {into});
+                expected[into]++;
+            } else {
+                task->of_user = what == 1;
+                const WorkPtr copy =
+                    copy_of(where(model.cells[into]), where(model.cells[from]), true);
+                if (!task->of_user) task->work = copy;
+                model.books.issue(task, {from}, {into});
+                expected[into] = expected[from];
+                if (task->of_user) {
+                    check(model.books.begin(*task, LONG_S), "the user's own begins");
+                    const Copy& one = copy->device_copies()->front();
+                    device->copy(one.into.at(0), one.source.at(0), one.bytes, users);
+                    model.books.finish(*task, {users});
+                }
+            }
+            all.push_back(task);
+        }
+        for (const TaskPtr& task : all) check(model.books.over(*task, LONG_S), "all end");
+        for (int cell = 0; cell < CELLS; cell++)
+            for (const int64_t word : model.cells[cell].words)
+                check(word == expected[cell], "the device's cells are as one after the other");
+        check(model.failed == 0, "no call has failed");
+    }
+    {
+        Model model(seed, device);
+        stand_in.call("stand_in_fail", stand_in.call("stand_in_calls") + 1 + model.any(20), 1);
+        for (int count = 0; count < 20; count++) model.submit(model.any(LANES), true, false);
+        for (int count = 0; model.failed == 0; count++) {
+            check(count < int(LONG_S * 1000), "a call that fails is told");
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        stand_in.call("stand_in_drain");
+        stand_in.call("stand_in_fail", 0, 0);
+    }
+    device->end_stream(users);
+}
+
 void test_what_must_not_be_is_refused() {
     Books books(1, 0, 1, 1);
     int refused = 0;
@@ -303,12 +393,15 @@ void test_what_must_not_be_is_refused() {
 }  // namespace
 
 int main(int count, char** values) {
-    const unsigned seeds = count > 1 ? unsigned(std::atoi(values[1])) : 100;
+    check(count > 1, "the stand-in is named");
+    const StandIn stand_in(values[1]);
+    const unsigned seeds = count > 2 ? unsigned(std::atoi(values[2])) : 100;
     test_what_must_not_be_is_refused();
     for (unsigned seed = 0; seed < seeds; seed++) {
         test_all_is_ordered(seed);
         test_stop_ends_all_waits(seed);
         test_flights(seed);
+        test_a_device(seed, stand_in);
     }
     std::printf("books: %u seeds\n", seeds);
 }

@@ -20,9 +20,18 @@ static std::chrono::steady_clock::time_point after(double seconds) {
     return std::chrono::steady_clock::now() + std::chrono::nanoseconds(int64_t(seconds * 1e9));
 }
 
-Books::Books(int lanes, int disk, int slots, size_t ran_max)
-    : lanes_(lanes), disk_(disk), ran_max_(ran_max) {
-    for (int slot = 0; slot < slots; slot++) free_.push_back(slot);
+Books::Books(int lanes, int disk, int slots, size_t ran_max, driver::DriverPtr driver)
+    : lanes_(lanes), disk_(disk), driver_(std::move(driver)), ran_max_(ran_max) {
+    for (int slot = driver_ ? 1 : 0; slot < slots; slot++) free_.push_back(slot);
+}
+
+Books::~Books() {
+    for (Lane& lane : lanes_) end_stream(lane);
+}
+
+// Wait for what is under way there, whatever fails.
+void Books::end_stream(Lane& lane) {
+    if (const driver::Stream stream = std::exchange(lane.stream, 0)) driver_->end_stream(stream);
 }
 
 // -- tasks ------------------------------------------------------------------------------------
@@ -99,12 +108,39 @@ void Books::finish(Task& task) {
     work_at_hand(turn);
 }
 
+void Books::finish(Task& task, const std::vector<driver::Stream>& streams) {
+    Queued compute{task.shared_from_this(), task.began_at, {}};
+    for (const driver::Stream stream : streams) compute.events.push_back(driver_->record(stream));
+    Turn turn(*this);
+    require(task.state == State::RUNNING && task.ended_at == 0, "what is finished has begun");
+    task.ended_at = now();
+    record({task.number, Part::WORK, task.bytes, task.began_at, task.ended_at});
+    ending_.push_back(std::move(compute));
+    ended_.notify_one();
+}
+
+void Books::end() {
+    Turn turn(*this);
+    while (!closing_ || !ending_.empty()) {
+        if (ending_.empty()) {
+            turn.sleep(ended_);
+            continue;
+        }
+        const Queued compute = std::move(ending_.front());
+        ending_.pop_front();
+        const std::exception_ptr failure = turn.without([&] {
+            for (const driver::Event event : compute.events) driver_->wait(event);
+        });
+        if (failure) std::rethrow_exception(failure);
+        done(compute.task.get());
+        work_at_hand(turn);
+    }
+}
+
 Seen Books::look(const Task& task) {
     const Turn turn(*this);
-    Seen seen{task.key, {}, {}};
+    Seen seen{task.key, {}, path_of(task)};
     for (const Task* other : task.waits) seen.waits.push_back(other->serial);
-    if (!task.of_user) seen.path.emplace_back(number_of(task), task.ready_at);
-    seen.path.insert(seen.path.end(), task.history.begin(), task.history.end());
     return seen;
 }
 
@@ -114,6 +150,7 @@ void Books::stop(bool closing) {
     closing_ = closing_ || closing;
     if (closing_) {
         for (Lane& lane : lanes_) lane.wake.notify_all();
+        ended_.notify_all();
     }
 }
 
@@ -122,32 +159,25 @@ void Books::stop(bool closing) {
 TaskPtr Books::take(int number, bool wait) {
     Turn turn(*this);
     Lane& lane = lanes_[number];
-    while (!closing_ || !lane.flights.empty()) {
+    while (!closing_ || !lane.flights.empty() || !lane.copying.empty()) {
         if (!lane.landed.empty()) {
             land(turn, lane);
             continue;
         }
-        if (lane.failure && lane.flights.empty()) std::rethrow_exception(lane.failure);
-        const bool may_begin =
-            !stopped_ && !lane.failure && lane.flying_bytes < FLYING_BYTES_MAX;
-        if (may_begin && !lane.worked.empty()) {
-            const TaskPtr work = lane.worked.front();
-            lane.worked.pop_front();
-            const Link& link = (*work->stream->work->links())[work->link];
-            const aio::ChunkTransfer& transfer = *link.writes->transfer();
-            take_off(turn, lane, {work->stream, now(), transfer, {transfer, work->slot}, true,
-                                  work->link, work->slot});
-        } else if (Task* task = may_begin ? first(lane) : nullptr) {
+        if (lane.failure && lane.flights.empty()) {
+            turn.without([&] { end_stream(lane); });
+            lane.copying.clear();
+            std::rethrow_exception(lane.failure);
+        }
+        const bool may_begin = !stopped_ && !lane.failure &&
+                               lane.flying_bytes < FLYING_BYTES_MAX &&
+                               lane.copying.size() < COPIES_MAX;
+        if (Task* task = may_begin ? first(lane) : nullptr) {
             if (task->work == nullptr) return task->shared_from_this();
             turn.tell();
-            if (task->work->links() != nullptr) {
-                begin_link(turn, lane, task);
-            } else if (const aio::ChunkTransfer* transfer = task->work->transfer()) {
-                take_off(turn, lane, {task->shared_from_this(), now(), *transfer, {*transfer, 0},
-                                      false, 0, 0});
-            } else {
-                run_work(turn, lane, task);
-            }
+            start(turn, lane, task);
+        } else if (!lane.copying.empty()) {
+            end_copies(turn, lane);
         } else if (wait || !lane.flights.empty()) {
             turn.sleep(lane);
         } else {
@@ -173,12 +203,14 @@ std::deque<Ran> Books::ran() {
 }
 
 int Books::number_of(const Task& task) const {
-    return task.work != nullptr && task.work->links() != nullptr ? disk_ : task.lane;
+    const auto* links = task.work != nullptr ? task.work->links() : nullptr;
+    return links != nullptr && !links->empty() ? links->front().front().lane : task.lane;
 }
 
 bool Books::has_work(const Lane& lane) const {
-    return !lane.worked.empty() || std::ranges::any_of(lane.ready, [this](const auto& entry) {
-        return !free_.empty() || number_of(*entry.second) == entry.second->lane;
+    return std::ranges::any_of(lane.ready, [this](const auto& entry) {
+        const Work* work = entry.second->work.get();
+        return !free_.empty() || work == nullptr || work->links() == nullptr;
     });
 }
 
@@ -195,29 +227,63 @@ Task* Books::first(Lane& lane) {
     return nullptr;
 }
 
-void Books::count(Lane& lane, const Ran& ran) {
-    record(ran);
-    lane.used.bytes += ran.bytes;
+void Books::count(Lane& lane, const Task& task, double since, double until) {
+    record({task.number, task.part, task.bytes, since, until});
+    lane.used.bytes += task.bytes;
     lane.used.operations++;
+}
+
+void Books::start(Turn& turn, Lane& lane, Task* task) {
+    if (task->work->links() != nullptr) begin_link(task);
+    else if (const auto* transfer = task->work->transfer()) take_off(turn, lane, task, *transfer);
+    else if (task->work->device_copies() != nullptr) queue_copies(turn, lane, task);
+    else run_work(turn, lane, task);
 }
 
 void Books::run_work(Turn& turn, Lane& lane, Task* task) {
     const TaskPtr kept = task->shared_from_this();
     const double since = now();
-    std::exception_ptr failure;
-    turn.without([&] {
-        try {
-            task->work->run(task->slot, task->settings.get());
-        } catch (...) {
-            failure = std::current_exception();
-        }
-    });
+    const std::exception_ptr failure =
+        turn.without([&] { task->work->run(task->slot, task->settings.get()); });
     if (failure) std::rethrow_exception(failure);
     const double until = now();
-    count(lane, {task->number, Part::WORK, task->bytes, since, until});
+    count(lane, *task, since, until);
     lane.used.busy_s += until - since;
-    if (task->stream) worked(task);
-    else done(task);
+    done(task);
+}
+
+// [Note: Copies under way]
+// A lane queues the copies of a task on its stream, and an event behind them; then the next task's,
+// and sleeps until the device has come to the first event. So the device never waits for the host
+// between two copies, and nothing but the device says that one is over. After a failure nothing
+// more is queued, and it is told when the stream has come to its end: memory outlives what goes
+// there.
+void Books::queue_copies(Turn& turn, Lane& lane, Task* task) {
+    lane.copying.push_back({task->shared_from_this(), now(), {}});
+    Queued& copying = lane.copying.back();
+    const std::exception_ptr failure = turn.without([&] {
+        if (lane.stream == 0) lane.stream = driver_->make_stream();
+        const int slot = task->slot;
+        for (const Copy& one : *task->work->device_copies())
+            driver_->copy(one.into.at(slot), one.source.at(slot), one.bytes, lane.stream);
+        copying.events.push_back(driver_->record(lane.stream));
+    });
+    if (failure) lane.failure = failure;
+}
+
+void Books::end_copies(Turn& turn, Lane& lane) {
+    const Queued copied = std::move(lane.copying.front());
+    lane.copying.pop_front();
+    if (lane.failure) return;
+    if (const auto failure = turn.without([&] { driver_->wait(copied.events.front()); })) {
+        lane.failure = failure;
+        return;
+    }
+    const double until = now();
+    lane.used.busy_s += until - std::max(copied.since, lane.copied_until);
+    lane.copied_until = until;
+    count(lane, *copied.task, copied.since, until);
+    done(copied.task.get());
 }
 
 // Spare lanes that sleep what takes no longer than to wake them.

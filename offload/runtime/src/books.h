@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "board.h"
+#include "driver.h"
 #include "task.h"
 #include "work.h"
 
@@ -35,24 +36,28 @@ constexpr size_t AT_HAND_BYTES_MAX = 128 << 10;
 // busy, and what is urgent waits for no more.
 constexpr int64_t FLYING_BYTES_MAX = 64 << 20;
 
+// So many copies of a lane are queued on its stream at once: the next begins when one ends.
+constexpr size_t COPIES_MAX = 2;
+
 struct Used {
     double busy_s = 0;
     int64_t bytes = 0, operations = 0;
 };
 
-// An op, or what a link of a stream reads or writes, whose transfers are under way.
+// A task whose transfers are under way.
 struct Flight {
     TaskPtr task;
     double since;
     const aio::ChunkTransfer& transfer;
     aio::ChunkFlight inner;
-    bool of_stream;
-    size_t link;
-    int slot;
 };
 
-// Of a stream each part is told: what was read or written for a link, or its work.
-enum class Part { WORK, READ, WRITE };
+// A task whose copies are queued on the stream of its lane, or the user's compute on its streams.
+struct Queued {
+    TaskPtr task;
+    double since;
+    std::vector<driver::Event> events;
+};
 
 struct Ran {
     int64_t number;
@@ -73,8 +78,11 @@ struct Seen {
 // anything is written (`std::logic_error`).
 class Books {
 public:
-    // With so many lanes, of which one is that of the drives, and so many staging slots.
-    Books(int lanes, int disk, int slots, size_t ran_max);
+    // With so many lanes, of which one is that of the drives, and so many staging slots; with a
+    // driver but one, which is Python's ([Note: Who runs what] of `native_work`).
+    Books(int lanes, int disk, int slots, size_t ran_max, driver::DriverPtr driver = nullptr);
+    Books(const Books&) = delete;
+    ~Books();
 
     // Queue a task behind those that touched the places that it reads and writes.
     void issue(const TaskPtr& task, const Cells& reads, const Cells& writes);
@@ -85,6 +93,10 @@ public:
     // Begin the user's own task; wait for that at most so long. Whether it has begun.
     bool begin(Task& task, double seconds);
     void finish(Task& task);
+    // The user's own task is over when the device is through with what these streams have now.
+    void finish(Task& task, const std::vector<driver::Stream>& streams);
+    // The life of the thread that waits for that, until the books are closed.
+    void end();
     // Wait at most so long until a task is over. Whether it is.
     bool over(Task& task, double seconds);
     Seen look(const Task& task);
@@ -108,12 +120,14 @@ private:
         std::condition_variable wake;
         bool asleep = false;
         Used used;
-        std::deque<TaskPtr> worked;  // links of streams whose work is done, to be written
         std::vector<std::unique_ptr<Flight>> flights;
         std::vector<std::pair<Flight*, aio::ChunkFlight::Landed>> landed;
         int64_t flying_bytes = 0;
         double flying_since = 0;
-        std::exception_ptr failure;  // of a flight; nothing more begins
+        driver::Stream stream = 0;
+        std::deque<Queued> copying;
+        double copied_until = 0;
+        std::exception_ptr failure;  // of what is under way; nothing more begins
     };
     // The lock; who is to be woken is told when it is let go.
     class Turn;
@@ -122,19 +136,22 @@ private:
     int number_of(const Task& task) const;
     bool has_work(const Lane& lane) const;
     Task* first(Lane& lane);
+    void start(Turn& turn, Lane& lane, Task* task);
     void run_work(Turn& turn, Lane& lane, Task* task);
     void work_at_hand(Turn& turn);
-    void begin_link(Turn& turn, Lane& lane, Task* stream);
-    void take_off(Turn& turn, Lane& lane, Flight flight);
+    void begin_link(Task* stream);
+    void next_stage(const TaskPtr& stream, size_t link, size_t stage, int slot);
+    void take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfer& transfer);
     void land(Turn& turn, Lane& lane);
-    void landed(Flight& flight);
-    void worked(Task* work);
-    void link_over(Task* stream, int slot);
-    void count(Lane& lane, const Ran& ran);
+    void queue_copies(Turn& turn, Lane& lane, Task* task);
+    void end_copies(Turn& turn, Lane& lane);
+    void end_stream(Lane& lane);
+    void count(Lane& lane, const Task& task, double since, double until);
     void queue(const TaskPtr& task, const std::vector<TaskPtr>& waits);
     void record(const Ran& ran);
     void link(Task* other, Task* task);
     void done(Task* task);
+    std::vector<std::pair<int, double>> path_of(const Task& task) const;
     void release(Task* task);
     void try_ready(Task* task, Task* last);
     void hurry(Task* task, Key key);
@@ -149,6 +166,9 @@ private:
     std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over
     const int disk_;
     std::vector<int> free_;  // staging slots
+    const driver::DriverPtr driver_;  // none where the CPU computes
+    std::deque<Queued> ending_;       // the user's computes
+    std::condition_variable ended_;   // told when there is one more
     std::deque<Ran> ran_;
     size_t ran_max_;
 };

@@ -3,11 +3,13 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <tuple>
+#include <unordered_map>
 #include <vector>
 
 #include "../../../cpu_adam/src/crc32c.h"
@@ -23,7 +25,7 @@ using without_gil::WithoutGil;
 struct Known {
     int lane;
     int64_t deadline, bytes;
-    nb::object op;
+    nb::object op, call;  // what of Python does it, where that is to
     WorkPtr work;
     Cells reads, writes;
     bool of_user;
@@ -36,6 +38,7 @@ struct PythonWork {
 
 struct PythonSettings {
     std::shared_ptr<const Settings> inner;
+    nb::object python;  // what works in Python are given
 };
 
 using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -60,13 +63,14 @@ static cpu_adam::Gradient gradient_of(int number) {
     return cpu_adam::Gradient(number);
 }
 
-static PythonWork copies(const std::vector<std::tuple<Place, Place, size_t>>& given) {
+static PythonWork copies(const std::vector<std::tuple<Place, Place, size_t>>& given,
+                         bool on_device) {
     std::vector<Copy> found;
     for (const auto& [into, source, bytes] : given) {
         if (bytes == 0) throw nb::value_error("a copy of no bytes is nothing that a lane can do");
         found.push_back({where(into), where(source), bytes});
     }
-    return {std::make_shared<Copies>(std::move(found))};
+    return {std::make_shared<Copies>(std::move(found), on_device)};
 }
 
 static PythonWork several(const std::vector<const PythonWork*>& given) {
@@ -116,22 +120,23 @@ static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given,
     return {std::make_shared<Chunks>(std::move(transfer))};
 }
 
-using PythonLink = std::tuple<const PythonWork*, const PythonWork*, const PythonWork*, int64_t>;
+using PythonStage = std::tuple<int, const PythonWork*, int, int64_t>;
 
-static PythonWork stream_of(const std::vector<PythonLink>& given) {
+static PythonWork stream_of(const std::vector<std::vector<PythonStage>>& given) {
     std::vector<Link> found;
-    for (const auto& [reads, work, writes, bytes] : given) {
-        const WorkPtr back = writes == nullptr ? nullptr : writes->inner;
-        if (reads->inner->transfer() == nullptr || (back && back->transfer() == nullptr))
-            throw nb::value_error("a link reads, and may write, chunks");
-        found.push_back({reads->inner, work->inner, back, bytes});
+    for (const std::vector<PythonStage>& stages : given) {
+        Link& link = found.emplace_back();
+        for (const auto& [lane, work, part, bytes] : stages)
+            link.push_back({lane, work->inner, Part(part), bytes});
+        if (link.empty()) throw nb::value_error("a chunk of a stream has no work");
     }
     return {std::make_shared<Stream>(std::move(found))};
 }
 
-static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
+static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip,
+                                  nb::object python) {
     std::vector<float> all(factors.data(), factors.data() + factors.size());
-    return {std::make_shared<Settings>(Settings{std::move(all), clip})};
+    return {std::make_shared<Settings>(Settings{std::move(all), clip}), std::move(python)};
 }
 
 // So many ops are kept for each one of which is remembered that it ran: of those that are queued
@@ -141,8 +146,8 @@ constexpr size_t OPS_KEPT = 4;
 // The books, and Python's ops of what was issued lately.
 class Shared {
 public:
-    Shared(int lanes, int disk, int slots, size_t ran_max)
-        : books_(new Books(lanes, disk, slots, ran_max)), pid_(getpid()),
+    Shared(int lanes, int disk, int slots, size_t ran_max, const driver::DriverPtr& driver)
+        : books_(new Books(lanes, disk, slots, ran_max, driver)), pid_(getpid()),
           ops_(OPS_KEPT * ran_max) {}
     Shared(const Shared&) = delete;
     ~Shared() {
@@ -176,6 +181,13 @@ public:
         return books_->over(task, seconds);
     }
     void finish(Task& task) { books_->finish(task); }
+    void finish_later(Task& task, const std::vector<driver::Stream>& streams) {
+        books_->finish(task, streams);
+    }
+    void end() {
+        const WithoutGil released;
+        books_->end();
+    }
     std::tuple<Key, std::vector<int64_t>, std::vector<std::pair<int, double>>> look(
         const Task& task) {
         Seen seen = books_->look(task);
@@ -185,7 +197,15 @@ public:
         const WithoutGil released;
         return books_->take(lane, wait);
     }
-    void stop(bool closing) { books_->stop(closing); }
+    // The op, the work and the settings of a task that `take` returned.
+    nb::object call(const Task& task) {
+        const auto found = calls_.extract(task.call);
+        return found.empty() ? nb::none() : found.mapped();
+    }
+    void stop(bool closing) {
+        books_->stop(closing);
+        if (closing) calls_.clear();
+    }
     std::tuple<double, int64_t, int64_t> used(int lane) {
         const Used now = books_->used(lane);
         return {now.busy_s, now.bytes, now.operations};
@@ -209,6 +229,11 @@ private:
         task->work = known.work;
         task->bytes = known.bytes;
         if (settings != nullptr) task->settings = settings->inner;
+        if (!known.call.is_none()) {
+            task->call = ++last_call_;
+            const nb::object given = settings == nullptr ? nb::none() : settings->python;
+            calls_.emplace(task->call, nb::make_tuple(known.op, known.call, given));
+        }
         if (!ops_.empty()) {
             task->number = number_++;
             ops_[size_t(task->number) % ops_.size()] = known.op;
@@ -220,12 +245,14 @@ private:
     pid_t pid_;
     std::vector<nb::object> ops_;  // the last that are numbered, each at its number in turn
     int64_t number_ = 0;           // of the next one
+    std::unordered_map<int64_t, nb::object> calls_;  // of tasks that Python has still to take
+    int64_t last_call_ = 0;
 };
 
 NB_MODULE(_books, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 6;  // as offload/runtime/books.py has it
-    nb::class_<Task>(module, "Task")
+    module.attr("VERSION") = 7;  // as offload/runtime/books.py has it
+    nb::class_<Task>(module, "Task", nb::dynamic_attr())  // of lanes in Python
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
         .def_ro("began_at", &Task::began_at)
@@ -236,9 +263,10 @@ NB_MODULE(_books, module) {
         });
     nb::class_<Known>(module, "Known").def_ro("op", &Known::op);
     module.def("make_known", [](int lane, int64_t deadline, int64_t bytes, nb::object op,
-                                const PythonWork* work, Cells reads, Cells writes,
-                                bool of_user) {
-        return Known{lane, deadline, bytes, op, work == nullptr ? nullptr : work->inner,
+                                nb::object work, Cells reads, Cells writes, bool of_user) {
+        const PythonWork* native = nullptr;
+        if (nb::try_cast(work, native) && native != nullptr) work = nb::none();
+        return Known{lane, deadline, bytes, op, work, native == nullptr ? nullptr : native->inner,
                      std::move(reads), std::move(writes), of_user};
     }, nb::arg("lane"), nb::arg("deadline"), nb::arg("bytes"), nb::arg("op"),
        nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"), nb::arg("of_user"));
@@ -253,14 +281,17 @@ NB_MODULE(_books, module) {
     module.def("share_pool", [](uintptr_t pool) {
         cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
     });
-    module.def("copies", &copies);
+    nb::class_<driver::Driver>(module, "Driver");
+    module.def("open_cuda", &driver::open_cuda);
+    module.def("copies", &copies, nb::arg("copies"), nb::arg("on_device") = false);
     module.def("several", &several);
     module.def("sweep", &sweep_of);
     module.def("squares", &squares_of);
     module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
     module.def("chunks", &chunks_of);
     module.def("stream", &stream_of);
-    module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
+    module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none(),
+               nb::arg("python"));
     static nb::exception<aio::ChunkFailed> failed(module, "ChunkFailed", PyExc_OSError);
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
@@ -273,7 +304,8 @@ NB_MODULE(_books, module) {
         }
     });
     nb::class_<Shared>(module, "Books")
-        .def(nb::init<int, int, int, size_t>())
+        .def(nb::init<int, int, int, size_t, const driver::DriverPtr&>(), nb::arg("lanes"),
+             nb::arg("disk"), nb::arg("slots"), nb::arg("kept"), nb::arg("driver").none())
         .def("issue", &Shared::issue, nb::arg("ops"), nb::arg("pass_number"),
              nb::arg("settings").none() = nb::none())
         .def("touching", &Shared::touching)
@@ -282,6 +314,9 @@ NB_MODULE(_books, module) {
         .def("begin", &Shared::begin)
         .def("over", &Shared::over)
         .def("finish", &Shared::finish)
+        .def("finish_later", &Shared::finish_later)
+        .def("end", &Shared::end)
+        .def("call", &Shared::call)
         .def("look", &Shared::look)
         .def("take", &Shared::take)
         .def("stop", &Shared::stop, nb::arg("closing"))

@@ -34,6 +34,18 @@ void Books::done(Task* task) {
     const TaskPtr kept = task->shared_from_this();
     task->state = State::DONE;
     release(task);
+    if (task->stream) next_stage(task->stream, task->link, task->stage + 1, task->slot);
+}
+
+// The lanes that led to a task, latest first; before them the one that does it. A stream is the
+// drive's, whatever lane computes, and the user's compute is the device's once it is queued there.
+std::vector<std::pair<int, double>> Books::path_of(const Task& task) const {
+    std::vector<std::pair<int, double>> found;
+    if (!task.of_user)
+        found.emplace_back(number_of(task) == disk_ ? disk_ : task.lane, task.ready_at);
+    else if (task.ended_at > 0) found.emplace_back(task.lane, task.ended_at);
+    found.insert(found.end(), task.history.begin(), task.history.end());
+    return found;
 }
 
 // A task is over: who waits for it may be ready.
@@ -54,11 +66,9 @@ void Books::try_ready(Task* task, Task* last) {
     if (task->missing > 0 || task->state != State::WAITING) return;
     task->state = State::READY;
     task->ready_at = now();
-    if (last != nullptr && !last->of_user) {
-        task->history = {{number_of(*last), last->ready_at}};
-        const size_t more = std::min(last->history.size(), HISTORY_MAX - 1);
-        task->history.insert(
-            task->history.end(), last->history.begin(), last->history.begin() + more);
+    if (last != nullptr && (!last->of_user || last->ended_at > 0)) {
+        task->history = path_of(*last);
+        task->history.resize(std::min(task->history.size(), HISTORY_MAX));
     }
     if (task->of_user) {
         told_ = told_ || task->awaited;

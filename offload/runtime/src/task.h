@@ -14,6 +14,9 @@ using Key = std::pair<int64_t, int64_t>;  // number of the pass, position in it
 
 enum class State { WAITING, READY, RUNNING, DONE, CANCELLED };
 
+// What is told of a task: all of it, or of a stream its work, and what goes from tier to tier.
+enum class Part { WORK, READ, WRITE, DOWN, UP };
+
 class Work;
 struct Settings;
 
@@ -25,11 +28,13 @@ struct Task : std::enable_shared_from_this<Task> {
     std::shared_ptr<const Settings> settings;  // of the step
     int64_t bytes = 0;                         // that it counts for
     int64_t number = -1;  // by which Python knows what has run; less than zero: it need not
-    // Of a stream: its next link to begin, and how many are not over. Of the work of a link: whose
-    // it is, and the staging slot.
+    Part part = Part::WORK;
+    int64_t call = 0;  // by which Python finds its own work; 0 where it has none
+    // Of a stream: its next link to begin, and how many are not over. Of a stage of a link: whose
+    // it is, which, and the staging slot.
     size_t next_link = 0, links_left = 0;
     std::shared_ptr<Task> stream;
-    size_t link = 0;
+    size_t link = 0, stage = 0;
     int slot = 0;
 
     int64_t serial = 0;
@@ -38,6 +43,7 @@ struct Task : std::enable_shared_from_this<Task> {
     std::vector<Task*> followers, waits;  // as long as they are not over
     bool awaited = false;                 // somebody is blocked until it is ready or over
     double ready_at = 0, began_at = 0;
+    double ended_at = 0;  // when the host had queued all of it, where a device does it later
     std::vector<std::pair<int, double>> history;  // lane, since when it was ready; latest first
 
     bool over() const { return state >= State::DONE; }

@@ -15,13 +15,19 @@ public:
     Turn(const Turn&) = delete;
     ~Turn() { tell(); }
 
-    // Do something without the lock; nothing that may fail.
+    // Do something without the lock. Returns how it failed.
     template <typename Function>
-    void without(Function function) {
+    std::exception_ptr without(Function function) {
+        std::exception_ptr failure;
         tell();
         lock_.unlock();
-        function();
+        try {
+            function();
+        } catch (...) {
+            failure = std::current_exception();
+        }
         lock_.lock();
+        return failure;
     }
 
     // Wait until somebody tells, or the time is up; whether it is not.
@@ -34,6 +40,10 @@ public:
         lane.asleep = true;
         lane.wake.wait(lock_);
         lane.asleep = false;
+    }
+    void sleep(std::condition_variable& until) {
+        tell();
+        until.wait(lock_);
     }
     // Wake whom it concerns.
     void tell() {

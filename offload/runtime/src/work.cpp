@@ -38,7 +38,8 @@ void Several::run(int slot, const Settings* settings) const {
     for (const WorkPtr& work : works_) work->run(slot, settings);
 }
 
-Copies::Copies(std::vector<Copy> copies) : copies_(std::move(copies)) {
+Copies::Copies(std::vector<Copy> copies, bool on_device)
+    : copies_(std::move(copies)), on_device_(on_device) {
     for (const Copy& one : copies_) bytes_ += one.bytes;
 }
 

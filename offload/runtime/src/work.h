@@ -13,6 +13,7 @@
 
 #include "../../../aio/src/chunks.h"
 #include "../../../cpu_adam/src/sweep.h"
+#include "task.h"
 
 namespace books {
 
@@ -47,7 +48,22 @@ struct Settings {
     std::shared_ptr<Clip> clip;
 };
 
-struct Link;
+class Work;
+using WorkPtr = std::shared_ptr<const Work>;
+
+// What is done for a chunk of a stream, one after the other: read and brought, worked on, put back.
+struct Stage {
+    int lane;
+    WorkPtr work;
+    Part part;
+    int64_t bytes;
+};
+using Link = std::vector<Stage>;
+
+struct Copy {
+    Where into, source;
+    size_t bytes;
+};
 
 class Work {
 public:
@@ -58,11 +74,11 @@ public:
     virtual size_t bytes_at_hand() const { return SIZE_MAX; }
     // What it is for the lane of the drives, which has many under way.
     virtual const aio::ChunkTransfer* transfer() const { return nullptr; }
+    // What the device copies, which has several under way.
+    virtual const std::vector<Copy>* device_copies() const { return nullptr; }
     // The chunks of a stream.
     virtual const std::vector<Link>* links() const { return nullptr; }
 };
-
-using WorkPtr = std::shared_ptr<const Work>;
 
 class Several : public Work {
 public:
@@ -73,19 +89,18 @@ private:
     std::vector<WorkPtr> works_;
 };
 
-struct Copy {
-    Where into, source;
-    size_t bytes;
-};
-
 class Copies : public Work {
 public:
-    explicit Copies(std::vector<Copy> copies);
+    explicit Copies(std::vector<Copy> copies, bool on_device = false);
     void run(int slot, const Settings*) const override;
-    size_t bytes_at_hand() const override { return bytes_; }
+    size_t bytes_at_hand() const override { return on_device_ ? SIZE_MAX : bytes_; }
+    const std::vector<Copy>* device_copies() const override {
+        return on_device_ ? &copies_ : nullptr;
+    }
 
 private:
     std::vector<Copy> copies_;
+    const bool on_device_;
     size_t bytes_ = 0;
 };
 
@@ -133,13 +148,6 @@ public:
 
 private:
     const aio::ChunkTransfer transfer_;
-};
-
-// A chunk of a stream: what is read for it, done with it, and written back.
-struct Link {
-    WorkPtr reads, work;
-    WorkPtr writes;  // or none
-    int64_t bytes;   // that the work counts for
 };
 
 // See [Note: Streams] of `program/ops.py`.

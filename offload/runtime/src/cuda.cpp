@@ -1,0 +1,174 @@
+// CUDA by its driver's library, which is opened when it is needed: nothing of CUDA is needed to
+// build. What is declared here is part of the library's stable interface.
+//
+// [Note: Contexts]
+// Torch works in the primary context of a device, and so do we. A stream of torch's may be 0, which
+// means the default stream of the calling thread's current context. So every call makes ours
+// current, and afterwards that one again which was.
+#include "driver.h"
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <stdexcept>
+#include <vector>
+
+namespace driver {
+
+namespace {
+
+constexpr int VERSION_LEAST = 11000;  // CUDA 11.0
+constexpr unsigned NON_BLOCKING = 1;  // a stream in no order with stream 0
+constexpr unsigned SLEEPING = 1 | 2;  // an event whose waiters sleep, which keeps no time
+
+using Result = int;
+using Context = void*;
+
+struct Symbol {
+    template <typename Call>
+    operator Call() const { return reinterpret_cast<Call>(at); }
+    void* at;
+};
+
+class Cuda : public Driver {
+public:
+    Cuda(const std::string& library, int ordinal) : library_(library) {
+        check("cuInit", init_(0));
+        int version = 0;
+        check("cuDriverGetVersion", version_(&version));
+        if (version < VERSION_LEAST)
+            throw std::runtime_error(library_ + " is of CUDA " + std::to_string(version / 1000) +
+                                     ", and 11.0 is needed: update the device's driver");
+        check("cuDeviceGet", device_get_(&device_, ordinal));
+        check("cuDevicePrimaryCtxRetain", retain_(&context_, device_));
+    }
+    Cuda(const Cuda&) = delete;
+    ~Cuda() override {
+        if (getpid() != pid_) return;
+        try {
+            const Current here(*this);
+            for (const Event event : events_) event_destroy_(event);
+        } catch (const std::runtime_error&) {  // At the end of the process it may be gone.
+        }
+        release_(device_);
+    }
+
+    Stream make_stream() override {
+        const Current here(*this);
+        Stream made = 0;
+        check("cuStreamCreateWithPriority", stream_create_(&made, NON_BLOCKING, 0));
+        return made;
+    }
+    void end_stream(Stream stream) noexcept override {
+        try {
+            const Current here(*this);
+            stream_synchronize_(stream);
+            stream_destroy_(stream);
+        } catch (const std::runtime_error&) {
+        }
+    }
+
+    void copy(void* into, const void* source, size_t bytes, Stream stream) override {
+        const Current here(*this);
+        check("cuMemcpyAsync", copy_(Address(into), Address(source), bytes, stream));
+    }
+
+    Event record(Stream stream) override {
+        const Current here(*this);
+        Event event = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            if (!events_.empty()) {
+                event = events_.back();
+                events_.pop_back();
+            }
+        }
+        if (event == nullptr) check("cuEventCreate", event_create_(&event, SLEEPING));
+        const Result result = event_record_(event, stream);
+        if (result != 0) give_back(event);
+        check("cuEventRecord", result);
+        return event;
+    }
+    void wait(Event event) override {
+        const Current here(*this);
+        const Result result = event_synchronize_(event);
+        give_back(event);
+        check("cuEventSynchronize", result);
+    }
+
+private:
+    using Address = unsigned long long;
+
+    // See [Note: Contexts].
+    struct Current {
+        explicit Current(const Cuda& cuda) : cuda(cuda) {
+            cuda.check("cuCtxPushCurrent", cuda.push_(cuda.context_));
+        }
+        Current(const Current&) = delete;
+        ~Current() {
+            Context ours;
+            cuda.pop_(&ours);
+        }
+        const Cuda& cuda;
+    };
+
+    void give_back(Event event) {
+        const std::lock_guard lock(mutex_);
+        events_.push_back(event);
+    }
+
+    void check(const char* call, Result result) const {
+        if (result == 0) return;
+        const char* told = nullptr;
+        if (error_string_(result, &told) != 0 || told == nullptr) told = "an unknown error";
+        throw std::runtime_error(std::string("the device's driver refused ") + call + ": " + told +
+                                 " (" + std::to_string(result) +
+                                 "); likely something before it went wrong on the device, which "
+                                 "CUDA_LAUNCH_BLOCKING=1 in the environment lets show where");
+    }
+
+    void* opened() const {
+        if (void* const found = dlopen(library_.c_str(), RTLD_NOW | RTLD_LOCAL)) return found;
+        throw std::runtime_error(library_ + " cannot be opened (" + dlerror() +
+                                 "): likely no driver is installed, or not in this container");
+    }
+    Symbol find(const char* name) const {
+        if (void* const found = dlsym(handle_, name)) return {found};
+        throw std::runtime_error(library_ + " lacks " + name +
+                                 ": likely it is too old; update the device's driver");
+    }
+
+    const std::string library_;
+    void* const handle_ = opened();
+    const pid_t pid_ = getpid();
+    int device_ = 0;
+    Context context_ = nullptr;
+    std::mutex mutex_;
+    std::vector<Event> events_;  // that nobody has, as making one takes long
+
+    Result (*const error_string_)(Result, const char**) = find("cuGetErrorString");
+    Result (*const init_)(unsigned) = find("cuInit");
+    Result (*const version_)(int*) = find("cuDriverGetVersion");
+    Result (*const device_get_)(int*, int) = find("cuDeviceGet");
+    Result (*const retain_)(Context*, int) = find("cuDevicePrimaryCtxRetain");
+    Result (*const release_)(int) = find("cuDevicePrimaryCtxRelease_v2");
+    Result (*const push_)(Context) = find("cuCtxPushCurrent_v2");
+    Result (*const pop_)(Context*) = find("cuCtxPopCurrent_v2");
+    Result (*const stream_create_)(Stream*, unsigned, int) = find("cuStreamCreateWithPriority");
+    Result (*const stream_synchronize_)(Stream) = find("cuStreamSynchronize");
+    Result (*const stream_destroy_)(Stream) = find("cuStreamDestroy_v2");
+    Result (*const copy_)(Address, Address, size_t, Stream) = find("cuMemcpyAsync");
+    Result (*const event_create_)(Event*, unsigned) = find("cuEventCreate");
+    Result (*const event_record_)(Event, Stream) = find("cuEventRecord");
+    Result (*const event_synchronize_)(Event) = find("cuEventSynchronize");
+    Result (*const event_destroy_)(Event) = find("cuEventDestroy_v2");
+};
+
+}  // namespace
+
+DriverPtr open_cuda(const std::string& library, int ordinal) {
+    return std::make_shared<Cuda>(library, ordinal);
+}
+
+}  // namespace driver

@@ -1,0 +1,297 @@
+"""Native lanes on a device: by the stand-in for CUDA's library, over the code that a GPU runs."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload.program.ops import Lane
+from offload.runtime import device as devices
+from offload.runtime.books import BOOKS_VARIABLE, CompiledBooks
+from offload.runtime.device import driver_of
+from tests.forked import Forked
+from tests.paced import Paced, paced
+from tests.paced_loops import Actions, Script, Step, check, draw_script, nap
+from tests.stand_in import Driven, controls, driven, library
+from tests.test_paced import AFTER_A_BACKWARD, AFTER_A_STEP, LATE
+from tests.training import (
+    ALL_PLACEMENTS,
+    RESIDENT,
+    SAMPLED,
+    Net,
+    Result,
+    Run,
+    assert_same,
+    attached,
+    plain,
+    result_of,
+    some_fast,
+    train,
+)
+
+books = pytest.importorskip("offload.runtime._books", reason="not compiled here")
+
+MIXED = ("nvme", "cpu", "device")
+OFFLOADED = ("device", "device", "cpu")
+"""Gradients down, the update on the CPU, weights up."""
+
+LATE_US = 2000
+REFUSED = "an illegal memory access was encountered"
+
+
+def small() -> Net:
+    return Net(width=8, layers=2)
+
+
+def two_micro_batches(run: Run, number: int) -> None:
+    run.loss().backward()
+    run.loss().backward()
+    run.step()
+
+
+# -- bits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clipped", [None, 0.1])
+@pytest.mark.parametrize(
+    "placement", [*SAMPLED, *some_fast(sorted({*ALL_PLACEMENTS} - {*SAMPLED}), fast=0)]
+)
+def test_native_lanes_have_the_bits_of_those_of_python(
+    placement: tuple[str, str, str], clipped: float | None, tmp_path: Path
+) -> None:
+    options: Any = {"max_grad_norm": clipped, "build": small}
+    with driven(1, 300) as device:
+        found = train(placement, tmp_path, two_micro_batches, **options)
+    assert not device.timeline.races
+    assert device.calls.stand_in_calls() > 100 or placement == RESIDENT
+    with pytest.MonkeyPatch.context() as patch, paced():
+        patch.setenv(BOOKS_VARIABLE, "python")
+        assert_same(found, train(placement, tmp_path, two_micro_batches, **options))
+
+
+SCRIPTS = {**AFTER_A_BACKWARD, **{f"{name}, then": one for name, one in AFTER_A_STEP.items()}}
+
+
+@pytest.mark.parametrize("name", some_fast(SCRIPTS, fast=8))
+def test_what_is_done_meanwhile_waits(name: str, tmp_path: Path) -> None:
+    placement, actions = SCRIPTS[name]
+    after_step = name.endswith(", then")
+    before: Actions = [] if after_step else actions
+    script = Script(
+        [Step([], before, actions if after_step else [], LATE)], False, False, False, None, None
+    )
+    where: Any = tuple(placement.split("-"))
+    check(script, where, tmp_path, tight=True, on=partial(driven, 0, LATE_US))
+
+
+@pytest.mark.parametrize("seed", some_fast(range(100), fast=6))
+def test_any_delays_end_and_change_no_bit(seed: int, tmp_path: Path) -> None:
+    random = Random(seed)
+    script = draw_script(random, 2)
+    placement: Any = random.choice([one for one in ALL_PLACEMENTS if one != RESIDENT])
+    on = partial(driven, seed, random.choice([50, 500, LATE_US]))
+    check(script, placement, tmp_path, tight=random.random() < 0.5, on=on)
+
+
+@pytest.mark.parametrize("which", [1, 2], ids=["copies", "the user's compute"])
+def test_a_wait_that_is_taken_out_shows(which: int, tmp_path: Path) -> None:
+    """The events of lanes' copies, and those of the user's streams."""
+    script = Script([Step([], [nap], [nap], LATE)] * 2, False, False, False, None, None)
+    expected = script.go(RESIDENT, tmp_path)
+    differs = 0
+    for placement in (("cpu", "cpu", "cpu"), OFFLOADED):
+        with driven(3, LATE_US) as device:
+            device.calls.stand_in_unwait(which)
+            try:
+                found = script.go(placement, tmp_path, device)
+            except (offload.EngineError, RuntimeError):
+                differs += 1
+                continue
+            device.timeline.finish()
+        pairs = zip(found, expected, strict=True)
+        differs += not all(torch.equal(one, other) for one, other in pairs)
+    assert differs
+
+
+def test_the_lanes_are_native_and_tell_what_they_moved(tmp_path: Path) -> None:
+    with driven(), attached(("device", "device", "nvme"), tmp_path, build=small) as run:
+        assert isinstance(run.engine.executor.lanes._books, CompiledBooks)
+        assert not run.engine.notices
+        for number in range(2):
+            plain(run, number)
+        run.engine.settle()
+        plan, use = run.engine.plan, run.engine.executor.lanes.stats.use
+        weights = sum(parameter.nbytes for parameter in run.model.parameters())
+        states = sum(plan.bytes_of("state", unit) for unit in range(len(plan.profile.units)))
+        assert use[Lane.D2H].bytes == 2 * (weights + weights)  # And gradients.
+        assert use[Lane.H2D].bytes == 2 * weights
+        assert use[Lane.DISK].bytes >= 2 * (states + states)
+        assert use[Lane.CPU].operations == use[Lane.H2D].operations
+        assert use[Lane.D2H].busy_s > 0
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+OPENING = {"cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain"}
+ENDING = {"cuCtxPopCurrent_v2", "cuStreamSynchronize"}
+"""What changes nothing where it is refused."""
+
+
+def two_steps(
+    placement: tuple[str, str, str], directory: Path, at: int, *, stays: bool
+) -> tuple[str, Result | None, str, int]:
+    """Train while a call of the driver fails: which, what came of it, what was told, calls."""
+    with driven() as device:
+        device.calls.stand_in_fail(at, stays)
+        with attached(placement, directory, build=small) as run:
+            result, told = None, "\n".join(run.engine.notices)
+            try:
+                torch.manual_seed(2)
+                for number in range(2):
+                    plain(run, number)
+                run.engine.settle()
+                run.engine.executor.idle()
+                result = result_of(run)
+            except offload.EngineError as error:
+                told = str(error)
+                with pytest.raises(offload.EngineError, match=REFUSED):
+                    run.optimizer.step()
+            failed = device.calls.stand_in_failed().decode()
+            calls = int(device.calls.stand_in_calls())
+    return failed, result, told, calls
+
+
+@pytest.mark.parametrize(
+    ("placement", "stays", "share"),
+    [
+        (("cpu", "cpu", "cpu"), False, 11),
+        (OFFLOADED, True, 11),
+        pytest.param(("cpu", "cpu", "cpu"), True, 1, marks=pytest.mark.slow),
+        pytest.param(OFFLOADED, False, 1, marks=pytest.mark.slow),
+        pytest.param(("device", "cpu", "nvme"), False, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_that_fails_is_told_and_nothing_hangs(
+    placement: tuple[str, str, str], stays: bool, share: int, tmp_path: Path
+) -> None:
+    """Any of two steps, or every so manieth."""
+    _, expected, _, calls = two_steps(placement, tmp_path, 0, stays=False)
+    assert expected is not None
+    seen = set()
+    for at in (*range(1, 8), *range(8, calls + 1, share)):
+        failed, result, told, _ = two_steps(placement, tmp_path, at, stays=stays)
+        seen.add(failed)
+        if failed in OPENING:
+            assert "run in Python" in told
+            assert REFUSED in told
+        if failed in ("", *OPENING) or (failed in ENDING and not stays):
+            assert result is not None, (at, failed, told)
+            assert_same(result, expected)
+        elif not stays or result is None:
+            assert result is None, (at, failed)
+            assert REFUSED in told, (at, failed, told)
+            assert f"refused {failed.removesuffix('_v2')}" in told or stays
+    assert seen >= OPENING
+    working = {"cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize"}
+    assert seen >= working if share == 1 else seen & working
+
+
+def opened(path: str, patch: pytest.MonkeyPatch) -> Any:
+    """What the engine opens where CUDA's driver is at that path."""
+    patch.setenv(devices.LIBRARY_VARIABLE, path)
+    return driver_of(torch.device("cuda", 0)).open(books)
+
+
+def test_a_library_that_cannot_serve_is_told_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = controls()
+    assert opened(str(library()), monkeypatch) is not None
+    with pytest.raises(RuntimeError, match=r"nowhere\.so cannot be opened .*likely no driver"):
+        opened(str(tmp_path / "nowhere.so"), monkeypatch)
+    with pytest.raises(RuntimeError, match=r"lacks cuStreamCreateWithPriority: .*update"):
+        opened(str(library("-DLACKS_STREAMS")), monkeypatch)
+    calls.stand_in_version(10020)
+    with pytest.raises(RuntimeError, match=r"is of CUDA 10, and 11\.0 is needed: update"):
+        opened(str(library()), monkeypatch)
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    with pytest.raises(RuntimeError, match="no driver for ROCm"):
+        opened(str(library()), monkeypatch)
+
+
+def test_without_a_driver_lanes_in_python_serve_and_that_is_told_once(tmp_path: Path) -> None:
+    def lacking(self: Driven, native: Any) -> Any:
+        return native.open_cuda(str(library("-DLACKS_STREAMS")), 0)
+
+    with pytest.MonkeyPatch.context() as patch, driven():
+        expected = train(MIXED, tmp_path, build=small)
+        patch.setattr(Driven, "open", lacking)
+        with attached(MIXED, tmp_path, build=small) as run:
+            torch.manual_seed(2)
+            for number in range(3):
+                plain(run, number)
+            assert_same(result_of(run), expected)
+            (told,) = run.engine.notices
+            assert "the lanes run in Python, which is slower: " in told
+            assert "lacks cuStreamCreateWithPriority" in told
+
+
+def test_other_accelerators_have_lanes_in_python(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no driver for xpu"):
+        driver_of(torch.device("xpu", 0)).open(books)
+    with paced() as device, attached(MIXED, tmp_path, build=small) as run:
+        assert isinstance(device, Paced)
+        assert not isinstance(run.engine.executor.lanes._books, CompiledBooks)
+
+
+def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:
+    """Not even where it collects what was the parent's."""
+    with driven() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=small) as run:
+        plain(run, 0)
+        run.engine.executor.idle()
+        held = [books.open_cuda(str(library()), 0), run.engine.executor.lanes._books._books]
+
+        def child() -> None:
+            before = device.calls.stand_in_calls()
+            run.engine.executor.lanes.__dict__.clear()
+            held.clear()
+            print(device.calls.stand_in_calls() - before)
+
+        forked = Forked(child)
+        printed, errors = forked.communicate()
+        assert forked.returncode == 0, errors
+        assert printed.split() == ["0"]
+
+
+def test_what_was_made_is_given_back(tmp_path: Path) -> None:
+    calls = controls()
+    before = calls.stand_in_live()
+    driver = books.open_cuda(str(library()), 0)
+    kept = CompiledBooks(0, driver)
+    source, into = torch.arange(100), torch.zeros(100, dtype=torch.int64)
+    copy = books.copies([((into.data_ptr(), 0), (source.data_ptr(), 0), 800)], True)
+    known = books.make_known(1, 0, 800, "a copy", copy, [0], [1], False)
+    (task,) = kept.issue([known], 0)
+    assert kept.first(Lane.H2D) is None
+    assert task.over
+    assert torch.equal(into, source)
+    assert calls.stand_in_live() == before + 3  # The context, a stream, an event.
+    del kept, known, task, driver
+    assert calls.stand_in_live() == before
+
+
+def test_what_python_does_comes_from_the_same_books(tmp_path: Path) -> None:
+    """Updates of states on the device, between copies of native lanes."""
+    with driven(2, 500) as device, attached(MIXED, tmp_path, build=small) as run:
+        plain(run, 0)
+        run.engine.settle()
+        use = run.engine.executor.lanes.stats.use
+        assert use[Lane.COMPUTE].operations >= len(run.engine.plan.profile.units)
+        assert use[Lane.H2D].operations
+        assert device.calls.stand_in_calls()
