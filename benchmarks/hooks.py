@@ -55,7 +55,7 @@ def build(
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if params is None:
         return model, optimizer
-    streamed = "512KiB" if width == WIDTH else "1MiB"
+    streamed = "576KiB" if width == WIDTH else "1MiB"
     small = {"device_memory": "4MiB" if params == "device" else streamed}
     config: Any = offload.Config(
         params=params,

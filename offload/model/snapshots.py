@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,13 +109,15 @@ class Snapshots:
         self._reserved: dict[int, int] = {}
         """Bytes by unit that is used in memory of its own, see `active_units`."""
         self.enter = self.lend  # As a call from the user's code: the engine sets it.
-        self._resting = weakref.WeakValueDictionary[Key, RestingGradient]()
-        """What is shown of gradients where not all have room."""
         stored = [one.bytes for one in executor.plan.file.extents if one.kind == "gradient"]
         self._some_rest = sum(stored) > limit_bytes
+        resting = weakref.WeakValueDictionary[Key, RestingGradient]()
+        self._resting: MutableMapping[Key, RestingGradient] = resting if self._some_rest else {}
+        """What is shown of gradients where not all have room."""
 
     def __contains__(self, unit: object) -> bool:
-        return any(key.unit == unit for key in (*self._open, *self._resting))
+        some = bool(self._open or self._resting)
+        return some and any(key.unit == unit for key in (*self._open, *self._resting))
 
     @property
     def bytes(self) -> int:
