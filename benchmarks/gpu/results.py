@@ -1,12 +1,17 @@
-"""What every stage tells: the machine it ran on, a JSON file of rows, a table."""
+"""What every stage tells: JSON lines that are written as they come, and the page made of them.
+
+A line has a `stage` and a `row`, its name there. A later line of the same name replaces an earlier
+one, so a call adds to what the calls before it have kept.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +22,33 @@ from cpu_adam import kernel, threads
 
 ROOT = Path(__file__).parents[2]
 RESULTS = Path(os.environ.get("GPU_RESULTS") or ROOT / "benchmarks" / "results")
+EXPECTED = Path(__file__).with_name("EXPECTED.md")
 
 Row = Mapping[str, Any]
+
+NUMBER = (int, float)
+SCHEMA: dict[str, Any] = {
+    **dict.fromkeys(("stage", "row", "at", "size", "placement", "point", "refused"), str),
+    **dict.fromkeys(("tokens", "steps", "misses", "chunk"), int),
+    **dict.fromkeys(("attach_s", "step_s", "tokens_per_s", "tflops", "exposed_s"), NUMBER),
+    **{f"{lane}_gb_s": NUMBER for lane in ("h2d", "d2h", "cpu", "disk")},
+    **dict.fromkeys(("ops", "host_us", "busy", "kernel_busy", "profiled_s"), NUMBER),
+    **dict.fromkeys(("rss_gib", "device_peak_gib", "device_reserved_gib", "pinned_gib"), NUMBER),
+    **{f"{tier}_tier_gib": NUMBER for tier in ("device", "cpu", "nvme")},
+    **dict.fromkeys(("gaps", "notices"), list),
+    "lanes": dict,
+}
+"""The keys of a line of training, with their types; see the head of `train.py`."""
+
+DERIVED = ("share", "light", "expected_s", "off")
+"""Columns that the page adds: the step in HBM over this one, with fp32 and with bf16 states; the
+step that EXPECTED.md predicts, and this one over that."""
+
+COLUMNS = (
+    *("row", "step_s", "expected_s", "off", "share", "light", "tokens_per_s", "tflops", "busy"),
+    *("kernel_busy", "exposed_s", "h2d_gb_s", "d2h_gb_s", "cpu_gb_s", "disk_gb_s", "ops"),
+    *("host_us", "device_peak_gib", "cpu_tier_gib", "attach_s", "misses", "refused"),
+)
 
 
 def accelerator() -> torch.device:
@@ -45,20 +75,34 @@ def machine() -> dict[str, Any]:
         "system": platform.release(),
         "processors": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
+        "available_bytes": psutil.virtual_memory().available,
+        "memory_given": os.environ.get("GPU_MEMORY", ""),
         "kernel": kernel().name,
         "update_threads": threads(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load": os.getloadavg()[0],
     }
 
 
-def save(stage: str, rows: Sequence[Row], **more: Any) -> Path:
-    """Keep what a stage found, in place of what it found before."""
+def keep(stage: str, row: Row) -> Path:
+    """Append a line, whole: the stage may be ended at any time."""
     RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"gpu-{stage}.json"
-    content = {"stage": stage, "machine": machine(), **more, "rows": list(rows)}
-    path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    path, at = RESULTS / "gpu.jsonl", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"stage": stage, **row, "at": at}) + "\n")
     return path
+
+
+def kept() -> dict[str, dict[str, dict[str, Any]]]:
+    """By stage and name, the last line."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    path = RESULTS / "gpu.jsonl"
+    for line in path.read_text("utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # Cut by the end of a call.
+        found.setdefault(row["stage"], {})[row["row"]] = row
+    return found
 
 
 def shown(value: Any) -> str:
@@ -76,37 +120,58 @@ def table(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return "\n".join(f"| {line} |" for line in lines)
 
 
-def all_columns(rows: Sequence[Row]) -> list[str]:
+def used_columns(rows: Sequence[Row], columns: Iterable[str] | None = None) -> list[str]:
     """Those in which some row has a number or a word."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    named = dict.fromkeys(key for row in rows for key in row if key not in ("stage", "at"))
     plain = (str, int, float)
-    return [one for one in columns if any(isinstance(row.get(one), plain) for row in rows)]
+    return [
+        one
+        for one in (named if columns is None else columns)
+        if any(isinstance(row.get(one), plain) for row in rows)
+    ]
+
+
+def expected() -> dict[str, float]:
+    """The seconds of a step that EXPECTED.md has, by row."""
+    lines = re.findall(r"^\| (\w+ [\w -]+?) +\| ([\d.]+) ", EXPECTED.read_text("utf-8"), re.M)
+    return {row: float(seconds) for row, seconds in lines}
+
+
+def compared(rows: Mapping[str, Row]) -> list[dict[str, Any]]:
+    """Lines of training beside what they are to be held against."""
+    predicted, found = expected(), []
+    for name, row in rows.items():
+        more: dict[str, Any] = {"expected_s": predicted.get(name)}
+        if step_s := row.get("step_s"):
+            same = row["point"].removesuffix("-unsaid")
+            for column, states in (("share", "fp32"), ("light", "bf16")):
+                base = rows.get(f"{row['size']} torch-{states} {same}", {}).get("step_s")
+                more[column] = base and base / step_s
+            more["off"] = more["expected_s"] and step_s / more["expected_s"]
+        found.append({**row, **more})
+    return found
+
+
+def page(found: Mapping[str, Mapping[str, Row]]) -> str:
+    """All that was kept."""
+    parts = ["# On a GPU", ""]
+    for stage, rows in found.items():
+        many, columns = list(rows.values()), None
+        if stage == "train":
+            many, columns = compared(rows), COLUMNS  # type: ignore[assignment]
+        parts += [f"## {stage}", "", table(many, used_columns(many, columns)), ""]
+        parts += [f"* {row['row']}: {notice}" for row in many for notice in row.get("notices", ())]
+        for row in many:
+            if gaps := row.get("gaps"):
+                head = f"### {row['row']}: the longest times without a kernel"
+                parts += ["", head, "", table(gaps, used_columns(gaps)), ""]
+    return "\n".join(parts)
 
 
 def main() -> None:
-    """All that was kept, as one page."""
-    parts = ["# On a GPU", ""]
-    for path in sorted(RESULTS.glob("gpu-*.json")):
-        found = json.loads(path.read_text("utf-8"))
-        about = found["machine"]
-        rows = found["rows"]
-        parts += [
-            f"## {found['stage']}",
-            "",
-            f"{about['device']}, torch {about['torch']}, {about['processors']} processors, "
-            f"kernel {about['kernel']} on {about['update_threads']} threads, {about['time']}",
-            "",
-            table(rows, all_columns(rows)),
-            "",
-        ]
-        for more in ("forks", "waits"):
-            if found.get(more):
-                parts += [table(found[more], all_columns(found[more])), ""]
-        for row in rows:
-            parts += [f"* {row['placement']}: {notice}" for notice in row.get("notices", ())]
-    page = RESULTS / "gpu.md"
-    page.write_text("\n".join(parts), "utf-8")
-    print("\n".join(parts))
+    told = page(kept())
+    (RESULTS / "gpu.md").write_text(told, "utf-8")
+    print(told)
 
 
 if __name__ == "__main__":

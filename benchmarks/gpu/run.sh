@@ -1,28 +1,34 @@
 #!/usr/bin/env bash
 # All that only a GPU can show, in one command, without network:
 #
-#     benchmarks/gpu/run.sh [--dry] [STAGE ...]
+#     benchmarks/gpu/run.sh [--dry] [--memory SIZE] first-hour | STAGE ...
 #
-# Stages, all of them by default and in this order:
-#     check     what this machine has and what is missing
+# Stages; first-hour is all of them, the most telling first, but those that an earlier call has done:
+#     facts     what this machine has and what is missing
 #     build     the native modules: pip, else cmake alone, else the reference in Python
 #     tests     pytest -m cuda; tests:loops those whose names hold that word
+#     3b-first  three billion parameters, 16k tokens: in HBM, states on the CPU, all on the CPU
+#     update    the update by size of a chunk, on the CPU by number of threads, and on the device
 #     copies    both directions, by kind of memory
-#     update    the CPU update by number of threads, and the device's
-#     train-1b  train-3b  train-7b      every placement under its cap of device memory
-#     train-7b:cpu-cpu-cpu              one placement of a size; what there was no time for
-#     table     benchmarks/results/gpu.md from all that was kept
+#     7b-first  as 3b-first, and at 32k tokens
+#     3b        other numbers of tokens, clipping, accumulation, all on the device, compiled blocks
+#     7b        likewise
+#     nvme      everything on the drive
+#     rows:3b   of all rows (rows.py) those that this pattern is in, though they are there
+#     table     gpu.md from all that was kept
 #
-# A stage has ten minutes less twenty seconds (or $GPU_SECONDS); then it is interrupted, and after
-# ten more ended. One that fails does not stop the next. What needs the native modules builds them
-# first where they are missing. --dry runs each stage with a few bytes on whatever there is, however
-# long that takes there, and keeps nothing. Results go to benchmarks/results (or $GPU_RESULTS) as
-# JSON, all that a stage said as gpu-STAGE.log beside them; a later call adds to what is there.
-# Where a call ends after ten minutes: GPU_CALL_SECONDS=595, of which the last stage gets what is
-# left, and `check build tests` in the first call, `copies update` in the second, then one size in
-# each. $PYTHON is the interpreter (default: python3), $NVME_PATH a
-# directory on a local drive (default: the system's place for temporary files), $WHEELS a directory
-# of wheels for what `check` finds missing.
+# Each row is kept as a line of gpu.jsonl in benchmarks/results (or $GPU_RESULTS, which begins with
+# those of benchmarks/results) the moment it is there; all that was said is in gpu.log beside it.
+# So a call may be cut anywhere, and the next one goes on: where one ends after ten minutes, give
+# GPU_CALL_SECONDS=595 and call it again until it says `all stages done`. EXPECTED.md has what to
+# expect. A stage has eight minutes (or $GPU_SECONDS), the tests in first-hour five; then it is
+# interrupted, and after ten seconds more ended. One that fails does not stop the next.
+#
+# --memory (or $GPU_MEMORY) is what the machine has where it shows less, such as 120GiB on one whose
+# memory grows as it is used. --dry runs each stage with a few bytes on whatever there is and keeps
+# nothing. $PYTHON is the interpreter (default: python3), $NVME_PATH a directory on a local drive
+# (default: the system's place for temporary files), $WHEELS a directory of wheels for what `facts`
+# finds missing.
 set -u
 PYTHON=${PYTHON:-python3}
 case $PYTHON in
@@ -33,18 +39,20 @@ cd "$(dirname "$0")/../.." || exit 1
 PATH=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH
 export PATH
 NVME_PATH=${NVME_PATH:-$("$PYTHON" -c 'import tempfile; print(tempfile.gettempdir())')}
-SECONDS_MAX=${GPU_SECONDS:-580}
-export NVME_PATH PYTHONPATH=$PWD
+SECONDS_MAX=${GPU_SECONDS:-480}
+HOUR=(facts build tests 3b-first update copies 7b-first 3b 7b nvme table)
 DRY=
-if [ "${1:-}" = --dry ]; then
-    DRY=--dry
-    SECONDS_MAX=${GPU_SECONDS:-0} # None.
-    shift
-    GPU_RESULTS=$(mktemp -d)
-    export GPU_RESULTS
-fi
+while :; do
+    case ${1:-} in
+        --dry) DRY=--dry && GPU_RESULTS=$(mktemp -d) && shift ;;
+        --memory) export GPU_MEMORY=$2 && shift 2 ;;
+        *) break ;;
+    esac
+done
+GPU_RESULTS=${GPU_RESULTS:-$PWD/benchmarks/results}
+export NVME_PATH GPU_RESULTS PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 
-stage_check() {
+stage_facts() {
     "$PYTHON" - <<'PROGRAM'
 import importlib.util
 import os
@@ -52,36 +60,22 @@ import shutil
 import sys
 import sysconfig
 
-# What for, and whether nothing at all works without it.
-NEEDED = {
-    "torch": ("everything", True),
-    "numpy": ("everything", True),
-    "psutil": ("everything: what memory is free", True),
-    "pytest": ("tests", False),
-    "pytest_timeout": ("tests: ends one that hangs; they run without", False),
-    "nanobind": ("build: the native modules", False),
-    "scikit_build_core": ("build by pip; cmake alone does it too", False),
-    "rich": ("the command line; nothing here", False),
-    "tyro": ("the command line; nothing here", False),
-    "safetensors": ("some tests of the command line; nothing here", False),
-}
-missing = {name: why for name, why in NEEDED.items() if importlib.util.find_spec(name) is None}
-for name, (why, _) in missing.items():
-    print(f"missing: {name}, for {why}; carry its wheel and set WHEELS")
+wanted = ("torch", "numpy", "psutil", "pytest", "nanobind")  # The last one for the build alone.
+if missing := [name for name in wanted if importlib.util.find_spec(name) is None]:
+    print(f"missing: {', '.join(missing)}; carry the wheels and set WHEELS")
 for tools in (("cmake",), ("ninja", "make"), ("c++", "g++", "clang++")):
     if not any(map(shutil.which, tools)):
         print(f"missing: {' or '.join(tools)}, for build; the reference in Python serves, slowly")
 if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
     print("missing: Python.h, for build; the reference in Python serves, slowly")
-if any(fatal for _, fatal in missing.values()):
-    sys.exit("nothing can run here without what is missing")
 import torch
 
+from benchmarks.gpu.results import keep, machine
 from offload.planning.machine import host_free_bytes, nvme_free_bytes
 
-print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, "
-      f"{len(os.sched_getaffinity(0))} processors, "
-      f"{host_free_bytes() / 2**30:.0f} GiB of memory free")
+keep("facts", {"row": "machine", **(facts := machine())})
+print(*(f"{name}: {value}" for name, value in facts.items()), sep="\n")
+print(f"{host_free_bytes() / 2**30:.0f} GiB of memory free; if it has more, say --memory SIZE")
 try:
     free = nvme_free_bytes((os.environ["NVME_PATH"],)) / 2**30
     print(f"NVME_PATH {os.environ['NVME_PATH']}: {free:.0f} GiB free")
@@ -95,6 +89,12 @@ else:
     print(f"{device.torch_device}: {device.free_bytes() / 2**30:.0f} GiB free, "
           f"NUMA node {device.driver.numa_node()}")
 PROGRAM
+    local status=$?
+    grep -E 'MemTotal|MemAvailable' /proc/meminfo
+    lscpu 2>/dev/null | grep -E 'Model name|Socket|per core|NUMA node|L3'
+    nvidia-smi --query-gpu=name,driver_version,pcie.link.gen.max,pcie.link.width.max \
+        --format=csv 2>/dev/null
+    return $status
 }
 
 stage_build() {
@@ -132,28 +132,24 @@ stage_tests() { # [WORD]
     # one where pytest does not know an option of a plugin that is missing. Each test is named when
     # it ends, and where one hangs all threads are shown: who reads may not see the end.
     "$PYTHON" -m pytest "${files[@]}" -m "$marker" ${1:+-k "$1"} -o addopts= -o filterwarnings= \
-        -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb short --durations 10
+        -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb short --durations 10 --maxfail 8
 }
 
 stage_copies() { "$PYTHON" benchmarks/gpu/copies.py $DRY; }
 stage_update() { "$PYTHON" benchmarks/gpu/update.py $DRY; }
 stage_table() { "$PYTHON" benchmarks/gpu/results.py; }
 
-stage_train() { # SIZE [PLACEMENT]
-    if [ -n "$DRY" ]; then
-        "$PYTHON" benchmarks/gpu/sweep.py dry ${2:+"$2"} --nvme-path "$NVME_PATH" --batch 2 --length 32
-    else
-        "$PYTHON" benchmarks/gpu/sweep.py "$1" ${2:+"$2"} --nvme-path "$NVME_PATH" \
-            --seconds $((SECONDS_MAX - 20))
-    fi
+stage_rows() { # A stage of rows.py, or a pattern
+    "$PYTHON" benchmarks/gpu/rows.py "$1" --nvme-path "$NVME_PATH" $DRY \
+        --seconds $((SECONDS_MAX - 15))
 }
 
 run_stage() {
     case $1 in
-        check | build | tests | copies | update | table) "stage_$1" ;;
+        facts | build | tests | copies | update | table) "stage_$1" ;;
         tests:*) stage_tests "${1#tests:}" ;;
-        train-*:*) size=${1#train-} && stage_train "${size%%:*}" "${size#*:}" ;;
-        train-*) stage_train "${1#train-}" ;;
+        3b-first | 7b-first | 3b | 7b | nvme) stage_rows "$1" ;;
+        rows:*) stage_rows "${1#rows:}" ;;
         *) echo "there is no stage $1: see the head of $0" && return 2 ;;
     esac
 }
@@ -168,16 +164,17 @@ fi
 run_alone() { # STAGE: in a process of its own, ended in time
     local told tee status limit=$SECONDS_MAX left
     echo "== $1"
+    [ "$hour$1" = yestests ] && [ "$limit" -gt 300 ] && limit=300
     if [ -n "${GPU_CALL_SECONDS:-}" ]; then
         left=$((GPU_CALL_SECONDS - SECONDS - 15)) # Its end, and that of `tee`, take a while.
-        if [ "$left" -lt 30 ]; then
-            echo "no time left for $1: ask for it in a call of its own"
+        if [ "$left" -lt 30 ] && [ "$1" != table ]; then
+            echo "no time left for $1: call again"
             failed+=("$1 (no time)")
             return 1
         fi
-        [ "$limit" -eq 0 ] || [ "$limit" -gt "$left" ] && limit=$left
+        [ "$limit" -gt "$left" ] && limit=$((left > 5 ? left : 5))
     fi
-    exec {told}> >(tee "$RESULTS/gpu-${1//[^a-z0-9-]/_}.log")
+    exec {told}> >(tee -a "$GPU_RESULTS/gpu.log")
     tee=$!
     GPU_STAGE=$1 GPU_DRY=$DRY GPU_SECONDS=$limit timeout --signal INT --kill-after 10 "$limit" \
         bash benchmarks/gpu/run.sh >&"$told" 2>&1 {told}>&-
@@ -187,24 +184,39 @@ run_alone() { # STAGE: in a process of its own, ended in time
     for _ in {1..100}; do kill -0 "$tee" 2>/dev/null && sleep 0.05 || break; done
     case $status in 124 | 137) echo "$1 took more than $limit s" ;; esac
     [ $status -ne 0 ] && failed+=("$1 ($status)")
+    # Tests that fail are told once; what failed by then is not tried in the next call.
+    if [ $status -eq 0 ] || [ "$1" = tests ]; then
+        printf '{"stage": "done", "row": "%s", "status": %d}\n' "$1" $status \
+            >>"$GPU_RESULTS/gpu.jsonl"
+    fi
     return $status
 }
 
 needs_build() { # STAGE
     case $1 in
-        tests* | copies | update | train-*) [ -z "$DRY" ] && [ -z "$built" ] && ! stage_built >/dev/null 2>&1 ;;
-        *) return 1 ;;
+        facts | build | table) return 1 ;;
+        *) [ -z "$DRY" ] && [ -z "$built" ] && ! stage_built >/dev/null 2>&1 ;;
     esac
 }
 
-if [ $# -eq 0 ]; then
-    set -- check build tests copies update train-1b train-3b train-7b table
-fi
-RESULTS=${GPU_RESULTS:-benchmarks/results}
-mkdir -p "$RESULTS"
+is_done() { # STAGE of the hour: by an earlier call; what each machine needs is done again
+    case $1 in
+        facts | table) return 1 ;;
+        build) [ -z "$DRY" ] && stage_built >/dev/null 2>&1 ;;
+        *) grep -qsF "\"stage\": \"done\", \"row\": \"$1\"" "$GPU_RESULTS/gpu.jsonl" ;;
+    esac
+}
+
+hour=
+[ $# -eq 0 ] && set -- first-hour
+[ "$1" = first-hour ] && hour=yes && set -- "${HOUR[@]}"
+mkdir -p "$GPU_RESULTS"
+before=benchmarks/results/gpu.jsonl
+[ -n "$DRY" ] || [ ! -f $before ] || [ -f "$GPU_RESULTS/gpu.jsonl" ] || cp $before "$GPU_RESULTS"
 failed=()
 built=
 for stage in "$@"; do
+    [ -n "$hour" ] && is_done "$stage" && continue
     if needs_build "$stage"; then
         run_alone build
         built=tried

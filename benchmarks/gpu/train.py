@@ -1,56 +1,94 @@
-"""One training run on a GPU: step time, exposed time by lane, TFLOPS, peak memory. A JSON line.
+"""Training runs on a GPU: one attach, then a line of figures for each point, as it comes.
 
-    PYTHONPATH=. python benchmarks/gpu/train.py --size 1b --placement cpu-cpu-cpu
+    PYTHONPATH=. python benchmarks/gpu/train.py --size 3b --placement cpu-cpu-cpu --points 16k 4k
 
-The placement is that of weights, gradients and states; `torch` is the same model in plain PyTorch
-with AdamW, all of it on the device, without this engine. Tokens are random bytes without padding.
+The placement is that of weights, gradients and states. `torch-bf16` is the same model in plain
+PyTorch, all of it on the device, with its fused AdamW on bfloat16 weights and moments, `torch-fp32`
+with masters and moments in fp32 as the engine has them, `torch-compiled` is `torch-bf16` with
+compiled blocks. Tokens are random bytes without padding, weights random numbers: of zeros, products
+run up to 13% faster. A point is the number of tokens of a step; 16kx4 has them in four
+micro-batches; 16k-unsaid does not say which backward is the last, so updates begin at step().
+
+`ops` are those of all lanes of a step, `host_us` the engine's own microseconds in the user's thread
+per unit and step (`offload.cli.breakdown`), `*_gb_s` bytes over busy seconds of a lane.
+`busy` and `gaps` are of two more steps, under the profiler: see `gaps.py`.
 
 TFLOPS are those of the model alone: of a token, six for each weight of a matrix that multiplies
 it, and 6 * depth * width * length for causal attention; nothing for recomputing. Exposed is the
-time by which the device stood still while a step waited for a lane: events before and after each
-wait of the host tell how long the device had nothing to do, and it is booked on the lanes as the
-engine books the host's own wait: for a task of a lane, or for a copy that its own thread makes.
-Where the host waits for the device's compute nothing stands still, and next to nothing is booked.
+time for which the user's thread waited for lanes, by `engine.report()`; the device may have had
+work queued meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
+import os
+import re
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from resource import RUSAGE_SELF, getrusage
+from typing import Any, NamedTuple
 
-import psutil
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import offload
-from benchmarks.gpu.results import accelerator, synchronize
+from benchmarks.gpu.gaps import watched
+from benchmarks.gpu.results import accelerator, keep, synchronize
+from offload import recording, reporting
 from offload.cli import gpt
+from offload.cli.breakdown import breakdown
+from offload.planning import profile
+from offload.planning.machine import probe
+from offload.planning.tiers import parse_bytes
+from offload.runtime.device import compute_device
 
 SHAPES = {**gpt.SIZES, "dry": gpt.Shape(width=64, depth=2)}
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+CLIP = 1.0
+LENGTH, DRY_LENGTH, DRY_LESS = 1024, 8, 512
+"""Tokens of a sequence, and by how much fewer of them a dry point has."""
+
+WARMUP, STEPS, PROFILED = 2, 4, 2
+CHUNK_ELEMENTS = profile.CHUNK_ELEMENTS
+HOST_SHARE = 0.85
+"""Of the host's memory, for the cpu tier: the machine is ours alone."""
 
 
-def asked() -> argparse.Namespace:
+class Point(NamedTuple):
+    """What a step is."""
+
+    name: str
+    tokens: int
+    micro: int
+    said: bool
+
+
+def point(name: str) -> Point:
+    found = re.fullmatch(r"(\d+)k(?:x(\d+))?(-unsaid)?", name)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{name!r}: expected such as 16k, 16kx4 or 16k-unsaid")
+    return Point(name, int(found[1]) * 1024, int(found[2] or 1), not found[3])
+
+
+def asked(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", choices=SHAPES, default="dry")
-    parser.add_argument("--placement", default="cpu-cpu-cpu", help="torch, auto, or tiers a-b-c")
+    parser.add_argument("--placement", default="cpu-cpu-cpu", help="torch-..., auto, or tiers")
+    parser.add_argument("--points", nargs="+", type=point, default=[point("16k")])
+    parser.add_argument("--name", default=None, help="before that of the point: size, placement")
+    parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--chunk", type=int, default=None, help="elements of a chunk")
     parser.add_argument("--device-memory", default=None)
-    parser.add_argument("--cpu-memory", default=None)
+    parser.add_argument("--memory", default=os.environ.get("GPU_MEMORY") or None, help="the host's")
     parser.add_argument("--nvme-path", default=None)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument("--no-recompute", action="store_true")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=None, help="fewer steps where these end")
-    return parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=1e9, help="fewer steps where these end")
+    parser.add_argument("--dry", action="store_true", help="the smallest size, few tokens")
+    return parser.parse_args(given)
 
 
 def built(shape: gpt.Shape, recompute: bool) -> nn.Module:
@@ -65,150 +103,167 @@ def flops(shape: gpt.Shape, length: int) -> int:
     return 6 * matrices + 6 * shape.depth * shape.width * length
 
 
-def moment() -> Any:
-    """When the device is through with what is queued on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+def fill(module: nn.Module) -> None:
+    """Random values for a module's own parameters, as fast as memory: the same ones repeated."""
+    for value in module.parameters(recurse=False):
+        with torch.no_grad():
+            if value.ndim < 2:
+                value.fill_(1.0)
+                continue
+            flat = value.view(-1)
+            some = torch.randn(min(1 << 20, flat.numel()), dtype=value.dtype, device=value.device)
+            some *= value.shape[1] ** -0.5
+            for start in range(0, flat.numel(), some.numel()):
+                into = flat[start : start + some.numel()]
+                into.copy_(some[: into.numel()])
 
 
-@dataclass
-class Waits:
-    """How long the device stood still in each lane's name."""
+class Masters:
+    """AdamW on masters and moments in fp32, for weights in bfloat16; fp32 gradients by block."""
 
-    timed: list[tuple[Any, Any, dict[str, float]]] = field(default_factory=list)
+    def __init__(self, model: nn.Module, fused: bool):
+        owners = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))]
+        self.groups = []
+        for owner in owners:
+            weights = list(owner.parameters(recurse=False))
+            masters = [weight.detach().float() for weight in weights]
+            adam = torch.optim.AdamW(masters, fused=fused, **OPTIMIZER)
+            self.groups.append((adam, weights, masters))
+        self.zero_grad = model.zero_grad
 
-    @contextlib.contextmanager
-    def watching(self, engine: Any) -> Iterator[None]:
-        """Moments of the device around each wait of the host."""
-        lanes = engine.executor.lanes
-        block, waited = lanes._block, lanes.waited
-
-        def exposed() -> dict[str, float]:
-            return {lane.value: use.exposed_s for lane, use in lanes.stats.use.items()}
-
-        @contextlib.contextmanager
-        def timed() -> Iterator[None]:
-            before, start = exposed(), moment()
-            yield
-            blamed = {name: now - before[name] for name, now in exposed().items()}
-            if any(blamed.values()):
-                self.timed.append((start, moment(), blamed))
-
-        def timed_block(*args: Any) -> None:
-            with timed():
-                block(*args)
-
-        @contextlib.contextmanager
-        def timed_waited(lane: Any) -> Iterator[None]:
-            with timed(), waited(lane):
-                yield
-
-        if accelerator().type == "cuda":
-            lanes._block, lanes.waited = timed_block, timed_waited
-        yield
-
-    def by_lane(self) -> dict[str, float]:
-        """Seconds, after the device is through."""
-        found: dict[str, float] = {}
-        for start, stop, blamed in self.timed:
-            idle, total = start.elapsed_time(stop) / 1e3, sum(blamed.values())
-            for name, seconds in blamed.items():
-                found[name] = found.get(name, 0.0) + min(idle, total) * seconds / total
-        self.timed.clear()
-        return found
+    @torch.no_grad()
+    def step(self) -> None:
+        for adam, weights, masters in self.groups:
+            for weight, master in zip(weights, masters):
+                master.grad = None if weight.grad is None else weight.grad.float()
+            adam.step()
+            adam.zero_grad()
+            for weight, master in zip(weights, masters):
+                weight.copy_(master)
 
 
 def resident(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The same model in plain PyTorch."""
-    model = built(SHAPES[args.size], not args.no_recompute)
+    model = built(SHAPES[args.size], recompute=True)
     model.to_empty(device=accelerator())
-    for module in model.modules():
-        if any(True for _ in module.parameters(recurse=False)):
-            gpt.init(module)
+    model.apply(fill)
     fused = accelerator().type == "cuda"
+    if args.placement == "torch-compiled":
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.compile(backend="inductor" if fused else "eager")  # type: ignore[operator]
+    if args.placement == "torch-fp32":
+        return model, Masters(model, fused)
     return model, torch.optim.AdamW(model.parameters(), fused=fused, **OPTIMIZER)
 
 
 def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
+    """The model as the engine has it; `--memory` counts in place of what is free now."""
     tiers: Any = ("auto",) * 3 if args.placement == "auto" else args.placement.split("-")
-    model = built(SHAPES[args.size], not args.no_recompute)
+    profile.CHUNK_ELEMENTS = args.chunk or CHUNK_ELEMENTS
+    model = built(SHAPES[args.size], recompute=True)
+    paths = (args.nvme_path,) if args.nvme_path and "nvme" in tiers else ()
+    machine = probe(paths, device_free_bytes=compute_device().free_bytes())
+    if args.memory:
+        here = "cpu_bytes", *["device_bytes"] * machine.device_is_cpu
+        machine = replace(machine, **dict.fromkeys(here, parse_bytes(args.memory)))
     config = offload.Config(
         params=tiers[0],
         gradients=tiers[1],
         optimizer=tiers[2],
-        nvme_path=(args.nvme_path,) if args.nvme_path else (),
+        nvme_path=paths,
         device_memory=args.device_memory,
-        cpu_memory=args.cpu_memory,
-        micro_batches=args.micro_batches,
+        cpu_memory=int(machine.cpu_bytes * HOST_SHARE),
+        max_grad_norm=CLIP if args.clip else None,
     )
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIMIZER)
-    return offload.attach(model, optimizer, config, initialize=gpt.init)
+    return offload.attach(model, optimizer, config, initialize=fill, machine=machine)
 
 
-def step(args: argparse.Namespace, model: nn.Module, optimizer: Any) -> None:
-    for _ in range(args.micro_batches):
-        tokens = torch.randint(256, (args.batch, args.length + 1), device=accelerator())
-        logits = model(tokens[:, :-1])
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        (loss / args.micro_batches).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
+class Training:
+    """A model, and what is measured of its steps."""
 
+    def __init__(self, args: argparse.Namespace):
+        """Attach it. Raises what a refusal raises."""
+        self.args, self.begun = args, time.perf_counter()
+        torch.manual_seed(0)
+        plain = args.placement.startswith("torch")
+        self.model, self.optimizer = (resident if plain else attached)(args)
+        synchronize()
+        self.engine: Any = getattr(self.optimizer, "engine", None)
+        self.attach_s = time.perf_counter() - self.begun
 
-def measured(args: argparse.Namespace) -> dict[str, Any]:
-    torch.manual_seed(0)
-    begun = time.perf_counter()
-    model, optimizer = (resident if args.placement == "torch" else attached)(args)
-    synchronize()
-    engine, waits = getattr(optimizer, "engine", None), Waits()
-    found: dict[str, Any] = {"attach_s": time.perf_counter() - begun}
-    if accelerator().type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    def left(self) -> float:
+        return float(self.args.seconds) - (time.perf_counter() - self.begun)
 
-    def settle() -> None:
-        if engine is not None:
-            engine.settle()
+    def size(self, one: Point) -> tuple[int, int]:
+        """Tokens of a step, and of a sequence."""
+        dry: bool = self.args.dry
+        return (one.tokens // DRY_LESS, DRY_LENGTH) if dry else (one.tokens, LENGTH)
+
+    def step(self, one: Point) -> None:
+        tokens, length = self.size(one)
+        shape = tokens // one.micro // length, length + 1
+        for index in range(one.micro):
+            if self.engine is not None and one.said and index == one.micro - 1:
+                self.engine.last_micro_batch()
+            data = torch.randint(256, shape, device=accelerator())
+            logits = self.model(data[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
+            (loss / one.micro).backward()  # type: ignore[no-untyped-call]
+        if self.args.clip and self.engine is None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def settle(self) -> None:
+        if self.engine is not None:
+            self.engine.settle()
         synchronize()
 
-    def fit(steps: int, each: float) -> int:
-        """So many steps as there is time for, one at least."""
-        if args.seconds is None:
-            return steps
-        return max(1, min(steps, int((args.seconds - (time.perf_counter() - begun)) / each)))
+    def steps(self, one: Point, count: int) -> float:
+        """So many, to their end. Seconds of each."""
+        since = time.perf_counter()
+        for _ in range(count):
+            self.step(one)
+        self.settle()
+        return (time.perf_counter() - since) / count
 
-    since = time.perf_counter()
-    step(args, model, optimizer)
-    settle()
-    each = time.perf_counter() - since  # The first takes the longest.
-    for _ in range(min(args.warmup - 1, fit(args.warmup + args.steps, each) - 1)):
-        since = time.perf_counter()
-        step(args, model, optimizer)
-        settle()
-        each = time.perf_counter() - since
-    found["steps"] = steps = fit(args.steps, each)
-    with waits.watching(engine) if engine is not None else contextlib.nullcontext():
-        before = used(engine)
-        since = time.perf_counter()
-        for _ in range(steps):
-            step(args, model, optimizer)
-        settle()
-        found["step_s"] = (time.perf_counter() - since) / steps
-        after = used(engine)
-    idle = waits.by_lane()
-    lanes: dict[str, dict[str, float]] = {}
-    for name, use in after.items():
-        lanes[name] = {what: (use[what] - before[name][what]) / steps for what in use}
-        lanes[name]["device_exposed_s"] = idle.get(name, 0.0) / steps
-    tokens = args.batch * args.length * args.micro_batches
-    shape = SHAPES[args.size]
-    found["tokens_per_s"] = tokens / found["step_s"]
-    found["tflops"] = found["tokens_per_s"] * flops(shape, args.length) / 1e12
-    for name, use in lanes.items():
-        found[f"{name}_exposed_s"] = use["device_exposed_s"]
-        found[f"{name}_busy_s"] = use["busy_s"]
-    found["exposed_s"] = sum(use["device_exposed_s"] for use in lanes.values())
-    return {**found, **memory(engine), "lanes": lanes}
+    def timed(self, one: Point) -> dict[str, Any]:
+        """As many steps as there is time for, one at least."""
+        if accelerator().type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        each = self.steps(one, 1)  # The first takes the longest.
+        if self.left() > (WARMUP + STEPS) * each:
+            each = self.steps(one, WARMUP - 1)
+        steps = max(1, min(STEPS, int(self.left() / each)))
+        before = used(self.engine)
+        step_s = self.steps(one, steps)
+        lanes = {
+            name: {what: (use[what] - before[name][what]) / steps for what in use}
+            for name, use in used(self.engine).items()
+        }
+        tokens, length = self.size(one)
+        found: dict[str, Any] = {"attach_s": self.attach_s, "steps": steps, "step_s": step_s}
+        found["tokens_per_s"] = tokens / step_s
+        found["tflops"] = tokens / step_s * flops(SHAPES[self.args.size], length) / 1e12
+        if lanes:
+            found["exposed_s"] = sum(use["exposed_s"] for use in lanes.values())
+            found["ops"] = sum(use["operations"] for use in lanes.values())
+        for name in ("h2d", "d2h", "cpu", "disk"):
+            if (use := lanes.get(name)) and use["busy_s"]:
+                found[f"{name}_gb_s"] = use["bytes"] / use["busy_s"] / 1e9
+        return {**found, **memory(self.engine), "lanes": lanes}
+
+    def looked_at(self, one: Point, steps: int) -> dict[str, Any]:
+        """What the engine reports of the last steps, and the device's busy time in two more."""
+        found = dict[str, Any]()
+        run = None if self.engine is None else recording.run_of(self.engine)
+        if run is not None and len(run.stepped) > steps:
+            with contextlib.suppress(ValueError):  # More ops than are kept.
+                last = replace(run, since=max(run.since, run.stepped[-steps - 1][1]))
+                own = breakdown(last).parts.get(reporting.ENGINE, 0.0)
+                found["host_us"] = 1e6 * own / len(self.engine.plan.profile.units)
+        return found | watched(lambda: self.steps(one, PROFILED))
 
 
 def used(engine: Any) -> dict[str, dict[str, float]]:
@@ -220,7 +275,7 @@ def used(engine: Any) -> dict[str, dict[str, float]]:
 
 def memory(engine: Any) -> dict[str, Any]:
     """Peaks by tier, in GiB."""
-    found: dict[str, Any] = {"rss_gib": peak_rss_bytes() / 2**30}
+    found: dict[str, Any] = {"rss_gib": getrusage(RUSAGE_SELF).ru_maxrss / 2**20}
     if accelerator().type == "cuda":
         found["device_peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         found["device_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -235,29 +290,36 @@ def memory(engine: Any) -> dict[str, Any]:
     return found
 
 
-def peak_rss_bytes() -> int:
-    with contextlib.suppress(OSError), open("/proc/self/status", encoding="ascii") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+REFUSALS = (offload.BudgetError, MemoryError, torch.OutOfMemoryError, OSError)
 
 
-def main() -> None:
-    args = asked()
-    row: dict[str, Any] = {
-        "size": args.size,
-        "placement": args.placement,
-        "device_memory": args.device_memory,
-        "batch": args.batch * args.micro_batches,
-        "length": args.length,
-    }
-    try:
-        row |= measured(args)
-    except (offload.BudgetError, MemoryError, torch.OutOfMemoryError) as error:
-        row["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    print(json.dumps(row))
+def run(given: Sequence[str] | None = None) -> None:
+    """Keep a line for each point, twice: when it is timed, and when it is looked at."""
+    args, training = asked(given), None
+    chunk = {"chunk": args.chunk} if args.chunk else {}
+    for one in args.points:
+        row: dict[str, Any] = {
+            "row": f"{args.name or f'{args.size} {args.placement}'} {one.name}",
+            **{"size": (args.name or args.size).split()[0], "placement": args.placement},
+            **{"point": one.name, "tokens": one.tokens, **chunk},
+        }
+        if training is not None and training.left() < 0:
+            print(f"no time left for {row['row']}")
+            break
+        try:
+            training = training or Training(args)
+            keep("train", row := row | training.timed(one))
+            print(row["row"], f"{row['step_s']:.3f} s a step", flush=True)
+            keep("train", row | training.looked_at(one, row["steps"]))
+        except REFUSALS as error:
+            row["refused"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            keep("train", row)
+            print(row["row"], row["refused"], flush=True)
+    if training is not None and training.engine is not None and args.dry:
+        training.engine.close()
 
 
 if __name__ == "__main__":
-    main()
+    run()
+    sys.stdout.flush()
+    os._exit(0)  # All is kept: unpinning a hundred gigabytes takes a minute of the next run's.

@@ -1,4 +1,5 @@
-"""The update on this machine, in elements a second: on the CPU by threads, and on the device.
+"""The update on this machine, in elements a second: by size of a chunk, on the CPU by threads, and
+on the device.
 
     PYTHONPATH=. python benchmarks/gpu/update.py [--dry]
 
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 
 import cpu_adam
-from benchmarks.gpu.results import accelerator, save, synchronize, table
+from benchmarks.gpu.results import accelerator, keep, synchronize, table, used_columns
 from cpu_adam import FORMATS, AdamHyper, Part, update_parts, views
-from offload.planning.profile import CHUNK_ELEMENTS
 from offload.runtime.memory import host_tensor
 
 ROUNDS = 5
-COLUMNS = ("where", "format", "threads", "m_elements_s", "gb_s", "of_copy")
+ELEMENTS = 1 << 27
+CHUNKS = (1 << 20, 1 << 22, 1 << 24, ELEMENTS)
 HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True)
 
 
@@ -39,11 +40,12 @@ def seconds(work: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def updates(name: str, elements: int, device: torch.device) -> tuple[Callable[[], None], int]:
+def updates(
+    name: str, elements: int, chunk: int, device: torch.device
+) -> tuple[Callable[[], None], int]:
     """A step of all chunks of a model, and the bytes that it moves."""
     fmt = FORMATS[name]
     dtype: torch.dtype = getattr(torch, fmt.weight_dtype)
-    chunk = min(elements, CHUNK_ELEMENTS)
     weight = host_tensor(elements * dtype.itemsize).to(device).view(dtype)
     gradient = torch.ones_like(weight)
     size = fmt.record_bytes(chunk)
@@ -69,38 +71,39 @@ def copied(size: int, device: torch.device, count: int) -> float:
     return size / took
 
 
-def row(where: str, name: str, count: int | None, elements: int) -> dict[str, Any]:
+def row(where: str, name: str, chunk: int, count: int | None, elements: int) -> dict[str, Any]:
     device = torch.device("cpu") if where == "cpu" else accelerator()
-    run, moved = updates(name, elements, device)
+    run, moved = updates(name, elements, chunk, device)
     took = seconds(run)
-    speed = moved / took
     return {
-        "where": where,
-        "format": name,
-        "threads": count,
+        "row": f"{where} {name} {chunk} {count or ''}".rstrip(),
+        **{"where": where, "format": name, "chunk": chunk, "threads": count},
         "m_elements_s": elements / took / 1e6,
-        "gb_s": speed / 1e9,
-        "of_copy": speed / copied(moved, device, count or 1),
+        "gb_s": moved / took / 1e9,
+        "of_copy": moved / took / copied(moved, device, count or 1),
+        "chunk_us": 1e6 * took * chunk / elements,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry", action="store_true", help="with a few elements, for a try")
-    dry = parser.parse_args().dry
-    elements = CHUNK_ELEMENTS * (1 if dry else 128)
-    most, rows = cpu_adam.threads(), []
-    counts = sorted({1 << i for i in range(most.bit_length()) if 1 << i <= most} | {most})
+    dry, most = parser.parse_args().dry, cpu_adam.threads()
+    chunks = [chunk >> 10 * dry for chunk in CHUNKS]
+    fewer = sorted({1, max(1, most // 4), max(1, most // 2), max(1, most - 3)} - {most})
+    wanted: list[tuple[str, str, int, int | None]] = []
     for name in ("exact", "compact"):
-        for count in counts[:1] if dry else counts:
-            cpu_adam.set_threads(count)
-            rows.append(row("cpu", name, count, elements))
-            save("update", rows, elements=elements)  # Now: the next one may take too long.
-        cpu_adam.set_threads(None)
+        wanted += [("cpu", name, chunk, most) for chunk in chunks]
         if accelerator().type != "cpu":
-            rows.append(row("device", name, None, elements))
-    print(table(rows, COLUMNS))
-    print(f"kept in {save('update', rows, elements=elements)}")
+            wanted += [("device", name, chunk, None) for chunk in chunks[:3]]
+    wanted += [("cpu", "exact", chunks[2], count) for count in fewer]
+    rows = []
+    for where, name, chunk, count in wanted:
+        cpu_adam.set_threads(count)
+        rows.append(row(where, name, chunk, count, chunks[-1]))
+        keep("update", rows[-1])  # Now: the next one may take too long.
+    cpu_adam.set_threads(None)
+    print(table(rows, used_columns(rows)))
 
 
 if __name__ == "__main__":
