@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from benchmarks.gpu import train as benchmark
 from cpu_adam import reference
 from offload import reporting
 from offload.cli.breakdown import breakdown, verdict
@@ -201,32 +199,3 @@ def test_what_bounds_a_run_whose_host_waits_for_the_device_is_the_device() -> No
     made = replace(made, waits=[Wait("compute", 10.0, 27.0)])
     told = verdict(made, breakdown(made))[0]
     assert told.startswith("cuda:0 bounds the step: training waits 85% of the time for what")
-
-
-def test_the_benchmark_sees_every_wait(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device stands still for, it asks the device; here that stands still for a third."""
-    monkeypatch.setattr(benchmark, "accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(benchmark, "moment", Moment)
-    options: Any = {"build": lambda: Small(tied=False, checkpointed=False)}
-    with paced() as device:
-        with attached(("cpu", "device", "cpu"), tmp_path, **options) as run:
-            loop, waits, engine = Loop(run, device), benchmark.Waits(), run.engine
-            with late(device, monkeypatch), waits.watching(engine):
-                for action in (backward_only, edit_gradients, step_only, evaluate):
-                    action(loop)
-                engine.settle()
-            found = waits.by_lane()
-            use = engine.executor.lanes.stats.use
-        device.timeline.finish()
-    for lane in (Lane.H2D, Lane.D2H, Lane.COMPUTE):
-        assert 0.3 * use[lane].exposed_s <= found[lane.value] <= use[lane].exposed_s
-
-
-class Moment:
-    """An event of a device whose clock runs at a third of the host's."""
-
-    def __init__(self) -> None:
-        self.at = time.perf_counter()
-
-    def elapsed_time(self, other: Moment) -> float:
-        return 1e3 * (other.at - self.at) / 3
