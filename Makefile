@@ -26,7 +26,7 @@ help:
 	@echo "make parity     models x placements x loops, and docs/parity.md (about ten minutes)"
 	@echo "make acceptance what must stay true through any change, both tiers (about half an hour)"
 	@echo "make check      ruff, mypy, sizes and layering"
-	@echo "make sanitize   the native file layer and books under AddressSanitizer, UBSan, ThreadSanitizer"
+	@echo "make sanitize   the native file layer and runner under AddressSanitizer, UBSan, ThreadSanitizer"
 	@echo "make wheel      a manylinux wheel for this Python, in dist/, without a container"
 	@echo "make clean      remove the virtual environment and caches"
 
@@ -54,7 +54,7 @@ check: $(READY)
 
 # Addresses are not randomized: ThreadSanitizer of GCC 12 does not know all layouts of new kernels.
 ENGINE := $(filter-out aio/src/module.cpp,$(wildcard aio/src/*.cpp)) tests/src/engine_test.cpp
-BOOKS := $(filter-out %/module.cpp,$(wildcard offload/runtime/src/*.cpp aio/src/*.cpp)) tests/src/books_test.cpp
+RUNNER := $(filter-out %/module.cpp,$(wildcard offload/runtime/src/*.cpp aio/src/*.cpp)) tests/src/runner_test.cpp
 SANITIZED = $(CXX) -std=c++20 -O1 -g -Wall -Wextra -Wno-missing-field-initializers \
 	-fno-sanitize-recover=all -pthread -fsanitize=$$kind
 sanitize:
@@ -62,10 +62,10 @@ sanitize:
 	@for kind in address,undefined thread; do \
 		echo "== $$kind" && \
 		$(SANITIZED) -Iaio/src -Itests/src $(ENGINE) -o build/engine_test && \
-		$(SANITIZED) -Ioffload/runtime/src $(BOOKS) -o build/books_test -ldl && \
-		$(SANITIZED) -shared -fPIC tests/src/libcuda_stand_in.cpp -o build/libcuda_stand_in.so && \
+		$(SANITIZED) -Ioffload/runtime/src $(RUNNER) -o build/runner_test -ldl && \
+		$(SANITIZED) -shared -fPIC tests/src/libcuda_stand_in.cpp -o build/libcuda_stand_in.so -ldl && \
 		setarch -R build/engine_test build && \
-		setarch -R build/books_test build/libcuda_stand_in.so || exit 1; \
+		setarch -R build/runner_test build/libcuda_stand_in.so $(SEEDS) || exit 1; \
 	done
 
 wheel:

@@ -28,7 +28,7 @@ from offload import recording
 from offload.cli.breakdown import breakdown
 from offload.config import Config
 from offload.reporting import OTHER
-from offload.runtime.trace import Ran
+from offload.runtime.stats import Ran
 from tests import test_overlap as paced
 
 STEPS = 2
@@ -82,7 +82,7 @@ def by_count(case: paced.Case, compute_s: float) -> tuple[int, float, float]:
     """Records of a step, seconds of one, and their share of a step's processor time."""
     step, engine = attached(case, compute_s, trace=True)
     step()
-    trace = engine.executor.lanes.stats.trace
+    trace = engine.runner.stats.trace
     rings = (trace.ran, trace.waited, trace.called)
     for ring in rings:
         ring.clear()

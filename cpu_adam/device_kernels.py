@@ -36,6 +36,11 @@ Launch = Callable[[int, str, tuple[int, int], int, bytes], None]
 entry, columns and rows of blocks, the threads of one, and a `DeviceTable`, which is copied."""
 
 
+def block_elements(entry: str) -> int:
+    """How many elements a block of a kernel takes at a time: for grids of no more than it takes."""
+    return _BLOCK_ELEMENTS.get(entry, 4 * BLOCK_THREADS)
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceKernels:
     """The kernels of a device, with the face of the module of those of the CPU."""
@@ -66,7 +71,7 @@ class DeviceKernels:
             into["elements"], into["first"] = some[:, 0], some[:, 2]
             into["arrays"][:, : some.shape[1] - ADDRESS_COLUMNS] = some[:, ADDRESS_COLUMNS:]
             into["factors"] = factors[some[:, 1]]
-            blocks = -(-int(some[:, 0].max()) // _BLOCK_ELEMENTS.get(entry, 4 * BLOCK_THREADS))
+            blocks = -(-int(some[:, 0].max()) // block_elements(entry))
             grid = min(max(blocks, 1), GRID_COLUMNS_MOST), len(some)
             self.launch(device, entry, grid, BLOCK_THREADS, table.tobytes())
 

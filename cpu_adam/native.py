@@ -200,17 +200,6 @@ def sum_of_squares(gradient: Tensor) -> float:
     return reference.total(square_sums(gradient))
 
 
-@torch.no_grad()
-def put_sum_of_squares(gradient: Tensor, into: Tensor, workspace: Tensor | None = None) -> None:
-    """`sum_of_squares`, put `into` a 0-d float64 on the gradient's device: nobody waits for it."""
-    chosen, sums = device_kernels.kernel_of([gradient]), _leaf_sums(gradient, workspace)
-    if chosen is not None and gradient.numel():
-        return _run_on(chosen, device_kernels.TOTAL, sums, into)
-    while len(sums) > 1:
-        sums = sums[::2].add_(sums[1::2])
-    into.copy_(sums[0])
-
-
 def _leaf_sums(gradient: Tensor, workspace: Tensor | None) -> Tensor:
     """`reference.leaf_sums`, by the kernels of a device that has such."""
     chosen = device_kernels.kernel_of([gradient])

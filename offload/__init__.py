@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from offload.planning.planner import BudgetError
     from offload.runtime.entry import EngineError
     from offload.runtime.shared_budget import SharedBudget
-    from offload.runtime.trace import Report
+    from offload.runtime.stats import Report
     from offload.sleeping import sleep, wake
 else:
     _HOMES = dict.fromkeys(("attach", "detach", "empty_weights"), "attachment")
     _HOMES |= {"engine_of": "model.engine"}
-    _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.trace"}
+    _HOMES |= {"Config": "config", "Engine": "model.engine", "Report": "runtime.stats"}
     _HOMES |= {"EngineError": "runtime.entry", "BudgetError": "planning.planner"}
     _HOMES |= {"SharedBudget": "runtime.shared_budget", "sleep": "sleeping", "wake": "sleeping"}
 

@@ -36,13 +36,12 @@ from offload.program.ops import Value
 from offload.runtime import entry as entries
 from offload.runtime.device import CPU, Device, compute_device
 from offload.runtime.entry import entry
-from offload.runtime.executor import Executor
-from offload.runtime.lanes import Pace
 from offload.runtime.memory import Memory, zeros_on
+from offload.runtime.runner import Pace, Runner
 from offload.runtime.shared_budget import SharedBudget
+from offload.runtime.stats import Trace
 from offload.runtime.store import Store
 from offload.runtime.torch_internals import no_trap
-from offload.runtime.trace import Trace
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
@@ -101,7 +100,7 @@ def attach(
         check_optimizer(optimizer)
     if initialize is None:
         check_initialised(model)
-    if not all(engine.executor.lanes.closed for engine in engines):
+    if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
     groups = partition(model)
@@ -276,19 +275,19 @@ class _Attaching:
         self, initialize: Callable[[nn.Module], object], pace: Pace | None
     ) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
-        executor = self._take(pace)
+        runner = self._take(pace)
         try:
             if self.budget is not None:
                 share = self.budget.share()
                 share({tier: self.plan.taken_bytes(tier) for tier in TIERS})
-                executor.share = share
-            self._fill(executor, initialize)
-            made = self._start(executor)
+                runner.share = share
+            self._fill(runner, initialize)
+            made = self._start(runner)
         except BaseException:
             try:
-                self._undo(executor)
+                self._undo(runner)
             finally:
-                executor.close()
+                runner.close()
             raise
         if self.optimizer is not None:
             self.optimizer.state.clear()  # From here on nothing is undone.
@@ -298,7 +297,7 @@ class _Attaching:
                 count_change(unit.parameters)
         return made
 
-    def _take(self, pace: Pace | None) -> Executor:
+    def _take(self, pace: Pace | None) -> Runner:
         """Take the memory and the file, and start the lanes."""
         store = None
         if self.plan.file.extents:
@@ -317,11 +316,11 @@ class _Attaching:
         if self.config.trace:
             entries.record()
             trace = Trace(entries.calls, self.plan.profile)
-        return Executor(self.plan, memory, store, self.device, pace, trace)
+        return Runner(self.plan, memory, store, self.device, pace, trace)
 
     # -- moving the values -------------------------------------------------------------------------
 
-    def _fill(self, executor: Executor, initialize: Callable[[nn.Module], object]) -> None:
+    def _fill(self, runner: Runner, initialize: Callable[[nn.Module], object]) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
         self._materialise()
         on = self.device.torch_device
@@ -336,13 +335,13 @@ class _Attaching:
         for unit in self._units:
             values = [parameter.data for parameter in unit.parameters]
             try:
-                self._move(unit, values, executor, initialize)
+                self._move(unit, values, runner, initialize)
             except BaseException:
                 for parameter, value in zip(unit.parameters, values):
                     make_plain(parameter, value)
                 raise
         self.device.trim()  # Of the units on their way.
-        States(executor).clear()
+        States(runner).clear()
 
     def _materialise(self) -> None:
         """Put new objects in the place of the parameters on the meta device."""
@@ -369,7 +368,7 @@ class _Attaching:
         self,
         unit: FlatUnit,
         values: Sequence[torch.Tensor],
-        executor: Executor,
+        runner: Runner,
         initialize: Callable[[nn.Module], object],
     ) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
@@ -393,17 +392,17 @@ class _Attaching:
                 if parameter not in new:
                     parameter.data.copy_(value)
         for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-            executor.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
+            runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
 
     # -- hooking the model -------------------------------------------------------------------------
 
-    def _start(self, executor: Executor) -> tuple[nn.Module, Optimizer | None]:
+    def _start(self, runner: Runner) -> tuple[nn.Module, Optimizer | None]:
         """Build the engine, hook the model, take over the optimizer and the gradients."""
         places = {p: (u.index, i) for u in self._units for i, p in enumerate(u.parameters)}
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(self.device.torch_device)
-        engine = self._build_engine(executor)
+        engine = self._build_engine(runner)
         for parameter, (unit, index) in places.items():
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
@@ -416,17 +415,17 @@ class _Attaching:
         attached[self.model], _attached[self.model] = engine, _Attached(hooks, optimizer)
         return self.model, optimizer
 
-    def _build_engine(self, executor: Executor) -> Engine:
+    def _build_engine(self, runner: Runner) -> Engine:
         free = self.device.free_bytes()  # Snapshots of parameters lie on the device.
         least = max(EXPOSED_BYTES_LEAST, (host_free_bytes() if free is None else free) // 10)
         exposed = self.config.bytes_of("exposed_memory")
         return Engine(
             self._units,
-            executor,
+            runner,
             nvme_path=self.config.nvme_path,
             exposed_bytes_max=least if exposed is None else exposed,
             micro_batches=self.config.micro_batches,
-            make_updates=partial(Updates, executor, self.config.max_grad_norm),
+            make_updates=partial(Updates, runner, self.config.max_grad_norm),
         )
 
     def _announcers(self) -> dict[nn.Module, list[int]]:
@@ -444,18 +443,18 @@ class _Attaching:
         if self.optimizer is None:
             return None
         check = _same_parameters(self.model)
-        optimizer = Optimizer(self.optimizer, engine, States(engine.executor), places, check)
+        optimizer = Optimizer(self.optimizer, engine, States(engine.runner), places, check)
         before = self.optimizer.state
         optimizer.import_states([(p, before[p]) for p in places if p in before])
         return optimizer
 
     # -- undoing it --------------------------------------------------------------------------------
 
-    def _undo(self, executor: Executor) -> None:
+    def _undo(self, runner: Runner) -> None:
         """Leave the model and the optimizer as they were before."""
         for unit in self._units:
             if type(unit.parameters[0]) is OffloadedParameter:
-                self._restore(unit, executor)
+                self._restore(unit, runner)
         for tensor, device in self._devices.items():
             if tensor.device != device:
                 tensor.data = tensor.data.to(device)
@@ -465,11 +464,11 @@ class _Attaching:
         if self.optimizer is not None:
             give_back(self.optimizer)
 
-    def _restore(self, unit: FlatUnit, executor: Executor) -> None:
+    def _restore(self, unit: FlatUnit, runner: Runner) -> None:
         """Give the parameters of a unit their values back, on the device that they came from."""
-        on = self._devices.get(unit.parameters[0], executor.device.torch_device)
+        on = self._devices.get(unit.parameters[0], runner.device.torch_device)
         pieces = range(len(unit.spec.weight_chunks))
-        values = (executor.read_home(Value("weight", unit.index, piece)) for piece in pieces)
+        values = (runner.read_home(Value("weight", unit.index, piece)) for piece in pieces)
         buffer = torch.cat([value.to(on) for value in values])
         for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
             make_plain(parameter, view)

@@ -21,7 +21,7 @@ from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
 from offload.program.simulate import Timeline, simulate
 from offload.reporting import ENGINE, MODEL, Prediction, Run, Span, Wait, clip, seconds
-from offload.runtime.trace import Ran, Trace
+from offload.runtime.stats import Ran, Trace
 
 SIMULATED_STEPS = 3
 """From the third on, steps are alike."""
@@ -50,7 +50,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
     `command` is the command line. By default only the program's name is kept, as arguments may be
     secret.
     """
-    trace = engine.executor.lanes.stats.traced()
+    trace = engine.runner.stats.traced()
     if trace is None:
         return None
     units, tiers = engine.plan.profile.units, engine.plan.tiers()
@@ -72,8 +72,8 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         made=datetime.now().isoformat(timespec="seconds"),
         command=[Path(one).name for one in sys.argv[:1]] if command is None else list(command),
         model=f"{elements:,} parameters in {dtypes}, {len(units)} units",
-        device=str(engine.executor.device.torch_device),
-        device_is_host=engine.executor.device.is_host,
+        device=str(engine.runner.device.torch_device),
+        device_is_host=engine.runner.device.is_host,
         residents=len(engine.plan.residents),
         versions=_versions(),
         steps=engine.report().steps,
@@ -138,7 +138,7 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     for one in user:
         compute[one.op.value.unit, one.op.verb] += (one.stop - one.start) * scale
     idle = max(0.0, until - since - seconds(waits) - working) / steps
-    machine = _machine(ran, device_is_cpu=engine.executor.device.is_host)
+    machine = _machine(ran, device_is_cpu=engine.runner.device.is_host)
 
     def timeline(faster: Lane | None = None) -> Timeline:
         """A faster device speeds up the user's own compute, but not the engine's calls in it."""
@@ -193,7 +193,7 @@ def _simulated(timeline: Callable[..., Timeline], simulations: int, engine: Engi
     moved = {span.lane for span in found.spans} - {Lane.COMPUTE}
     lanes = sorted(moved, key=lambda lane: -uses[lane.value].exposed_s)
     # An accelerator's own compute time is not measured, so a faster one is not simulated.
-    tried = [*[Lane.COMPUTE] * engine.executor.device.is_host, *lanes][: simulations - 1]
+    tried = [*[Lane.COMPUTE] * engine.runner.device.is_host, *lanes][: simulations - 1]
     what_if = {lane.value: timeline(lane).step_seconds for lane in tried}
     return Prediction(found.step_seconds, found.exposed, busy, what_if)
 

@@ -29,8 +29,8 @@ from offload.planning.profile import KINDS
 from offload.planning.tiers import TIERS, Tier, format_bytes
 from offload.program.ops import Value
 from offload.runtime.entry import entry
-from offload.runtime.executor import Executor
 from offload.runtime.memory import host_tensor, typed
+from offload.runtime.runner import Runner
 from offload.runtime.store import Store
 
 
@@ -76,7 +76,7 @@ def wake(model: nn.Module) -> None:
     """
     engine = engine_of(model)
     with engine.lock:
-        area = engine.executor.swap_area
+        area = engine.runner.swap_area
         if not isinstance(area, SwapArea):
             raise RuntimeError(
                 "offload.wake: the model is not asleep: offload.sleep(model) goes first"
@@ -86,15 +86,15 @@ def wake(model: nn.Module) -> None:
 
 @entry
 def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
-    executor, residents = engine.executor, [engine.units[unit] for unit in engine.plan.residents]
+    runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
     for unit in residents:
         _check_gradients(unit)
     _let_go_of_all(engine)
-    area = SwapArea(executor, given, directories)
+    area = SwapArea(runner, given, directories)
     try:
         for value in area.values():
             in_arena = engine.plan.in_arena(value.kind, value.unit)
-            area.put(value, executor.read_home(value) if in_arena else _gathered(engine, value))
+            area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
     except BaseException:
         area.close()
         raise
@@ -102,8 +102,8 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
         area.gradients |= {one for one in unit.parameters if one.grad is not None}
         _rest(engine, unit)
     for tier in given:
-        executor.memory.give_back(tier)
-    executor.swap_area = area
+        runner.memory.give_back(tier)
+    runner.swap_area = area
     area.hold(awake=False)
 
 
@@ -114,31 +114,31 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.gradients.let_go()
     engine.gradients.forget_places()
     engine.passes.forget()
-    engine.executor.idle()
+    engine.runner.idle()
     for unit in engine.units:
         unit.close()
 
 
 @entry
 def _wake_up(engine: Engine, area: SwapArea) -> None:
-    executor, plan, taken = engine.executor, engine.plan, list[Tier]()
+    runner, plan, taken = engine.runner, engine.plan, list[Tier]()
     fresh = list[tuple[Value, int, torch.Tensor]]()
     area.hold(awake=True)
     try:
         for tier in area.given:
-            executor.memory.take(tier)
+            runner.memory.take(tier)
             taken.append(tier)
         for value in area.values():
             content = area.get(value)
             if plan.in_arena(value.kind, value.unit):
-                executor.read_home(value).copy_(content)
+                runner.read_home(value).copy_(content)
                 continue
             for index, view in _views(engine.units[value.unit], value, content):
-                copied = executor.device.empty(view.shape, view.dtype).copy_(view)
+                copied = runner.device.empty(view.shape, view.dtype).copy_(view)
                 fresh.append((value, index, copied))
     except BaseException:
         for tier in taken:
-            executor.memory.give_back(tier)
+            runner.memory.give_back(tier)
         area.hold(awake=False)
         raise
     for value, index, found in fresh:  # Of each unit the weights come first.
@@ -147,8 +147,8 @@ def _wake_up(engine: Engine, area: SwapArea) -> None:
             make_plain(parameter, found)
         elif parameter in area.gradients:
             parameter.grad = found
-    executor.device.drain()  # Before other streams look at them.
-    executor.swap_area = None
+    runner.device.drain()  # Before other streams look at them.
+    runner.swap_area = None
     area.close()
 
 
@@ -210,7 +210,7 @@ def _rest(engine: Engine, unit: FlatUnit) -> None:
 class SwapArea:
     """Where the values of a sleeping engine lie: in CPU memory, or in a file of their own."""
 
-    def __init__(self, executor: Executor, given: tuple[Tier, ...], directories: tuple[str, ...]):
+    def __init__(self, runner: Runner, given: tuple[Tier, ...], directories: tuple[str, ...]):
         """Of what lives in the tiers `given`: in `directories`, or in CPU memory.
 
         Raises:
@@ -220,8 +220,8 @@ class SwapArea:
         self.given = given
         self.gradients: set[nn.Parameter] = set()
         """The parameters of resident units that have one."""
-        self._plan: Plan = executor.plan
-        self._executor = executor
+        self._plan: Plan = runner.plan
+        self._runner = runner
         self._tier: Tier = "nvme" if directories else "cpu"
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
@@ -275,21 +275,21 @@ class SwapArea:
         Raises:
             BudgetError: others have it.
         """
-        if self._executor.share is not None:
+        if self._runner.share is not None:
             there = [tier for tier in TIERS if awake or tier not in self.given]
             wanted = {tier: self._plan.taken_bytes(tier) for tier in there}
             wanted[self._tier] += self.bytes
-            self._executor.share(wanted)
+            self._runner.share(wanted)
 
     def put(self, value: Value, content: torch.Tensor) -> None:
         """Keep the bytes of a value."""
-        if self._store is None or self._executor.device.holds(content):
+        if self._store is None or self._runner.device.holds(content):
             content = host_tensor(content.numel()).copy_(content)
         if self._store is None:
             self._memory[value] = content
         else:
             name = self._plan.profile.units[value.unit].name
-            self._store.write(value.kind, name, content, int(self._executor.step[0]))
+            self._store.write(value.kind, name, content, int(self._runner.step[0]))
 
     def get(self, value: Value) -> torch.Tensor:
         """The bytes of a value, in CPU memory."""
@@ -304,5 +304,5 @@ class SwapArea:
         self._memory, self.bytes = {}, 0
         if self._store is not None:
             self._store.close()
-        if self._executor.swap_area is None:
+        if self._runner.swap_area is None:
             self.hold(awake=True)

@@ -36,24 +36,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Where it does not matter who keeps the books of the lanes, both are tried."""
-    if "books" in metafunc.fixturenames:
-        compiled = [] if "python_books" in metafunc.fixturenames else ["compiled"]
-        metafunc.parametrize("books", ["python", *compiled], indirect=True)
+@pytest.fixture(params=["native", "python"])
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This runner serves; where the native one is not compiled, the reference does twice."""
+    from offload.runtime.native import RUNNER_VARIABLE
 
-
-@pytest.fixture
-def books(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The books of lanes on the host are kept by these; where not compiled, by the reference."""
-    from offload.runtime.books import BOOKS_VARIABLE
-
-    monkeypatch.setenv(BOOKS_VARIABLE, request.param)
-
-
-@pytest.fixture
-def python_books(books: None) -> None:
-    """The test reaches into the reference."""
+    monkeypatch.setenv(RUNNER_VARIABLE, request.param)
 
 
 _passed: set[int] = set()

@@ -16,13 +16,16 @@ OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-s
 
 def built(folder: Path) -> ctypes.CDLL | None:
     """A library of the kernels, or None without a compiler."""
-    compiler, library = choice.compiler(), folder / "device.so"
-    if compiler is None:
-        return None
+    compiler = choice.compiler()
+    return None if compiler is None else ctypes.CDLL(str(build(compiler, folder / "device.so")))
+
+
+def build(compiler: str, library: Path) -> Path:
+    """Compile the kernels to a library."""
     command = [compiler, *OPTIONS, "-x", "c++", str(SOURCE), "-o", str(library)]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    return ctypes.CDLL(str(library))
+    return library
 
 
 Blocks = Callable[[str, tuple[int, int], bytes], None]

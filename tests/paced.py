@@ -90,6 +90,9 @@ class Paced(Device):
         self.pause()
         self.fence(self.stream()).synchronize()
 
+    def drain_all(self) -> None:
+        self.timeline.host_waits_for_all()
+
     def pause(self) -> None:
         """Let a lane's thread be late."""
         if self._pauses_s and getattr(self._local, "is_lane", False):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from tests.paced import Paced, paced
+from tests.paced import Paced
 from tests.training import (
     RESIDENT,
     VOCABULARY,
@@ -446,7 +446,7 @@ def check(
     directory: Any,
     *,
     tight: bool,
-    on: Callable[[], AbstractContextManager[Paced]] = paced,
+    on: Callable[[], AbstractContextManager[Paced]],
 ) -> None:
     """Hold a script on a paced device against the same on the CPU, where all is resident."""
     expected = script.go(RESIDENT, directory)

@@ -166,6 +166,11 @@ class Timeline:
                 assert self._step(float("inf")), "what is waited for was never queued"
             self._host_knows(event.clock)
 
+    def host_waits_for_all(self) -> None:
+        with self.lock:
+            for stream in list(self._streams):
+                self.host_waits(Event(self, stream))
+
     def stream_waits(self, stream: Stream, event: Event) -> None:
         with self.lock:
             self._order(stream, event.clock)

@@ -15,40 +15,61 @@ import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from offload.runtime.books import BOOKS_VARIABLE
+from offload.runtime.native import RUNNER_VARIABLE
+from tests.device_build import build
 from tests.paced import Paced, paced
 from tests.paced_streams import Event, Stream
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "tests" / "src" / "libcuda_stand_in.cpp"
+KERNELS = sorted((ROOT / "cpu_adam" / "src").rglob("*.*"))
 
 RECORD = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_size_t)
 WAIT = ctypes.CFUNCTYPE(None, ctypes.c_uint64)
+LATER = ctypes.CFUNCTYPE(None, ctypes.c_size_t, ctypes.c_uint64)
+
+
+@functools.cache
+def kernels() -> Path:
+    """The kernels of the device as a library, compiled once for all processes."""
+    digest = hashlib.sha256(b"".join(one.read_bytes() for one in KERNELS)).hexdigest()[:12]
+    return _once(ROOT / "build" / f"device_kernels-{digest}.so", partial(build, _compiler()))
+
+
+def _compiler() -> str:
+    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
+    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
+    return compiler or pytest.skip("there is no compiler for the stand-in")
+
+
+def _once(built: Path, make: Callable[[Path], object]) -> Path:
+    if not built.exists():
+        built.parent.mkdir(exist_ok=True)
+        made = built.with_suffix(f".{os.getpid()}")
+        make(made)
+        made.replace(built)
+    return built
 
 
 @functools.cache
 def library(*defines: str) -> Path:
     """The stand-in, compiled once for all processes; a test without a compiler is skipped."""
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++")
-    compiler = next((found for name in names if name and (found := shutil.which(name))), None)
-    if compiler is None:
-        pytest.skip("there is no compiler for the stand-in")
     flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread", *defines]
     digest = hashlib.sha256(SOURCE.read_bytes() + repr(flags).encode()).hexdigest()[:12]
-    built = ROOT / "build" / f"libcuda_stand_in-{digest}.so"
-    if not built.exists():
-        built.parent.mkdir(exist_ok=True)
-        made = built.with_suffix(f".{os.getpid()}")
-        subprocess.run([compiler, *flags, str(SOURCE), "-o", str(made)], check=True, timeout=120)
-        made.replace(built)
-    return built
+
+    def make(into: Path) -> None:
+        command = [_compiler(), *flags, str(SOURCE), "-o", str(into), "-ldl"]
+        subprocess.run(command, check=True, timeout=120)
+
+    return _once(ROOT / "build" / f"libcuda_stand_in-{digest}.so", make)
 
 
 def controls(seed: int = 0, delay_us_max: int = 0) -> Any:
@@ -56,7 +77,9 @@ def controls(seed: int = 0, delay_us_max: int = 0) -> Any:
     found: Any = ctypes.CDLL(str(library()))
     gc.collect()  # Engines of before call it when they are collected.
     found.stand_in_failed.restype = ctypes.c_char_p
+    found.stand_in_run.argtypes = [ctypes.c_uint64]
     found.stand_in_reset(seed, delay_us_max)
+    found.stand_in_kernels(str(kernels()).encode())
     return found
 
 
@@ -68,8 +91,11 @@ class Driven(Paced):
         super().__init__()
         self.calls = calls
         self._tokens: dict[int, Event] = {}
+        self.waits = 0
+        """Of the host for what the user's streams have to do."""
         self._by_handle: dict[int, Stream] = {}
-        self._hooks = RECORD(self._record), WAIT(self._wait)  # As long as the library has them.
+        # As long as the library has them.
+        self._hooks = RECORD(self._record), WAIT(self._wait), LATER(self._later)
         calls.stand_in_hooks(*self._hooks)
 
     def open(self, native: Any) -> Any:
@@ -87,8 +113,13 @@ class Driven(Paced):
         self._tokens[token] = Event(self.timeline, self._by_handle[handle])
         return token
 
+    def _later(self, handle: int, token: int) -> None:
+        with self.unordered(self._by_handle[handle]):
+            self.timeline.queue("a driver's call", [], lambda: self.calls.stand_in_run(token))
+
     def _wait(self, token: int) -> None:
         self.pause()
+        self.waits += 1
         self._tokens[token].synchronize()
 
 
@@ -96,7 +127,7 @@ class Driven(Paced):
 def driven(seed: int = 0, delay_us_max: int = 0) -> Iterator[Driven]:
     """Attach to such a device; its copies are late by up to so many microseconds, twice."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(BOOKS_VARIABLE, raising=False)
+        patch.delenv(RUNNER_VARIABLE, raising=False)
         device = Driven(controls(seed, delay_us_max))
         with paced(device):
             yield device

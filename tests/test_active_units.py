@@ -15,12 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from cpu_adam import update_parts
 from offload.model.active_units import ActiveUnits
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import FlatUnit
-from offload.program.ops import Value, Verb
-from offload.runtime.executor import Executor
+from offload.program.ops import Op, Verb
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
 from tests.structures import STRUCTURES
@@ -243,35 +241,24 @@ def seen_beside_the_slot(run: Run) -> list[torch.Tensor]:
     return loop.seen
 
 
-def test_beside_the_slot_a_unit_waits_for_its_update(
-    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_the_slot_a_unit_waits_for_its_update(tmp_path: Path) -> None:
+    """Which is late by more than it takes to look at its home."""
     build = partial(Least, tied=False, checkpointed=False)
     with attached(RESIDENT, tmp_path, build=build) as run:
         expected = seen_beside_the_slot(run)
+        last = [one.name for one in run.engine.plan.profile.units].index("blocks.2")
+    late = list[Op]()
+
+    def pace(op: Op, since: float) -> float:
+        if op.verb is not Verb.UPDATE or op.value.unit != last:
+            return since
+        late.append(op)
+        return since + 0.2
+
     budgets = smallest_budgets(CPU, tmp_path, build=build)
-    with attached(CPU, tmp_path, build=build, **budgets) as run:
-        units = [one.name for one in run.engine.plan.profile.units]
-        last, looked = Value("weight", units.index("blocks.2")), threading.Event()
-        home = run.engine.executor.read_home(last).data_ptr()
-        read_home = Executor.read_home
-
-        def late(weight: torch.Tensor, *rest: Any, **more: Any) -> None:
-            if weight.data_ptr() == home:
-                looked.wait(0.2)
-            update_parts(weight, *rest, **more)
-
-        def watched(executor: Executor, value: Value) -> torch.Tensor:
-            found = read_home(executor, value).clone()
-            if value.unit == last.unit:
-                looked.set()
-            return found
-
-        monkeypatch.setattr("offload.runtime.works.update_parts", late)
-        monkeypatch.setattr(Executor, "read_home", watched)
+    with attached(CPU, tmp_path, build=build, pace=pace, **budgets) as run:
         found = seen_beside_the_slot(run)
-        monkeypatch.undo()
-    assert looked.is_set()
+    assert late
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -404,7 +404,7 @@ def test_a_disk_gives_no_notice(tmp_path: Path) -> None:
     with nothing_leaks():
         model, optimizer = started()
         _, attached = offload.attach(model, optimizer, config(tmp_path))
-        store = attached.engine.executor.store
+        store = attached.engine.runner.store
         assert attached.engine.notices == ((store.notice,) if store.notice else ())
         assert store.direct == (store.notice is None)
         attached.engine.close()

@@ -10,7 +10,7 @@ import pytest
 
 from aio.backends import ENGINE_VERSION
 from cpu_adam.choice import KERNELS_VERSION
-from offload.runtime.books import BOOKS_VERSION
+from offload.runtime.native import RUNNER_VERSION
 from tests.forked import Forked, anew
 
 ROOT = Path(__file__).parent.parent
@@ -18,18 +18,18 @@ ROOT = Path(__file__).parent.parent
 OFFERED = {
     "aio/src": (ENGINE_VERSION, "6a5e3879ca19"),
     "cpu_adam/src": (KERNELS_VERSION, "55c8ee73e31f"),
-    "offload/runtime/src": (BOOKS_VERSION, "478f080ca815"),
+    "offload/runtime/src": (RUNNER_VERSION, "acc4446230ea"),
 }
 """The version of each module, and a digest of what it offers."""
 
 OLDER = """
 import sys, types, warnings
-for name in ("aio._native", "cpu_adam._kernels", "offload.runtime._books"):
+for name in ("aio._native", "cpu_adam._kernels", "offload.runtime._runner"):
     sys.modules[name] = types.ModuleType(name)
 warnings.simplefilter("default")
 with warnings.catch_warnings(record=True) as told:
     import offload, torch, aio
-    from offload.runtime import books
+    from offload.runtime import native
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     config = offload.Config(params="nvme", gradients="cpu", optimizer="cpu", nvme_path=sys.argv[1])
@@ -37,7 +37,7 @@ with warnings.catch_warnings(record=True) as told:
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     offload.detach(model)
-assert books._native is None
+assert native._native is None
 print(*(one.filename.split("/")[-2] for one in told if "try: make" in str(one.message)))
 """
 

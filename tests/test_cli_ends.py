@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+import offload
 from offload import reporting
 from offload.cli import Signals, Stopped, bench_nvme, train
 from offload.program.ops import Lane
@@ -159,18 +160,10 @@ def test_ctrl_c_twice_within_the_engine_ends_a_run_as_once(monkeypatch, capsys):
     assert shown.err.endswith("offload: stopped by Ctrl-C after step 1 of 3\n")
 
 
-def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(
-    python_books, monkeypatch, capsys
-):
+def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(monkeypatch, capsys):
     """On a slow lane they are under way when it is stopped. Who presses twice does not wait."""
-    build, step = train.build, train.train_step
-
-    def slow(settings):
-        model, optimizer = build(settings)
-        optimizer.engine.executor.lanes._pace = lambda op, since: (
-            since + 0.02 * (op.lane is Lane.CPU)
-        )
-        return model, optimizer
+    attach, step = offload.attach, train.train_step
+    slow = partial(attach, pace=lambda op, since: since + 0.02 * (op.lane is Lane.CPU))
 
     def pressed(presses, *arguments):
         loss = step(*arguments)
@@ -178,7 +171,7 @@ def test_what_a_stopped_run_tells_has_the_updates_of_its_last_step(
             signal.raise_signal(signal.SIGINT)
         return loss
 
-    monkeypatch.setattr(train, "build", slow)
+    monkeypatch.setattr(offload, "attach", slow)
     updates = {}
     for presses in (0, 1, 2):
         monkeypatch.setattr(train, "train_step", partial(pressed, presses))

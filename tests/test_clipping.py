@@ -205,8 +205,8 @@ def test_a_norm_reads_once_and_a_scaling_reads_and_writes_once(
     room = ROOM if build is Net else 5 << 20
     with attached(PLACEMENT, tmp_path, **fp32(build=build, exposed_memory=room)) as run:
         run.loss().backward()
-        run.engine.executor.idle()
-        store, plan = run.engine.executor.store, run.engine.plan
+        run.engine.runner.idle()
+        store, plan = run.engine.runner.store, run.engine.plan
         assert store is not None
         assert any(len(unit.chunks) > 1 for unit in plan.profile.units) == (build is not Net)
         gradients = sum(one.bytes for one in plan.file.extents if one.kind == "gradient")
@@ -239,7 +239,7 @@ config = offload.Config(params="cpu", gradients="nvme", optimizer="cpu", nvme_pa
 model, optimizer = offload.attach(model, optimizer, config)
 for _ in range(2):
     model(torch.randn(2, 1024)).pow(2).mean().backward()
-    optimizer.engine.executor.idle()
+    optimizer.engine.runner.idle()
     baseline, peaks, done = resident(), [0], threading.Event()
     thread = threading.Thread(target=watch)
     thread.start()
@@ -291,8 +291,8 @@ def truth() -> list[torch.Tensor]:
 
 def test_it_says_what_it_is_and_reads_nothing(run: Run) -> None:
     run.loss().backward()
-    assert run.engine.executor.store is not None
-    read = run.engine.executor.store.bytes_read
+    assert run.engine.runner.store is not None
+    read = run.engine.runner.store.bytes_read
     for p in run.model.parameters():
         g: Any = p.grad
         assert isinstance(g, torch.Tensor)
@@ -303,7 +303,7 @@ def test_it_says_what_it_is_and_reads_nothing(run: Run) -> None:
         assert g.is_leaf
         assert not g.requires_grad
         assert (len(g), g.numel(), g.element_size()) == (len(p), p.numel(), 4)
-    assert run.engine.executor.store.bytes_read == read
+    assert run.engine.runner.store.bytes_read == read
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {

@@ -101,10 +101,8 @@ def expected(
 
 
 def bytes_so_far(run: Run) -> tuple[Counter[str], Counter[str]]:
-    lanes = Counter(
-        {lane.value: use.bytes for lane, use in run.engine.executor.lanes.stats.use.items()}
-    )
-    store = run.engine.executor.store
+    lanes = Counter({lane.value: use.bytes for lane, use in run.engine.runner.stats.use.items()})
+    store = run.engine.runner.store
     disk: Counter[str] = Counter()
     if store is not None:
         disk.update(read=store.bytes_read, written=store.bytes_written)
@@ -122,7 +120,7 @@ def check_homes(run: Run, placement: Placement) -> None:
     """The plan's rows, the file and the arenas are of the size that the placement needs."""
     kinds = ("weight", "gradient", "state")
     on_disk = [kind for kind, tier in zip(kinds, placement) if tier == "nvme"]
-    plan, store = run.engine.plan, run.engine.executor.store
+    plan, store = run.engine.plan, run.engine.runner.store
     rows = {(row.kind, row.tier): (row.units, row.bytes) for row in plan.rows()}
     wanted = {(kind, tier): (len(UNITS), total(kind)) for kind, tier in zip(kinds, placement)}
     assert rows == wanted
@@ -144,7 +142,7 @@ def check_homes(run: Run, placement: Placement) -> None:
         if plan.residents:
             homes -= {"weight", "gradient"}  # which lie where torch puts them
         least = sum(map(total, homes))
-        assert run.engine.executor.memory.arenas[tier].tensor.nbytes >= least
+        assert run.engine.runner.memory.arenas[tier].tensor.nbytes >= least
 
 
 SAME = [(tier, other, tier) for tier in TIERS for other in TIERS]
@@ -173,7 +171,7 @@ def test_bytes_per_lane(placement: Placement, clips: bool, tmp_path: Path) -> No
         if clips:
             idle.discard(Lane.CPU)  # where the norm is put together
         for lane in idle:
-            assert run.engine.executor.lanes.stats.use[lane].operations == 0, lane
+            assert run.engine.runner.stats.use[lane].operations == 0, lane
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -194,7 +192,7 @@ def test_evaluation_moves_weights_and_nothing_else(micro_batches: int, tmp_path:
 
 def corrupt(run: Run, kind: str) -> None:
     """Flip a byte of every value of a kind, in the file."""
-    store = run.engine.executor.store
+    store = run.engine.runner.store
     assert store is not None
     fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
     try:
@@ -214,7 +212,7 @@ def test_what_is_on_disk_is_what_is_used(kind: str, tmp_path: Path) -> None:
         if kind == "gradient":
             run.loss().backward()
             for unit in range(len(UNITS)):
-                run.engine.executor.quiesce("gradient", unit)
+                run.engine.runner.quiesce("gradient", unit)
         corrupt(run, kind)
         with pytest.raises(offload.EngineError, match="checksum mismatch") as caught:
             if kind != "gradient":
@@ -228,7 +226,7 @@ def poison(run: Run, kind: str, tier: str, unit: int) -> None:
     """Write ones over a value, in the arena."""
     buffer = run.engine.plan.homes[kind, unit]  # type: ignore[index]
     assert buffer.tier == tier
-    run.engine.executor.memory.arenas[tier].view(buffer).fill_(1)
+    run.engine.runner.memory.arenas[tier].view(buffer).fill_(1)
 
 
 @pytest.mark.parametrize("tier", ["device", "cpu"])

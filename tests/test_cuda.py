@@ -17,7 +17,6 @@ from torch import nn
 import offload
 from cpu_adam import FORMATS, native
 from cpu_adam.formats import squares_bytes
-from cpu_adam.native import put_sum_of_squares
 from cpu_adam.rules import square_root
 from offload.model.engine import Engine
 from offload.planning.layout import allocator_bytes
@@ -127,9 +126,6 @@ def test_sums_on_the_device_are_those_on_the_cpu() -> None:
         workspace = torch.full((squares_bytes(x.numel()),), 255, dtype=torch.uint8, device=on)
         for given in (None, workspace):
             assert native.square_sums(x.to(on), 3, given) == native.square_sums(x, 3)
-            sums = torch.zeros(2, dtype=torch.float64, device=on)
-            put_sum_of_squares(x.to(on), sums[1], given)
-            assert sums.tolist() == [0.0, native.sum_of_squares(x)]
         into = y.to(on)
         native.accumulate(into, x.to(on))
         native.accumulate(y, x)
@@ -249,14 +245,14 @@ def test_hooks_run_on_autograds_thread_and_the_streams_of_the_forward(
 def test_lanes_have_streams_of_their_own(tmp_path: Path) -> None:
     found: list[tuple[str, int, Any]] = []
     with attached(CPU_TIER, tmp_path) as run:
-        copy = run.engine.executor.device.copy
+        copy = run.engine.runner.device.copy
 
         def spy(*args: Any) -> None:
             name, stream = threading.current_thread().name, torch.cuda.current_stream()
             found.append((name, torch.cuda.current_device(), stream))
             copy(*args)
 
-        run.engine.executor.device.copy = spy  # type: ignore[method-assign]
+        run.engine.runner.device.copy = spy  # type: ignore[method-assign]
         plain(run, 0)
         run.engine.settle()
     streams = {name: {stream for lane, _, stream in found if lane == name} for name, _, _ in found}
@@ -272,7 +268,7 @@ def test_lanes_have_streams_of_their_own(tmp_path: Path) -> None:
 
 def test_exactly_the_arena_is_pinned_until_the_end(tmp_path: Path) -> None:
     with attached(CPU_TIER, tmp_path) as run:
-        memory = run.engine.executor.memory
+        memory = run.engine.runner.memory
         arena = memory.arenas["cpu"]
         assert arena.notices == []
         assert arena.pinned_bytes == arena.bytes == run.engine.plan.taken_bytes("cpu")

@@ -50,7 +50,7 @@ def test_a_fork_beside_a_registered_arena(tmp_path: Path) -> None:
         for number in range(3):
             assert in_child(gc.collect) == 0
             plain(run, number)
-        assert run.engine.executor.memory.arenas["cpu"].tensor.is_pinned()
+        assert run.engine.runner.memory.arenas["cpu"].tensor.is_pinned()
         assert_same(result_of(run), expected)
 
 

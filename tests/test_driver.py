@@ -17,7 +17,7 @@ import torch
 
 from offload.runtime import device as driver
 from offload.runtime import memory as numa
-from offload.runtime.device import Accelerator, Driver, PinError, compute_device, driver_of
+from offload.runtime.device import Accelerator, PinError, accelerator_of, compute_device
 from tests.training import assert_same, attached, batch, loss_of, plain, result_of, train
 
 ROOT = Path(__file__).parents[1]
@@ -83,8 +83,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 def test_memory_is_registered_and_given_back_by_any_thread_on_our_device(
     runtime: FakeRuntime,
 ) -> None:
-    driver_of(CUDA).pin(4096, 1 << 20)
-    driver_of(CUDA).unpin(4096)
+    accelerator_of(CUDA).pin(4096, 1 << 20)
+    accelerator_of(CUDA).unpin(4096)
     assert runtime.calls == [("register", 4096, 1 << 20, 0), ("unregister", 4096, 0, 0)]
     assert runtime.devices == [CUDA.index, CUDA.index]
     assert runtime.current == 0
@@ -94,14 +94,14 @@ def test_a_refused_registration_says_why_and_leaves_nothing_pending(runtime: Fak
     runtime.fails = True
     told = r"cudaHostRegister of 1.00 MiB returned 2, out of memory"
     with pytest.raises(PinError, match=told) as raised:
-        driver_of(CUDA).pin(4096, 1 << 20)
+        accelerator_of(CUDA).pin(4096, 1 << 20)
     assert "is left to pin" in raised.value.likely
     assert runtime.pending == 0
 
 
 def test_a_failure_to_give_back_is_taken_out_too(runtime: FakeRuntime) -> None:
     runtime.fails = True
-    driver_of(CUDA).unpin(4096)
+    accelerator_of(CUDA).unpin(4096)
     assert runtime.pending == 0
 
 
@@ -122,9 +122,9 @@ def test_an_attached_model_refuses_to_be_captured(
         ]
         for use in uses:
             with monkeypatch.context() as patch:
-                on = run.engine.executor.device
+                on = run.engine.runner.device
                 patch.setattr(on, "is_host", False)
-                patch.setattr(on, "refuse_capture", driver_of(CUDA).refuse_capture)
+                patch.setattr(on, "refuse_capture", accelerator_of(CUDA).refuse_capture)
                 patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                 with pytest.raises(RuntimeError, match=r"CUDA graph .*Capture nothing"):
                     use()
@@ -145,9 +145,9 @@ def test_the_node_of_a_device_is_that_of_its_slot(
     monkeypatch.setattr(driver, "_PCI_DEVICES", tmp_path)
     found = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert driver_of(CUDA).numa_node() == node
+    assert accelerator_of(CUDA).numa_node() == node
     del found.pci_domain_id  # As in versions of torch that do not tell it.
-    assert driver_of(CUDA).numa_node() is None
+    assert accelerator_of(CUDA).numa_node() is None
 
 
 class FakeEvent:
@@ -181,7 +181,7 @@ def test_fences_block_without_spinning_on_streams_of_their_own_device(
 
     monkeypatch.setattr(torch.cuda, "Event", make)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
-    one = driver_of(CUDA)
+    one = accelerator_of(CUDA)
     fence = one.fence(one.stream())
     fence.synchronize()
     assert made[0].blocking
@@ -189,8 +189,8 @@ def test_fences_block_without_spinning_on_streams_of_their_own_device(
 
 
 def test_other_accelerators_do_without() -> None:
-    other = driver_of(torch.device("xpu", 0))
-    assert type(other) is Driver
+    other = accelerator_of(torch.device("xpu", 0))
+    assert type(other) is Accelerator
     assert other.numa_node() is None
     with pytest.raises(PinError, match="xpu"):
         other.pin(4096, 4096)

@@ -132,7 +132,7 @@ def test_the_norm_is_that_of_squares_summed_at_step(
     placement: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    books: None,
+    runner: None,
 ) -> None:
     norms, found, early = trained(loop, placement, tmp_path)
     assert early > 0
@@ -147,7 +147,7 @@ def _leave(engine: Engine, unit: int) -> None:
     engine.early.final.discard(unit)
 
 
-def test_clipping_reads_no_byte_of_gradients_again(tmp_path: Path, books: None) -> None:
+def test_clipping_reads_no_byte_of_gradients_again(tmp_path: Path, runner: None) -> None:
     """From the second step on, when it is known which gradients a unit has."""
 
     def moved(**config: Any) -> list[int]:

@@ -13,14 +13,11 @@ from typing import Any
 
 import pytest
 
-from cpu_adam import reference
 from offload import reporting
 from offload.cli.breakdown import breakdown, verdict
 from offload.program.ops import Lane, Value
-from offload.program.schedule import Task
 from offload.reporting import Wait
-from offload.runtime.lanes import Lanes
-from tests.paced import Paced, paced
+from tests.paced import Paced
 from tests.paced_loops import (
     Actions,
     Loop,
@@ -39,8 +36,7 @@ from tests.paced_loops import (
     train,
 )
 from tests.paced_streams import Event
-from tests.submitting import submit
-from tests.test_lanes import FakeFence, Fenced, lanes, op
+from tests.stand_in import driven
 from tests.test_report import MADE
 from tests.training import attached, some_fast
 
@@ -77,13 +73,13 @@ def test_what_the_host_has_put_home_in_its_own_memory_waits_for_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
-        executor, value = run.engine.executor, Value("weight", 0)
+        runner, value = run.engine.runner, Value("weight", 0)
         drained: list[int] = []
-        monkeypatch.setattr(executor.lanes, "drain", lambda: drained.append(1))
-        executor.write_home(value, executor.read_home(value).clone())
+        monkeypatch.setattr(runner, "drain", lambda: drained.append(1))
+        runner.write_home(value, runner.read_home(value).clone())
         assert not drained
-        monkeypatch.setattr(executor.device, "holds", lambda _: True)
-        executor.write_home(value, executor.read_home(value).clone())
+        monkeypatch.setattr(runner.device, "holds", lambda _: True)
+        runner.write_home(value, runner.read_home(value).clone())
         assert drained
 
 
@@ -103,7 +99,6 @@ def late(device: Paced, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Slept]
 
     device.change(0, host_pace=0.0, host_pauses_s=0.0)
     with monkeypatch.context() as patch:
-        patch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
         patch.setattr(Event, "synchronize", slow)
         yield waited
 
@@ -123,7 +118,7 @@ def test_all_waits_for_a_device_are_booked(
     placement, actions, lane = CASES[name]
     clip = 0.1 if "norm" in name else None
     options: Any = {"build": lambda: Small(tied=False, checkpointed=False), "max_grad_norm": clip}
-    with paced() as device:
+    with driven() as device:
         a, b, c = placement.split("-")
         with attached((a, b, c), tmp_path, **options) as run:
             loop = Loop(run, device)
@@ -131,8 +126,8 @@ def test_all_waits_for_a_device_are_booked(
                 for action in actions:
                     action(loop)
                 run.engine.settle()
-            traced = run.engine.executor.lanes.stats.traced()
-            use = run.engine.executor.lanes.stats.use
+            traced = run.engine.runner.stats.traced()
+            use = run.engine.runner.stats.use
             # None: where a gradient is on its way to the drive by then no test decides.
             exposed = sum(use[one].exposed_s for one in use if lane in (None, one))
         device.timeline.finish()
@@ -145,53 +140,6 @@ def test_all_waits_for_a_device_are_booked(
     assert exposed >= 0.9 * LATE_S
     total = sum(one.stop - one.start for one in traced.waited)
     assert total == pytest.approx(sum(stop - start for start, stop in booked))  # Nothing twice.
-
-
-class SlowFence(FakeFence):
-    """A device that takes a while for what is queued on it."""
-
-    def synchronize(self) -> None:
-        self.through.set()
-        time.sleep(0.15)
-        super().synchronize()
-
-
-@contextmanager
-def after_slow_compute() -> Iterator[tuple[Lanes, Task, SlowFence]]:
-    fence = SlowFence([])
-    with lanes(Lane.CPU, Lane.DISK, device=Fenced(fence)) as made:
-        mine = submit(made, op(Lane.COMPUTE), [], (0, 0))
-        made.begin(mine)
-        yield made, mine, fence
-
-
-def test_a_wait_for_the_users_own_compute_is_booked_on_compute() -> None:
-    with after_slow_compute() as (made, mine, _):
-        made.finish(mine)
-        made.wait([mine])
-        use = made.stats.use
-    assert use[Lane.COMPUTE].exposed_s >= 0.15
-    assert use[Lane.CPU].exposed_s == 0.0
-
-
-def test_a_lane_that_waits_for_the_device_is_not_busy_nor_the_reason() -> None:
-    took: list[float] = []
-
-    def work() -> None:
-        since = time.perf_counter()
-        time.sleep(0.02)
-        took.append(time.perf_counter() - since)
-
-    with after_slow_compute() as (made, mine, _):
-        made.finish(mine)
-        copied = submit(made, op(Lane.CPU), [mine], (0, 0), work)
-        last = submit(made, op(Lane.DISK), [copied], (0, 0), lambda: time.sleep(0.01))
-        made.wait([last])
-        use = made.stats.use
-    # Less than half of the wait is in it, however long a sleep lasts here.
-    assert 0.02 <= use[Lane.CPU].busy_s < took[0] + 0.075
-    assert 0.015 <= use[Lane.CPU].exposed_s < took[0] + 0.075
-    assert use[Lane.COMPUTE].exposed_s >= 0.075
 
 
 def test_what_bounds_a_run_whose_host_waits_for_the_device_is_the_device() -> None:

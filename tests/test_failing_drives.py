@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 import offload
-from offload.runtime.books import native_books
+from offload.runtime.native import native_runner
 from tests.training import Run, attached, some_fast
 
-pytestmark = pytest.mark.skipif(native_books() is None, reason="the books are not compiled")
+pytestmark = pytest.mark.skipif(native_runner() is None, reason="the runner is not compiled")
 
 PLACEMENTS = [("nvme", "nvme", "nvme"), ("device", "cpu", "nvme"), ("cpu", "nvme", "cpu")]
 HANGS_S = 20.0
@@ -35,7 +35,7 @@ def two_steps(run: Run, *, clips: bool) -> None:
 
 def transfers(run: Run) -> int:
     """How many the kernel has done so far."""
-    store: Any = run.engine.executor.store
+    store: Any = run.engine.runner.store
     return sum(one.operations for one in store.counters())
 
 
@@ -47,7 +47,7 @@ def resources() -> tuple[int, int]:
 def failing(placement: Any, path: Path, number: int, code: int, clips: float | None) -> None:
     """Two steps of which a transfer fails: told with its cause, and told again."""
     with attached(placement, path, max_grad_norm=clips) as run:
-        store: Any = run.engine.executor.store
+        store: Any = run.engine.runner.store
         for backend in store.chunks.volume._backends:
             backend._engine.fail(number, code)
         with pytest.raises((OSError, offload.EngineError)) as caught:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,15 +16,19 @@ import torch
 import offload
 from offload import attachment
 from offload.optim.update import Updates
-from offload.program.ops import Lane, Op, Verb
-from offload.runtime import lanes as lanes_module
+from offload.program.ops import OF_USER, Lane, Op, Verb
+from offload.runtime import runner as runner_module
 from offload.runtime.entry import EngineError
-from offload.runtime.executor import ChunkCache
+from offload.runtime.runner import ChunkCache
 from offload.runtime.store import Store
+from offload.runtime.works import Work
 from tests.faults import nothing_leaks
 from tests.simulated import SimulatedIO
-from tests.test_lane_ends import AT_ONCE_S
+from tests.submitting import ops_of
 from tests.training import Net, Run, batch, loss_of, some_fast
+
+AT_ONCE_S = 8.0
+"""Seconds in which a wait that is woken has ended: far less than until one looks by itself."""
 
 
 class Broken(Exception):
@@ -130,7 +134,7 @@ def test_a_wait_ends_when_the_lane_fails(
     with running(placement, tmp_path, breaker, **config) as run:
         two_micro_batches(run)
         breaker.armed = True
-        monkeypatch.setattr(lanes_module, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
+        monkeypatch.setattr(runner_module, "LOOK_AGAIN_S", 3 * AT_ONCE_S)
         with pytest.raises(offload.EngineError):
             two_micro_batches(run)
         assert breaker.failed_at is not None
@@ -202,7 +206,7 @@ def test_an_error_at_the_first_fetch_leaves_a_model_that_can_be_closed(tmp_path:
 
 
 def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
-    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("nvme", "cpu", "cpu"), tmp_path, device_memory="84KiB") as run:
         x = batch(run.generator)
@@ -210,19 +214,31 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
         run.optimizer.step()
         run.optimizer.zero_grad()
         expected = loss_of(run.model, x)
-        works = run.engine.executor.works
-        run.engine.executor._made.clear()
-        run.engine.passes._turns.clear()
+        run.engine.passes._compiled.clear()
 
         def broken(*_: object) -> Any:
             monkeypatch.undo()
             raise MemoryError("on purpose")
 
-        monkeypatch.setattr(works, "move", broken)
+        monkeypatch.setattr(run.engine.runner.works, "of", broken)
         with pytest.raises(MemoryError):
             expected.backward()
         run.optimizer.zero_grad()
         assert torch.equal(loss_of(run.model, x), expected)
+
+
+def half_started(lanes: Any, count: int, wanted: Callable[[Sequence[Op]], bool]) -> Any:
+    """A `start` of lanes that fails after so many ops of a phase."""
+    start = lanes.start
+
+    def broken(phase: Any, *args: Any) -> Any:
+        if not wanted(ops_of(phase)):
+            return start(phase, *args)
+        ops = ops_of(phase)[:count]
+        start(lanes.phase(ops, [None if one.verb in OF_USER else Work() for one in ops]), *args)
+        raise MemoryError("on purpose")
+
+    return broken
 
 
 def test_a_gradient_that_is_half_sent_home_is_the_end(
@@ -230,19 +246,14 @@ def test_a_gradient_that_is_half_sent_home_is_the_end(
 ) -> None:
     """To go on without it would train on a part of the gradient."""
     with running(("cpu", "nvme", "cpu"), tmp_path) as run:
-        lanes, issue = run.engine.executor.lanes, run.engine.executor.lanes.issue
-
-        def broken(ops: Any, *args: Any) -> Any:
-            if any((one.op.verb, one.op.lane) == (Verb.MOVE, Lane.DISK) for one in ops):
-                issue(ops[:1], *args)
-                raise MemoryError("on purpose")
-            return issue(ops, *args)
-
+        lanes, start = run.engine.runner._lanes, run.engine.runner._lanes.start
+        wanted = (Verb.MOVE, Lane.DISK)
+        broken = half_started(lanes, 1, lambda ops: wanted in [(o.verb, o.lane) for o in ops])
         loss = loss_of(run.model, batch(run.generator))
-        monkeypatch.setattr(lanes, "issue", broken)
+        monkeypatch.setattr(lanes, "start", broken)
         with pytest.raises(MemoryError):
             loss.backward()
-        monkeypatch.setattr(lanes, "issue", issue)
+        monkeypatch.setattr(lanes, "start", start)
         with pytest.raises(EngineError, match="on purpose"):
             run.optimizer.step()
 
@@ -251,22 +262,17 @@ def test_a_pass_half_queued_ends_every_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("nvme", "cpu", "cpu"), tmp_path) as run:
-        lanes, issue = run.engine.executor.lanes, run.engine.executor.lanes.issue
-
-        def broken(ops: Any, *args: Any) -> Any:
-            issue(ops[:3], *args)
-            raise MemoryError("on purpose")
-
-        monkeypatch.setattr(lanes, "issue", broken)
+        lanes, start = run.engine.runner._lanes, run.engine.runner._lanes.start
+        monkeypatch.setattr(lanes, "start", half_started(lanes, 3, lambda ops: True))
         with pytest.raises(MemoryError):
             loss_of(run.model, batch(run.generator))
-        monkeypatch.setattr(lanes, "issue", issue)
+        monkeypatch.setattr(lanes, "start", start)
         with pytest.raises(EngineError):
             loss_of(run.model, batch(run.generator))
 
 
 def test_a_step_that_fails_midway_is_the_last(
-    python_books: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running(("device", "device", "cpu"), tmp_path) as run:
         run.loss().backward()
@@ -274,7 +280,7 @@ def test_a_step_that_fails_midway_is_the_last(
         def no_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("of what the step needs")
 
-        monkeypatch.setattr(Updates, "_update", no_memory)
+        monkeypatch.setattr(Updates, "_phase", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.optimizer.step()
         with pytest.raises(EngineError, match="what the step needs"):

@@ -149,7 +149,7 @@ def test_who_has_ended_keeps_no_memory(
         engine = run.engine
         for number in range(2):
             plain(run, number)
-        arenas = [one.tensor for one in engine.executor.memory.arenas.values()]
+        arenas = [one.tensor for one in engine.runner.memory.arenas.values()]
         areas = [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in arenas]
         assert any(areas)
         del arenas
@@ -175,7 +175,7 @@ def test_who_was_dropped_makes_room_for_the_next(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS[:2])
 def test_lanes_keep_no_gradient_of_before_and_no_weight_of_a_sleeping_model(
-    books: None, placement: tuple[str, str, str], tmp_path: Path
+    runner: None, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     """Where torch owns them, whose memory is the user's as soon as an update is done."""
 

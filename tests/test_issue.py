@@ -22,8 +22,8 @@ from offload import recording
 from offload.planning.layout import Place, Plan
 from offload.program.compile import compute_phase
 from offload.program.ops import Op, Program, cells
-from offload.program.schedule import Task
-from offload.runtime.books import Known
+from offload.runtime.native import RUNNER_VARIABLE
+from tests.submitting import ops_of
 from tests.training import TIERS, Run, attached, plain, some_fast
 
 NVME = ("nvme", "nvme", "nvme")
@@ -39,21 +39,21 @@ PLAIN = ("forward", "backward_first", "norm", "update")
 
 def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
     """What the engine issues in a step, taken back or not."""
-    lanes: Any = run.engine.executor.lanes
-    issue = lanes.issue
-    issued = list[tuple[Op, Task]]()
+    lanes: Any = run.engine.runner._lanes
+    start = lanes.start
+    issued = list[tuple[Op, Any]]()
 
-    def recording(known: Sequence[Known], *arguments: Any) -> list[Task]:
-        tasks: list[Task] = issue(known, *arguments)
-        issued.extend((one.op, task) for one, task in zip(known, tasks))
+    def recording(phase: Any, *arguments: Any) -> list[Any]:
+        tasks: list[Any] = start(phase, *arguments)
+        issued.extend(zip(ops_of(phase), tasks, strict=True))
         return tasks
 
-    lanes.issue = recording
+    lanes.start = recording
     try:
         loop(run)
         run.engine.settle()
     finally:
-        lanes.issue = issue
+        lanes.start = start
     assert not any(task.cancelled for _, task in issued)
     return [op for op, _ in issued]
 
@@ -205,14 +205,19 @@ def test_every_loop_issues_the_phases_as_run(
 
 
 def longest(engine: offload.Engine) -> int:
-    """Of the reference, as compiled books keep the same."""
-    books: Any = engine.executor.lanes._books
-    return max(books._board.kept(), default=0)
+    """Of the reference, as the native runner keeps the same."""
+    lanes: Any = engine.runner._lanes
+    return max(lanes._board.kept(), default=0)
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RUNNER_VARIABLE, "python")
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, MIXED, ("cpu", "cpu", "nvme")], ids="-".join)
 def test_what_is_kept_of_a_place_does_not_grow_with_the_steps(
-    python_books: None, placement: tuple[str, str, str], tmp_path: Path
+    reference: None, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     with attached(placement, tmp_path) as run:
         for number in range(12):
@@ -223,7 +228,7 @@ def test_what_is_kept_of_a_place_does_not_grow_with_the_steps(
 
 
 def test_what_is_kept_of_a_place_does_not_grow_with_forwards(
-    python_books: None, tmp_path: Path
+    reference: None, tmp_path: Path
 ) -> None:
     with attached(("cpu", "cpu", "cpu"), tmp_path) as run, torch.no_grad():
         for _ in range(60):

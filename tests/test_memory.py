@@ -17,7 +17,7 @@ from offload.planning.layout import Buffer, Placement, Plan, lay_out
 from offload.planning.profile import ParameterSpec, StateChoice, lay_out_unit, profile_of
 from offload.program.ops import Use, Value
 from offload.runtime import memory as arena
-from offload.runtime.device import CPU, Device, Driver, PinError
+from offload.runtime.device import CPU, Accelerator, Device, PinError
 from offload.runtime.memory import Arena, Memory, host_tensor, pin_ranges, typed
 from tests.examples import cheap
 from tests.training import RESIDENT, attached
@@ -78,7 +78,7 @@ def test_memory_that_is_not_there_is_one_clear_error() -> None:
         host_tensor(1 << 60)
 
 
-class FakeDriver(Driver):
+class FakeDriver(Accelerator):
     """Registers memory, or refuses it at a certain call."""
 
     def __init__(self, fail_at: int = 0):
@@ -136,7 +136,7 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: 
 
 
 def test_where_no_call_registers_memory_no_limit_is_blamed() -> None:
-    (notice,) = Arena(1 << 20, CPU, driver=Driver(torch.device("xpu", 0))).notices
+    (notice,) = Arena(1 << 20, CPU, driver=Accelerator(torch.device("xpu", 0))).notices
     assert "no call that registers memory for xpu" in notice
     assert "likely" not in notice
 

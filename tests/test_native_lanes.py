@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import offload
-from offload.runtime.books import BOOKS_VARIABLE
+from offload.runtime.native import RUNNER_VARIABLE
 from tests.training import Run, assert_same, attached, plain, train
 
-pytest.importorskip("offload.runtime._books", reason="not compiled here")
+pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
 NVME = ("nvme", "nvme", "nvme")
 PLACEMENTS = [
@@ -35,20 +35,20 @@ def two_micro_batches(run: Run, number: int) -> None:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(BOOKS_VARIABLE, raising=False)
+    monkeypatch.delenv(RUNNER_VARIABLE, raising=False)
 
 
 @pytest.mark.parametrize("clipped", [None, 0.1])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_compiled_lanes_have_the_bits_of_those_of_python(
+def test_the_native_runner_has_the_bits_of_the_reference(
     placement: tuple[str, str, str],
     clipped: float | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
-    for books in ("compiled", "python"):
-        monkeypatch.setenv(BOOKS_VARIABLE, books)
+    for chosen in ("native", "python"):
+        monkeypatch.setenv(RUNNER_VARIABLE, chosen)
         found.append(train(placement, tmp_path, two_micro_batches, max_grad_norm=clipped))
     assert_same(*found)
 
@@ -70,7 +70,7 @@ def test_lanes_work_while_another_thread_holds_the_gil(
         run.optimizer.step()
         asleep_with_the_gil(0.3)
         since = time.perf_counter()
-        tasks = run.engine.executor.lanes.all()
+        tasks = run.engine.runner.all()
         assert all(task.over for task in tasks)
         run.engine.settle()
         assert time.perf_counter() - since < 0.2
@@ -78,7 +78,7 @@ def test_lanes_work_while_another_thread_holds_the_gil(
 
 def spoiled(run: Run, how: str) -> None:
     """Let the drive of an attached model go wrong."""
-    store = run.engine.executor.store
+    store = run.engine.runner.store
     assert store is not None
     (file,) = store.files
     if how == "lost the write":
@@ -120,10 +120,9 @@ def test_a_drive_that_goes_wrong_is_told_with_the_chunk(
         for look in (run.loss, run.model.head.weight.sum, run.optimizer.step):  # type: ignore
             with pytest.raises(offload.EngineError, match=how):
                 look()
-    assert not any(thread.is_alive() for thread in run.engine.executor.lanes._threads)
 
 
-def test_a_failed_step_of_compiled_lanes_is_the_last(
+def test_a_failed_step_is_the_last(
     native: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with attached(("cpu", "cpu", "nvme"), tmp_path) as run:
@@ -132,18 +131,8 @@ def test_a_failed_step_of_compiled_lanes_is_the_last(
         def no_memory(*_: object) -> None:
             raise torch.OutOfMemoryError("of what the step needs")
 
-        monkeypatch.setattr("offload.optim.update.Updates._update", no_memory)
+        monkeypatch.setattr("offload.optim.update.Updates._phase", no_memory)
         with pytest.raises(torch.OutOfMemoryError):
             run.optimizer.step()
         with pytest.raises(offload.EngineError, match="what the step needs"):
             run.optimizer.step()
-
-
-def test_what_does_not_fit_an_operation_is_refused(native: None, tmp_path: Path) -> None:
-    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
-        works = run.engine.executor.works
-        assert works is not None
-        with pytest.raises(ValueError, match="does not fit the operation"):
-            works._sweep("exact", "bfloat16", [(1, 0, 0, 8, 8)], [0, 0])
-        with pytest.raises(IndexError, match="no such kernel"):
-            works._native.squares(99, 0, [])

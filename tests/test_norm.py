@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 
 import cpu_adam
 from cpu_adam import native
-from cpu_adam.native import put_sum_of_squares
 from cpu_adam.reference import Node, push, square_sums, total
-from offload.model import resident
-from offload.planning import layout, profile
+from offload.planning import profile
 from offload.planning.profile import profile_of
 from tests.examples import cheap
 from tests.profiles import unit
@@ -51,9 +49,6 @@ def numpy_sum_of_squares(x: npt.NDArray[np.float64]) -> float:
 def test_sum_of_squares_is_summed_in_the_written_order(elements: int, dtype: torch.dtype) -> None:
     x = random_gradient(elements, dtype, elements)
     assert sum_of_squares(x) == numpy_sum_of_squares(x.double().numpy())
-    into = torch.full((), math.nan, dtype=torch.float64)
-    put_sum_of_squares(x, into)
-    assert into.item() == sum_of_squares(x)
     if elements % 1024 == 0:
         assert sum_of_squares(x.view(-1, 1024) if elements else x) == sum_of_squares(x)
 
@@ -111,14 +106,11 @@ PLACEMENTS = [("device", "device", "device"), ("device", "device", "cpu"), ("cpu
 def test_the_norm_of_a_step_is_that_of_the_gradients_wherever_chunks_end(
     placement: tuple[str, str, str],
     elements: int,
-    books: None,
+    runner: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (profile, layout, resident):
-        monkeypatch.setattr(module, "CHUNK_ELEMENTS", elements)
-    level = (elements // 1024).bit_length() - 1
-    monkeypatch.setattr(resident, "CHUNK_LEVEL", level)
+    monkeypatch.setattr(profile, "CHUNK_ELEMENTS", elements)
     with attached(placement, tmp_path, max_grad_norm=0.5) as run:
         assert (len(run.engine.plan.profile.units[1].chunks) > 3) == (elements < 1 << 20)
         for _ in range(2):

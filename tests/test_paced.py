@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from random import Random
-from threading import Event, current_thread
 from typing import Any
 
 import pytest
@@ -13,11 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import offload
-from cpu_adam import reference
-from offload.optim.update import Updates
-from offload.program.ops import Op, Value
-from offload.runtime.memory import Memory
-from tests.paced import Paced, paced
+from tests.paced import Paced
 from tests.paced_loops import (
     Actions,
     Least,
@@ -50,9 +46,9 @@ from tests.paced_loops import (
     stream_weights,
     train,
     use_one_block_inside_another,
-    use_the_first_block,
     zero_gradients,
 )
+from tests.stand_in import driven
 from tests.training import ALL_PLACEMENTS, RESIDENT, attached, same_bits, some_fast
 
 # -- what the host must wait for ---------------------------------------------------------------
@@ -97,6 +93,10 @@ AFTER_A_STEP: dict[str, tuple[str, Actions]] = {
 }
 
 
+LATE_US = 2000
+"""By how much copies of lanes may be late."""
+
+
 def script_of(
     before: Actions, between: Actions, after: Actions, delays: dict[str, Any] = LATE
 ) -> Script:
@@ -106,94 +106,32 @@ def script_of(
 @pytest.mark.parametrize("name", some_fast(AFTER_A_BACKWARD))
 def test_what_is_done_after_a_backward_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_BACKWARD[name]
-    check(script_of([], actions, []), tuple(placement.split("-")), tmp_path, tight=True)
+    check(
+        script_of([], actions, []),
+        tuple(placement.split("-")),
+        tmp_path,
+        tight=True,
+        on=partial(driven, 0, LATE_US),
+    )
 
 
 @pytest.mark.parametrize("name", some_fast(AFTER_A_STEP, fast=2))
 def test_what_is_done_after_a_step_waits_for_it(name: str, tmp_path: Any) -> None:
     placement, actions = AFTER_A_STEP[name]
-    check(script_of([], [], actions), tuple(placement.split("-")), tmp_path, tight=True)
-
-
-def test_an_edit_waits_for_the_fetch_of_what_it_overwrites(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which is held back until somebody waits for it, or the edit is home."""
-    on_its_way, let_go, order = Event(), Event(), list[str]()
-    with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
-        executor, copy = run.engine.executor, device.copy
-        quiesce, copy_now = executor.quiesce, executor.copy_now
-        weight = next(run.model.blocks[1].parameters())
-        unit = weight._offload_access.unit
-        home = executor.read_home(Value("weight", unit)).data_ptr()
-
-        def late(into: torch.Tensor, source: torch.Tensor) -> None:
-            if source.data_ptr() == home and not order:
-                on_its_way.set()
-                assert let_go.wait(60.0)
-                order.append("fetched")
-            copy(into, source)
-
-        def waited_for(kind: Any, of: int, *, to_write: bool = True) -> None:
-            if of == unit and to_write:
-                let_go.set()
-            quiesce(kind, of, to_write=to_write)
-
-        def put_home(into: torch.Tensor, source: torch.Tensor) -> None:
-            if into.data_ptr() == home:
-                order.append("written")
-                let_go.set()
-            copy_now(into, source)
-
-        monkeypatch.setattr(device, "copy", late)
-        monkeypatch.setattr(executor, "quiesce", waited_for)
-        monkeypatch.setattr(executor, "copy_now", put_home)
-        loop = Loop(run, device)
-        use_the_first_block(loop)
-        assert on_its_way.wait(60.0)
-        weight.data.mul_(0.5)
-        evaluate(loop)
-        assert order == ["fetched", "written"]
+    check(
+        script_of([], [], actions),
+        tuple(placement.split("-")),
+        tmp_path,
+        tight=True,
+        on=partial(driven, 0, LATE_US),
+    )
 
 
 @pytest.mark.slow
 def test_states_are_loaded_before_an_update_needs_them(tmp_path: Any) -> None:
     between = [train, backward_only, save_states, load_states]
     script = script_of([], between, [look_at_states])  # At which only lanes are waited for.
-    check(script, ("cpu", "cpu", "device"), tmp_path, tight=True)
-
-
-def test_a_gradient_is_replaced_when_the_one_on_its_way_is_home(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which is held back until somebody waits for it, or the other one is there."""
-    on_its_way, let_go = Event(), Event()
-    with paced() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
-        executor, weight, copy = run.engine.executor, run.model.embed.weight, device.copy
-        value = Value("gradient", weight._offload_access.unit)  # Nothing needs its slot after it.
-        home = executor.read_home(value).data_ptr()
-
-        def held(into: torch.Tensor, source: torch.Tensor) -> None:
-            if into.data_ptr() == home:
-                on_its_way.set()
-                assert let_go.wait(60.0)
-            copy(into, source)
-
-        monkeypatch.setattr(device, "copy", held)
-        device.change(**{**LATE, "host_pauses_s": 0.0})
-        Loop(run, device).backward()
-        assert on_its_way.wait(60.0)
-        quiesce = executor.quiesce
-
-        def waited_for(*args: Any, **options: Any) -> None:
-            let_go.set()
-            quiesce(*args, **options)
-
-        monkeypatch.setattr(executor, "quiesce", waited_for)
-        weight.grad = torch.full((1, 1), 0.25, dtype=torch.bfloat16).expand(weight.shape)
-        let_go.set()
-        assert weight.grad.eq(0.25).all()
-    assert not device.timeline.races, device.timeline.races[0]
+    check(script, ("cpu", "cpu", "device"), tmp_path, tight=True, on=partial(driven, 0, LATE_US))
 
 
 def gradients_after_detach(
@@ -209,7 +147,7 @@ def gradients_after_detach(
 
 def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
     expected = gradients_after_detach(RESIDENT, tmp_path, None)
-    with paced() as device:
+    with driven() as device:
         found = gradients_after_detach(("cpu", "cpu", "cpu"), tmp_path, device)
         device.timeline.finish()
     assert not device.timeline.races
@@ -223,108 +161,28 @@ def test_residents_and_a_lane_take_turns_at_the_workspace(
     """And a resident's update waits for the norm, in which all have a part."""
     script = Script([Step([], [], [], LATE)], False, False, False, clip, None, Mixed)
     expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
-    with paced() as device:
+    with driven() as device:
         found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
         device.timeline.finish()
     assert not device.timeline.races, device.timeline.races[0]
     assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
-def test_residents_wait_for_an_update_of_a_lane_in_their_workspace(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One that began inside backward: it has queued its work there, and is held back until they
-    have queued theirs, or somebody waits for it."""
-    at_work, let_go = Event(), Event()
-    workspace, pause = Memory.workspace, Paced.pause
-    update, settle = Updates._update_at_once, Updates.settle
-    begun: list[Op] = []
-    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
-
-    def enter(memory: Memory, op: Op) -> torch.Tensor | None:
-        if current_thread().name == "offload-compute":
-            begun.append(op)
-        return workspace(memory, op)
-
-    def hold(device: Paced) -> None:
-        if current_thread().name == "offload-compute" and begun and not at_work.is_set():
-            at_work.set()
-            assert let_go.wait(60.0)
-        pause(device)
-
-    def begin(*args: Any) -> None:
-        if args[1]:
-            assert at_work.wait(60.0)
-        update(*args)
-        if args[1]:
-            let_go.set()
-
-    def wait(updates: Updates) -> None:
-        if updates._pending:
-            let_go.set()
-        settle(updates)
-
-    options: Any = {"build": build_mixed, "gradient_dtype": "fp32", "micro_batches": 1}
-    with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
-        device.change(**LATE)
-        loop = Loop(run, device)
-        for number in range(3):
-            if number == 2:  # The first whose updates begin inside backward.
-                run.engine.settle()
-                monkeypatch.setattr(Memory, "workspace", enter)
-                monkeypatch.setattr(Paced, "pause", hold)
-                monkeypatch.setattr(Updates, "_update_at_once", begin)
-                monkeypatch.setattr(Updates, "settle", wait)
-            loop.backward()
-            run.step()
-        run.engine.settle()
-        device.timeline.finish()
-    assert let_go.is_set()
-    assert not device.timeline.races, device.timeline.races[0]
-
-
-@pytest.mark.parametrize("placement", [("cpu", "device", "cpu"), RESIDENT])
-def test_no_core_spins_for_a_step(
-    placement: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
-    with paced() as device:
-        with attached(placement, tmp_path, build=build_least, max_grad_norm=0.1) as run:
-            device.change(**LATE)
-            loop = Loop(run, device)
-            loop.backward()
-            device.spins.clear()
-            run.step()
-            run.engine.settle()
-        device.timeline.finish()
-    assert not device.spins
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_step_of_residents_waits_for_their_norm_alone(
-    clip: float | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_residents_waits_for_their_norm_alone(tmp_path: Any) -> None:
     """And once for all of it; the next look at what it has done waits for the update."""
-    monkeypatch.setattr(reference, "_may_hold_nan", lambda x: True)  # As on no CPU.
-    options: Any = {"build": build_least, "max_grad_norm": clip}
-    with paced() as device, attached(RESIDENT, tmp_path, **options) as run:
-        device.change(**LATE)
-        Loop(run, device).backward()
-        waits, drain = [], device.drain
-
-        def counted() -> None:
-            if len(device.stream().items) > 1:  # Of more than the copy that is then read.
-                waits.append(list(device.stream().items))
-            drain()
-
-        device.drain = counted  # type: ignore[method-assign]
-        run.optimizer.step()
-        assert len(run.engine.plan.residents) > 1
-        assert len(waits) == (clip is not None)
-        assert device.stream().items
-        run.engine.settle()
-        assert not device.stream().items
-    assert not device.timeline.races
+    for clip in (None, 0.1):
+        options: Any = {"build": build_least, "max_grad_norm": clip}
+        with driven() as device, attached(RESIDENT, tmp_path, **options) as run:
+            device.change(**LATE)
+            Loop(run, device).backward()
+            before = device.waits
+            run.optimizer.step()
+            assert len(run.engine.plan.residents) > 1
+            assert device.waits - before == (clip is not None)
+            assert device.stream().items
+            run.engine.settle()
+            assert not device.stream().items
+        assert not device.timeline.races
 
 
 def build_least() -> Least:
@@ -340,7 +198,7 @@ def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> No
         with torch.device("meta"):
             return build_least()
 
-    with paced() as device:
+    with driven() as device:
         with attached(RESIDENT, tmp_path, build=build) as run, device.unordered():
             found = [parameter.detach().clone() for parameter in run.model.parameters()]
         device.timeline.finish()
@@ -349,7 +207,7 @@ def test_residents_are_there_for_every_stream_once_attached(tmp_path: Any) -> No
 
 
 def test_residents_are_there_for_every_stream_once_awake(tmp_path: Any) -> None:
-    with paced() as device:
+    with driven() as device:
         with attached(RESIDENT, tmp_path, build=build_least) as run:
             before = [parameter.detach().clone() for parameter in run.model.parameters()]
             offload.sleep(run.model)
@@ -363,7 +221,7 @@ def test_residents_are_there_for_every_stream_once_awake(tmp_path: Any) -> None:
 
 
 def test_zeros_are_there_for_every_stream() -> None:
-    with paced() as device:
+    with driven() as device:
         made = device.zeros(64)
         with device.unordered():
             made.add_(1)
@@ -374,7 +232,7 @@ def test_zeros_are_there_for_every_stream() -> None:
 
 def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
     script = script_of([], [], [edit_held, nap, look])
-    check(script, RESIDENT, tmp_path, tight=False)
+    check(script, RESIDENT, tmp_path, tight=False, on=driven)
 
 
 # -- any schedule -------------------------------------------------------------------------------
@@ -400,8 +258,8 @@ def schedules(examples: int) -> Any:
 def test_bits_are_those_of_the_resident_run_on_some_schedules(
     tmp_path_factory: pytest.TempPathFactory, placement: Any, tight: bool, seed: int
 ) -> None:
-    script = draw_script(Random(seed), 2)
-    check(script, placement, tmp_path_factory.getbasetemp(), tight=tight)
+    script, on = draw_script(Random(seed), 2), partial(driven, seed, seed % LATE_US)
+    check(script, placement, tmp_path_factory.getbasetemp(), tight=tight, on=on)
 
 
 @pytest.mark.slow
@@ -412,5 +270,5 @@ def test_bits_are_those_of_the_resident_run_on_many_schedules(
 ) -> None:
     """A schedule is a step with its delays; one example in ten is of the larger model."""
     model = Small if seed % 10 == 0 else Least
-    script = draw_script(Random(seed), STEPS, model)
-    check(script, placement, tmp_path_factory.getbasetemp(), tight=tight)
+    script, on = draw_script(Random(seed), STEPS, model), partial(driven, seed, seed % LATE_US)
+    check(script, placement, tmp_path_factory.getbasetemp(), tight=tight, on=on)

@@ -19,7 +19,7 @@ PLACEMENTS = [("cpu", "cpu", "cpu"), ("device", "cpu", "cpu")]
 
 def padding(run: Run, kind: Kind) -> Iterator[torch.Tensor]:
     """What lies between parameters of the values of a kind, of those that have a home in memory."""
-    plan, memory = run.engine.plan, run.engine.executor.memory
+    plan, memory = run.engine.plan, run.engine.runner.memory
     for unit, spec in enumerate(plan.profile.units):
         place = Place(plan.placements[unit].of(kind), "home")
         for number, chunk in enumerate(spec.chunks):

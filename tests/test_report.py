@@ -23,7 +23,7 @@ from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.simulate import simulate
 from offload.reporting import OTHER, Prediction, Run, Span, Wait, clip, seconds
-from offload.runtime.trace import SPANS_MAX, Ran, Stepped, Trace, Waited
+from offload.runtime.stats import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
 from tests.examples import cheap
 from tests.paced import paced
@@ -172,12 +172,12 @@ def test_the_page_is_whole_and_asks_for_nothing():
     assert "point at it to see what was done" in " ".join(page.text.split())
 
 
-def attached(layers=3, **options):
+def attached(layers=3, pace=None, **options):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters())
     config = offload.Config(**{"params": "cpu", "gradients": "cpu", "optimizer": "cpu"} | options)
-    return offload.attach(model, optimizer, config)
+    return offload.attach(model, optimizer, config, pace=pace)
 
 
 def stepped(model, optimizer, steps, width=32):
@@ -260,10 +260,10 @@ def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
     with optimizer.engine as engine:
         stepped(model, optimizer, 2)
         engine.settle()
-        trace = engine.executor.lanes.stats.traced()
+        trace = engine.runner.stats.traced()
         first = min(ran.start for ran in trace.ran)
         trace.waited.appendleft(Waited(Lane.H2D, first - 1, first))
-        monkeypatch.setattr(engine.executor.lanes.stats, "traced", lambda: trace)
+        monkeypatch.setattr(engine.runner.stats, "traced", lambda: trace)
         made = recording.run_of(engine)
     assert min(one.start for one in (*made.spans, *made.waits)) == 0
 
@@ -337,11 +337,11 @@ def test_a_ring_says_from_when_it_is_whole():
     assert (len(copied.ran), copied.since, len(copied.stepped)) == (SPANS_MAX, 10.5, 1)
 
 
-def test_calls_into_another_engine_are_not_this_one_s(python_books):
+def test_calls_into_another_engine_are_not_this_one_s():
     """What the other one's lanes are waited for takes the time of `other`: paced, most of it."""
-    (model, optimizer), (beside, theirs) = attached(layers=2), attached(layers=6)
+    model, optimizer = attached(layers=2)
+    beside, theirs = attached(layers=6, pace=lambda op, since: since + 0.015)
     with optimizer.engine as engine, theirs.engine as other:
-        other.executor.lanes._pace = lambda op, since: since + 0.015
         for _ in range(4):
             stepped(model, optimizer, 1)
             stepped(beside, theirs, 1)
@@ -437,24 +437,3 @@ def test_a_run_on_an_accelerator():
     assert OTHER not in breakdown(made).parts
     assert {"h2d", "d2h", "cpu"} == set(made.prediction.what_if)
     assert "Times are those of the host's thread" in verdict(made, breakdown(made))[-1]
-
-
-def test_on_python_lanes_the_drive_is_told_for_what_the_drive_did(python_books, tmp_path):
-    model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
-    config = offload.Config(
-        **dict.fromkeys(("params", "gradients"), "cpu"),
-        optimizer="nvme",
-        nvme_path=str(tmp_path),
-        device_memory="64MiB",
-        cpu_memory="64MiB",
-    )
-    model, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
-    with optimizer.engine as engine:
-        since = time.perf_counter()
-        stepped(model, optimizer, 4, width=512)
-        engine.settle()
-        wall, use = time.perf_counter() - since, engine.report().lanes
-    assert use["disk"].bytes > 4 * 3 * 512 * 512 * 8
-    for lane in use.values():
-        assert lane.busy_s <= wall
-    assert use["cpu"].exposed_s < use["disk"].exposed_s

@@ -220,7 +220,7 @@ def test_an_update_that_fails_ends_training(
     with attached(RESIDENT, tmp_path) as run:
         run.loss().backward()
         with monkeypatch.context() as patch:
-            patch.setattr("offload.runtime.works.update_parts", broken)
+            patch.setattr("offload.runtime.runner.Runner.perform", broken)
             with pytest.raises(ZeroDivisionError):
                 run.optimizer.step()
         for call in (run.loss, run.optimizer.step, run.engine.settle):

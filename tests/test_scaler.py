@@ -9,7 +9,7 @@ import torch
 from torch.amp import grad_scaler
 
 from offload.runtime import device as scaler
-from offload.runtime.device import Accelerator
+from offload.runtime.device import make_scalers_wait
 
 HOST, THERE = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -37,8 +37,8 @@ def test_numbers_are_waited_for_on_their_way_to_the_cpu_alone(
         kind = sharded_grad_scaler._GeneralMultiDeviceReplicator
     with monkeypatch.context() as patch:
         patch.setattr(grad_scaler._MultiDeviceReplicator, "get", scaler._queued)
-        Accelerator(torch.device("cuda", 0))
-        Accelerator(torch.device("cuda", 0))  # And is no other where there are two.
+        make_scalers_wait()
+        make_scalers_wait()  # And is no other where there are two.
         copies: Any = kind.__new__(kind)
         copies.master, copies._per_device_tensors = Number(), {}
         assert copies.get(HOST) is copies.get(HOST)

@@ -11,16 +11,15 @@ from offload.program.schedule import Key, Schedule, State, Task
 from tests.training import some_fast
 
 
-def op(lane: Lane = Lane.CPU) -> Op:
-    return Op(lane, Verb.UPDATE, Value("state", 0, 0), (), (), 0, 0)
+def op(lane: Lane, *, of_user: bool) -> Op:
+    return Op(lane, Verb.FORWARD if of_user else Verb.UPDATE, Value("state", 0, 0), (), (), 0, 0)
 
 
 class Run:
     """A schedule, and tasks by name."""
 
     def __init__(self) -> None:
-        self.ready: list[Task] = []
-        self.schedule = Schedule(lambda task, last: self.ready.append(task))
+        self.schedule = Schedule()
         self.serial = 0
 
     def add(
@@ -31,8 +30,7 @@ class Run:
         of_user: bool = False,
     ) -> Task:
         self.serial += 1
-        run = None if of_user else lambda settings: None
-        task = Task(op(lane), run, key, self.serial)
+        task = Task(op(lane, of_user=of_user), key, self.serial)
         self.schedule.add(task, waits)
         return task
 

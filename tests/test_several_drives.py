@@ -52,7 +52,7 @@ def test_the_same_bits_over_several_drives(
         for number in range(3):
             plain(run, number)
         assert_same(alone, result_of(run))
-        store = run.engine.executor.store
+        store = run.engine.runner.store
         assert store is not None
         sizes = [os.fstat(file.fd).st_size for file in store.files]
         assert len(sizes) == 3
@@ -70,7 +70,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
     with attached(EVERYTHING, tmp_path) as run:
         need = run.engine.plan.taken_bytes("nvme")
     with attached(EVERYTHING, paths, nvme_space=need) as run:
-        store = run.engine.executor.store
+        store = run.engine.runner.store
         assert store is not None
         assert sum(file.bytes for file in store.files) == need
     model = small()
@@ -86,7 +86,7 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
     model = small()
     asked = config(EVERYTHING, folders(tmp_path))
     _, optimizer = offload.attach(model, adamw(model), asked, machine=machine)
-    store = optimizer.engine.executor.store
+    store = optimizer.engine.runner.store
     size = sum(file.bytes for file in store.files)
     found = [file.bytes / size for file in store.files]
     assert found == pytest.approx(shares, abs=8 * BLOCK_BYTES / size)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import offload
-from offload.runtime.device import Device
+from offload.program.ops import Lane, Op
 from offload.runtime.memory import host_tensor
 from tests.optimizers import of_any_dtype
 from tests.small import adamw, config, small, tokens, torch_step
@@ -91,7 +91,7 @@ def test_sleeping_changes_no_bit(
 def test_the_memory_is_given_back(tier: Any, placement: Any, tmp_path: Path) -> None:
     with attached(placement, tmp_path) as run:
         plain(run, 0)
-        memory = run.engine.executor.memory
+        memory = run.engine.runner.memory
         before = {one: arena.tensor.data_ptr() for one, arena in memory.arenas.items()}
         assert set(before) == {"device", "cpu"}
         offload.sleep(run.model, tier)
@@ -290,35 +290,35 @@ def test_what_an_engine_held_is_the_others_whatever_fails_at_its_end(
     model = small()
     asked = config(("cpu", "cpu", "nvme"), tmp_path, device_memory="800KiB", cpu_memory="4MiB")
     _, optimizer = offload.attach(model, adamw(model), asked, budget=shared)
-    executor = optimizer.engine.executor
+    runner = optimizer.engine.runner
 
     def fails() -> None:
         raise OSError("on purpose")
 
-    monkeypatch.setattr(executor.store, "close", fails)
+    monkeypatch.setattr(runner.store, "close", fails)
     with pytest.raises(OSError, match="on purpose"):
         optimizer.engine.close()
     monkeypatch.undo()
-    executor.store.close()
+    runner.store.close()
     assert (shared.left("device"), shared.left("cpu")) == (800 << 10, 4 << 20)
-    assert [arena.tensor.numel() for arena in executor.memory.arenas.values()] == [0, 0]
+    assert [arena.tensor.numel() for arena in runner.memory.arenas.values()] == [0, 0]
 
 
-def test_sleep_waits_for_a_copy_into_a_slot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python_books: None
-) -> None:
+def test_sleep_waits_for_a_copy_into_a_slot(tmp_path: Path) -> None:
     """Of a unit whose turn never came: nothing at home waits for it, and its slot goes."""
-    go_on, held = threading.Event(), threading.Event()
-    copies, plainly = itertools.count(), Device.copy
+    go_on, held, copies = threading.Event(), threading.Event(), itertools.count()
 
-    def slowly(device: Device, into: torch.Tensor, source: torch.Tensor) -> None:
-        if threading.current_thread().name.startswith("offload") and next(copies):
+    def slowly(op: Op, since: float) -> float:
+        if op.lane is Lane.H2D and next(copies):
             held.set()
             go_on.wait(timeout=30)
-        plainly(device, into, source)
+        return since
 
-    with attached(("nvme", "cpu", "cpu"), tmp_path) as run, ThreadPoolExecutor(1) as other:
-        monkeypatch.setattr(Device, "copy", slowly)
+    options: Any = {"pace": slowly}
+    with (
+        attached(("nvme", "cpu", "cpu"), tmp_path, **options) as run,
+        ThreadPoolExecutor(1) as other,
+    ):
         model: Any = run.model
         model.embed(batch(torch.Generator().manual_seed(1)))
         assert held.wait(timeout=30)

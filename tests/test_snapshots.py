@@ -82,7 +82,7 @@ def stored_bytes(run: Run, kind: str) -> int:
 
 def moved(run: Run, work: Callable[[], object]) -> tuple[int, int]:
     """Bytes that `work` reads and writes."""
-    store = run.engine.executor.store
+    store = run.engine.runner.store
     assert store is not None
     read, written = store.bytes_read, store.bytes_written
     work()

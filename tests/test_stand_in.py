@@ -11,15 +11,17 @@ import pytest
 import torch
 
 import offload
-from offload.program.ops import Lane
+from offload.program.ops import Lane, Op, Value, Verb
 from offload.runtime import device as devices
-from offload.runtime.books import BOOKS_VARIABLE, CompiledBooks
-from offload.runtime.device import driver_of
+from offload.runtime.device import accelerator_of
+from offload.runtime.native import RUNNER_VARIABLE, Native
+from offload.runtime.reference import Reference
+from offload.runtime.works import At, Copy, Work
 from tests.forked import Forked
 from tests.paced import Paced, paced
-from tests.paced_loops import Actions, Script, Step, check, draw_script, nap
+from tests.paced_loops import Script, Step, check, draw_script, nap
 from tests.stand_in import Driven, controls, driven, library
-from tests.test_paced import AFTER_A_BACKWARD, AFTER_A_STEP, LATE
+from tests.test_paced import LATE, LATE_US
 from tests.training import (
     ALL_PLACEMENTS,
     RESIDENT,
@@ -35,13 +37,12 @@ from tests.training import (
     train,
 )
 
-books = pytest.importorskip("offload.runtime._books", reason="not compiled here")
+native = pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
 MIXED = ("nvme", "cpu", "device")
 OFFLOADED = ("device", "device", "cpu")
 """Gradients down, the update on the CPU, weights up."""
 
-LATE_US = 2000
 REFUSED = "an illegal memory access was encountered"
 
 
@@ -62,7 +63,7 @@ def two_micro_batches(run: Run, number: int) -> None:
 @pytest.mark.parametrize(
     "placement", [*SAMPLED, *some_fast(sorted({*ALL_PLACEMENTS} - {*SAMPLED}), fast=0)]
 )
-def test_native_lanes_have_the_bits_of_those_of_python(
+def test_native_lanes_have_the_bits_of_the_reference(
     placement: tuple[str, str, str], clipped: float | None, tmp_path: Path
 ) -> None:
     options: Any = {"max_grad_norm": clipped, "build": small}
@@ -71,23 +72,8 @@ def test_native_lanes_have_the_bits_of_those_of_python(
     assert not device.timeline.races
     assert device.calls.stand_in_calls() > 100 or placement == RESIDENT
     with pytest.MonkeyPatch.context() as patch, paced():
-        patch.setenv(BOOKS_VARIABLE, "python")
+        patch.setenv(RUNNER_VARIABLE, "python")
         assert_same(found, train(placement, tmp_path, two_micro_batches, **options))
-
-
-SCRIPTS = {**AFTER_A_BACKWARD, **{f"{name}, then": one for name, one in AFTER_A_STEP.items()}}
-
-
-@pytest.mark.parametrize("name", some_fast(SCRIPTS, fast=8))
-def test_what_is_done_meanwhile_waits(name: str, tmp_path: Path) -> None:
-    placement, actions = SCRIPTS[name]
-    after_step = name.endswith(", then")
-    before: Actions = [] if after_step else actions
-    script = Script(
-        [Step([], before, actions if after_step else [], LATE)], False, False, False, None, None
-    )
-    where: Any = tuple(placement.split("-"))
-    check(script, where, tmp_path, tight=True, on=partial(driven, 0, LATE_US))
 
 
 @pytest.mark.parametrize("seed", some_fast(range(100), fast=6))
@@ -121,12 +107,12 @@ def test_a_wait_that_is_taken_out_shows(which: int, tmp_path: Path) -> None:
 
 def test_the_lanes_are_native_and_tell_what_they_moved(tmp_path: Path) -> None:
     with driven(), attached(("device", "device", "nvme"), tmp_path, build=small) as run:
-        assert isinstance(run.engine.executor.lanes._books, CompiledBooks)
+        assert isinstance(run.engine.runner._lanes, Native)
         assert not run.engine.notices
         for number in range(2):
             plain(run, number)
         run.engine.settle()
-        plan, use = run.engine.plan, run.engine.executor.lanes.stats.use
+        plan, use = run.engine.plan, run.engine.runner.stats.use
         weights = sum(parameter.nbytes for parameter in run.model.parameters())
         states = sum(plan.bytes_of("state", unit) for unit in range(len(plan.profile.units)))
         assert use[Lane.D2H].bytes == 2 * (weights + weights)  # And gradients.
@@ -156,7 +142,7 @@ def two_steps(
                 for number in range(2):
                     plain(run, number)
                 run.engine.settle()
-                run.engine.executor.idle()
+                run.engine.runner.idle()
                 result = result_of(run)
             except offload.EngineError as error:
                 told = str(error)
@@ -205,7 +191,7 @@ def test_a_call_that_fails_is_told_and_nothing_hangs(
 def opened(path: str, patch: pytest.MonkeyPatch) -> Any:
     """What the engine opens where CUDA's driver is at that path."""
     patch.setenv(devices.LIBRARY_VARIABLE, path)
-    return driver_of(torch.device("cuda", 0)).open(books)
+    return accelerator_of(torch.device("cuda", 0)).open(native)
 
 
 def test_a_library_that_cannot_serve_is_told_in_a_sentence(
@@ -225,7 +211,7 @@ def test_a_library_that_cannot_serve_is_told_in_a_sentence(
         opened(str(library()), monkeypatch)
 
 
-def test_without_a_driver_lanes_in_python_serve_and_that_is_told_once(tmp_path: Path) -> None:
+def test_without_a_driver_python_serves_and_that_is_told_once(tmp_path: Path) -> None:
     def lacking(self: Driven, native: Any) -> Any:
         return native.open_cuda(str(library("-DLACKS_STREAMS")), 0)
 
@@ -244,22 +230,22 @@ def test_without_a_driver_lanes_in_python_serve_and_that_is_told_once(tmp_path: 
 
 def test_other_accelerators_have_lanes_in_python(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no driver for xpu"):
-        driver_of(torch.device("xpu", 0)).open(books)
+        accelerator_of(torch.device("xpu", 0)).open(native)
     with paced() as device, attached(MIXED, tmp_path, build=small) as run:
         assert isinstance(device, Paced)
-        assert not isinstance(run.engine.executor.lanes._books, CompiledBooks)
+        assert isinstance(run.engine.runner._lanes, Reference)
 
 
 def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:
     """Not even where it collects what was the parent's."""
     with driven() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=small) as run:
         plain(run, 0)
-        run.engine.executor.idle()
-        held = [books.open_cuda(str(library()), 0), run.engine.executor.lanes._books._books]
+        run.engine.runner.idle()
+        held = [native.open_cuda(str(library()), 0), run.engine.runner._lanes._runner]
 
         def child() -> None:
             before = device.calls.stand_in_calls()
-            run.engine.executor.lanes.__dict__.clear()
+            run.engine.runner.__dict__.clear()
             held.clear()
             print(device.calls.stand_in_calls() - before)
 
@@ -272,26 +258,44 @@ def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:
 def test_what_was_made_is_given_back(tmp_path: Path) -> None:
     calls = controls()
     before = calls.stand_in_live()
-    driver = books.open_cuda(str(library()), 0)
-    kept = CompiledBooks(0, driver)
+    driver = native.open_cuda(str(library()), 0)
     source, into = torch.arange(100), torch.zeros(100, dtype=torch.int64)
-    copy = books.copies([((into.data_ptr(), 0), (source.data_ptr(), 0), 800)], True)
-    known = books.make_known(1, 0, 800, "a copy", copy, [0], [1], False)
-    (task,) = kept.issue([known], 0)
-    assert kept.first(Lane.H2D) is None
-    assert task.over
+    made = Op(Lane.H2D, Verb.MOVE, Value("weight", 0), (), (), 800, 0)
+    lanes = Native(driver=driver)
+    (task,) = lanes.start(lanes.phase([made], [Work([Copy(At(into), At(source))])]), 0)
+    assert lanes.over(task, 20.0)
     assert torch.equal(into, source)
     assert calls.stand_in_live() == before + 3  # The context, a stream, an event.
-    del kept, known, task, driver
+    del lanes, task, driver
     assert calls.stand_in_live() == before
 
 
-def test_what_python_does_comes_from_the_same_books(tmp_path: Path) -> None:
-    """Updates of states on the device, between copies of native lanes."""
-    with driven(2, 500) as device, attached(MIXED, tmp_path, build=small) as run:
-        plain(run, 0)
-        run.engine.settle()
-        use = run.engine.executor.lanes.stats.use
-        assert use[Lane.COMPUTE].operations >= len(run.engine.plan.profile.units)
-        assert use[Lane.H2D].operations
-        assert device.calls.stand_in_calls()
+@pytest.mark.parametrize("placement", [MIXED, RESIDENT, ("cpu", "device", "device")])
+def test_where_the_kernels_cannot_be_loaded_python_serves(placement: Any, tmp_path: Path) -> None:
+    """A driver that is older than their text: told once, and the bits stay."""
+    options: Any = {"max_grad_norm": 0.1, "build": small}
+    with driven():
+        expected = train(placement, tmp_path, **options)
+    with driven() as device:
+        device.calls.stand_in_kernels(b"")
+        with attached(placement, tmp_path, **options) as run:
+            torch.manual_seed(2)
+            for number in range(3):
+                plain(run, number)
+            assert_same(result_of(run), expected)
+            (told,) = run.engine.notices
+            assert "the lanes run in Python, which is slower: " in told
+            assert "unsupported toolchain" in told
+
+
+def test_updates_on_the_device_are_launches(tmp_path: Path) -> None:
+    """Of residents on the user's stream, of others on that of their lane."""
+    for placement in (RESIDENT, MIXED):
+        with driven(2, 500) as device, attached(placement, tmp_path, build=small) as run:
+            before = device.calls.stand_in_calls()
+            plain(run, 0)
+            run.engine.settle()
+            use = run.engine.runner.stats.use
+            assert use[Lane.COMPUTE].operations >= len(run.engine.plan.profile.units)
+            assert device.calls.stand_in_calls() > before
+        assert not device.timeline.races

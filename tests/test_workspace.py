@@ -120,7 +120,7 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
     expected = train(RESIDENT, tmp_path, states=states)
     with choice.forced("python"), as_on_an_accelerator(tmp_path, states=states) as run:
         (room,) = (b for place, b in run.engine.plan.slots.items() if place.use == "workspace")
-        memory = run.engine.executor.memory.arenas["device"].view(room)
+        memory = run.engine.runner.memory.arenas["device"].view(room)
         memory.fill_(1)
         torch.manual_seed(2)
         for number in range(3):

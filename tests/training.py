@@ -20,6 +20,7 @@ from cpu_adam import CPUSGD, CPUAdam, CPULion
 from offload.planning.machine import Machine
 from offload.planning.planner import plan
 from offload.planning.profile import BLOCK_BYTES
+from offload.runtime.runner import Pace
 
 VOCABULARY = 50
 TIERS = ("device", "cpu", "nvme")
@@ -213,7 +214,7 @@ def smallest_budgets(
     kept = {"build": build, "dtype": dtype, "optimizer": optimizer}
     with attached(placement, directory, **kept, **config) as run:
         profile, rule = run.engine.plan.profile, run.engine.plan.states.rule
-        is_host = run.engine.executor.device.is_host
+        is_host = run.engine.runner.device.is_host
     asked, free = config_of(placement, directory, **config), 1 << 60
     machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, device_is_cpu=is_host)
 
@@ -244,6 +245,7 @@ def attached(
     build: Callable[[], nn.Module] = Net,
     dtype: torch.dtype = torch.bfloat16,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    pace: Pace | None = None,
     **config: Any,
 ) -> Iterator[Run]:
     """A fresh model and optimizer, seeded, attached with everything forced to its tier."""
@@ -251,7 +253,7 @@ def attached(
     model = build().to(dtype)
     made = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimizer is None else optimizer(model)
     asked = config_of(placement, directory, **config)
-    _, attached_optimizer = offload.attach(model, made, asked)
+    _, attached_optimizer = offload.attach(model, made, asked, pace=pace)
     run = Run(model, attached_optimizer, torch.Generator().manual_seed(7))
     try:
         yield run

@@ -267,7 +267,7 @@ WAITS = (
     Wait(
         "sleep: for all that is under way",
         "sleeping",
-        "    engine.executor.idle()\n",
+        "    engine.runner.idle()\n",
         "",
         ("test_sleep",),
     ),

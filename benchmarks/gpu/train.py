@@ -283,7 +283,7 @@ def memory(engine: Any) -> dict[str, Any]:
         for use in engine.report().tiers:
             taken = use.resident_bytes + use.staging_bytes
             found[f"{use.tier}_tier_gib"] = taken / 2**30
-        arena = engine.executor.memory.arenas["cpu"]
+        arena = engine.runner.memory.arenas["cpu"]
         found["pinned_gib"] = arena.pinned_bytes / 2**30
         found["misses"] = engine.report().misses
         found["notices"] = list(engine.notices)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from offload.planning.layout import Row, TierUse
 from offload.planning.tiers import TIERS, format_bytes
-from offload.runtime.trace import LaneUse
+from offload.runtime.stats import LaneUse
 
 SMOOTHING = 0.9
 """Share that the smoothed loss keeps of its old value at each step."""

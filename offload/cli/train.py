@@ -26,7 +26,7 @@ from offload.cli.options import Train, parse, translation
 from offload.planning.tiers import format_bytes
 from offload.reporting import Run
 from offload.runtime.device import compute_device
-from offload.runtime.trace import Report
+from offload.runtime.stats import Report
 
 LR_FLOOR = 0.05
 """Share of the peak learning rate that is left at the last step."""

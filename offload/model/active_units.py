@@ -13,8 +13,8 @@ from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit
 from offload.program.ops import Value
 from offload.runtime.entry import entry
-from offload.runtime.executor import Executor
 from offload.runtime.memory import zeros_on
+from offload.runtime.runner import Runner
 
 
 class ActiveUnits:
@@ -22,7 +22,7 @@ class ActiveUnits:
 
     def __init__(
         self,
-        executor: Executor,
+        runner: Runner,
         passes: Passes,
         snapshots: Snapshots,
         units: Sequence[FlatUnit],
@@ -30,12 +30,12 @@ class ActiveUnits:
         check: Callable[[], None],
     ):
         """None of `units` is in use; `check` raises where the engine cannot be used."""
-        self._executor = executor
+        self._runner = runner
         self._passes = passes
         self._snapshots = snapshots
         self._all, self._lock, self._check = units, lock, check
-        self._weight_slot = executor.plan.weight_slot
-        self._on_cpu = executor.device.torch_device.type == "cpu"
+        self._weight_slot = runner.plan.weight_slot
+        self._on_cpu = runner.device.torch_device.type == "cpu"
         self.units: list[FlatUnit] = []
         """Those in use."""
 
@@ -47,13 +47,13 @@ class ActiveUnits:
             self._use_apart(unit, entry)
             return
         try:
-            self._executor.lanes.begin(entry.task)
+            self._runner.begin(entry.task)
             if unit.kept is None:
-                unit.kept = unit.views_of(self._executor.memory.weights(unit.index))
+                unit.kept = unit.views_of(self._runner.memory.weights(unit.index))
             unit.bind(unit.kept)
         except BaseException:
             if entry.task.begun:
-                self._executor.lanes.finish(entry.task)
+                self._runner.finish(entry.task)
             self._passes.give_up(entry)
             raise
         unit.task = entry.task
@@ -64,11 +64,11 @@ class ActiveUnits:
         self._passes.give_up(entry)
         self._snapshots.reserve(unit.index, unit.spec.weight_bytes, unit.spec.name)
         try:
-            self._executor.quiesce("weight", unit.index, to_write=False)
+            self._runner.quiesce("weight", unit.index, to_write=False)
             with torch.inference_mode(False):
-                buffer = zeros_on(self._executor.device, unit.spec.weight_bytes)
+                buffer = zeros_on(self._runner.device, unit.spec.weight_bytes)
             for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
-                home = self._executor.read_home(Value("weight", unit.index, piece))
+                home = self._runner.read_home(Value("weight", unit.index, piece))
                 buffer[offset : offset + size].copy_(home)
             unit.bind(unit.views_of(buffer))
         except BaseException:
@@ -98,7 +98,7 @@ class ActiveUnits:
         unit.unbind()
         self.units.remove(unit)
         if unit.task is not None:
-            self._executor.lanes.finish(unit.task)
+            self._runner.finish(unit.task)
             unit.task = None
 
     def hold(self, unit: FlatUnit, graph_task: int) -> None:

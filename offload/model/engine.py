@@ -7,10 +7,10 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,29 +27,8 @@ from offload.model.units import FlatUnit, count_change
 from offload.program.ops import Use, Verb
 from offload.runtime import entry as entries
 from offload.runtime.entry import EngineError, entry
-from offload.runtime.executor import Executor
-from offload.runtime.trace import Report
-
-
-class Updates(Protocol):
-    """What updates the parameters of a step, see `optim.update`."""
-
-    def sum_squares(
-        self, unit: int, parameters: frozenset[int], pass_number: int, at: Use | None
-    ) -> None:
-        """Queue the sum of the squares of a gradient that has come, `at` home or a place before."""
-
-    def issue(self, step: Step, pass_number: int, summed: Mapping[int, Collection[int]]) -> None:
-        """Queue the updates of a step, to be done by the deadlines of a pass; of the parameters in
-        `summed` by unit, `sum_squares` was told.
-        """
-
-    def settle(self) -> None:
-        """Block until every update is done."""
-
-    def grad_norm(self) -> float | None:
-        """The norm of the last step's gradient before clipping; None without clipping."""
-
+from offload.runtime.runner import Runner
+from offload.runtime.stats import Report
 
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """All engines of the process."""
@@ -75,29 +54,28 @@ class Engine:
     def __init__(
         self,
         units: Sequence[FlatUnit],
-        executor: Executor,
+        runner: Runner,
         *,
         nvme_path: tuple[str, ...],
         exposed_bytes_max: int,
         micro_batches: int | None,
-        make_updates: Callable[[Residents], Updates],
+        make_updates: Callable[[Residents], Any],
     ):
-        """Run `units`, whose values are at home already, by `executor`.
+        """Run `units`, whose values are at home already, by `runner`.
 
         `make_updates` is given the resident units, whose weights no lane moves.
         """
-        self.plan, self.nvme_path = executor.plan, nvme_path
+        self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
-        self.executor, self._lanes = executor, executor.lanes
-        self.residents = Residents(executor, units, self)
-        self.passes = Passes(executor, self.plan.profile.forward, self.plan.profile.backward)
-        self.snapshots = Snapshots(executor, self.passes.weights_changed, exposed_bytes_max)
+        self.runner = runner
+        self.residents = Residents(runner, units, self)
+        self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)
+        self.snapshots = Snapshots(runner, self.passes.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
-        self.active = ActiveUnits(
-            executor, self.passes, self.snapshots, units, self.lock, self.check
-        )
-        self.gradients = Gradients(executor, self.passes, self.snapshots)
+        self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
+        self.gradients = Gradients(runner, self.passes, self.snapshots)
         self.updates = make_updates(self.residents)
+        """Of `optim.update`, which stands above."""
         names = [unit.name for unit in self.plan.profile.units]
         self.early = EarlyUpdates(micro_batches, names, clips=self.plan.clips)
         self.forward, self.graph_tasks = ForwardCall(), GraphTasks()
@@ -105,15 +83,15 @@ class Engine:
         """The thread that began the pass under way, or the last one."""
         self.steps = 0
         found = (
-            *executor.memory.notices,
-            executor.notice,
-            None if executor.store is None else executor.store.notice,
+            *runner.memory.notices,
+            runner.notice,
+            None if runner.store is None else runner.store.notice,
         )
         self._notices = tuple(filter(None, found))
         self._pid, self._since = os.getpid(), time.perf_counter()
         self._interruptions = len(entries.interruptions())
         engines.add(self)
-        self._close = weakref.finalize(self, _close, executor, self._pid)
+        self._close = weakref.finalize(self, _close, runner, self._pid)
         available()  # The extensions are loaded now: what is registered later goes first at exit,
         atexit.register(self._close)  # while their threads still come back (native/without_gil.h).
 
@@ -151,7 +129,7 @@ class Engine:
                 "a forked process touched an offloaded model, whose memory stays with the parent: "
                 "move the work there, or start workers with multiprocessing 'spawn'"
             )
-        if self._lanes.closed:
+        if self.runner.closed:
             raise EngineError(
                 "the offload engine of this model was closed: after offload.detach() go on with "
                 "the optimizer that it returned; after close() attach the model anew"
@@ -161,7 +139,7 @@ class Engine:
                 f"{entries.interruptions()[-1]} interrupted the offload engine in the middle of "
                 "something that may be half done: go on from the last checkpoint"
             )
-        self.executor.check()
+        self.runner.check()
 
     @property
     def owned(self) -> bool:
@@ -178,7 +156,7 @@ class Engine:
         """
         if threading.get_ident() == self._owner:
             return
-        if in_backward() and not self.executor.device.is_host:
+        if in_backward() and not self.runner.device.is_host:
             return
         if self.forward.running or self.graph_tasks.running:
             raise RuntimeError(
@@ -266,7 +244,7 @@ class Engine:
             if not self.early.begun:
                 self.updates.settle()
             if steps := self.early.begin(index):
-                with self._lanes.once():
+                with self.runner.once():
                     self._begin_updates({index: steps})
 
     def end_pass(self, *, finished: bool) -> None:
@@ -332,7 +310,7 @@ class Engine:
         """Bring a unit into use, in a pass that is opened where there is none."""
         if unit.buffer is not None:
             if unit.task is not None:
-                self._lanes.join(unit.task)
+                self.runner.join(unit.task)
             return
         if self.passes.verb is None:
             self.early.require_step("the next forward")
@@ -400,13 +378,13 @@ class Engine:
         if not (begun := self.early.begun):
             self.updates.settle()
         due = self.early.stepped(step)
-        with self._lanes.once() if begun else nullcontext():
+        with self.runner.once() if begun else nullcontext():
             self._begin_updates(due)
-        with self._lanes.once():
+        with self.runner.once():
             self.steps += 1
-            self._lanes.stats.stepped(self.steps, self.passes.misses)
+            self.runner.stats.stepped(self.steps, self.passes.misses)
             for unit in viewed:  # A view could change what the update is still to read.
-                self.executor.quiesce("gradient", unit)
+                self.runner.quiesce("gradient", unit)
 
     def _begin_updates(self, step: Step) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""
@@ -414,7 +392,7 @@ class Engine:
             self.passes.invalidate(unit)
             count_change([self.units[unit].parameters[index] for index in step[unit]])
             self.units[unit].note_versions()
-        self.executor.step[0] = self.steps + 1
+        self.runner.step[0] = self.steps + 1
         summed = {unit: self.gradients.units[unit].summed for unit in step}
         self.updates.issue(step, self.passes.number + 1, summed)
 
@@ -435,7 +413,7 @@ class Engine:
 
     def report(self) -> Report:
         """What was done and waited for since attach."""
-        use = {lane.value: use for lane, use in self.executor.lanes.stats.use.items()}
+        use = {lane.value: use for lane, use in self.runner.stats.use.items()}
         wall = time.perf_counter() - self._since
         exposed = sum(one.exposed_s for one in use.values())
         return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
@@ -449,7 +427,7 @@ class Engine:
                 unit.close()
 
 
-def _close(executor: Executor, pid: int) -> None:
-    """Close an executor, in the process that made it only."""
+def _close(runner: Runner, pid: int) -> None:
+    """Close an runner, in the process that made it only."""
     if os.getpid() == pid:
-        executor.close()
+        runner.close()

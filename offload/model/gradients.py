@@ -20,7 +20,7 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +32,14 @@ from offload.model.parameter import ActiveParameter
 from offload.model.passes import Passes
 from offload.model.snapshots import Alias, Key, Snapshots, share
 from offload.model.units import refuse_sparse
+from offload.planning.layout import Plan
 from offload.planning.profile import Parameter
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
-from offload.program.schedule import Task
-from offload.runtime.books import Known
-from offload.runtime.executor import Executor
 from offload.runtime.memory import typed
+from offload.runtime.runner import Runner, Task
 from offload.runtime.torch_internals import no_trap
+from offload.runtime.works import Work
 
 DEFERRED_BYTES_MAX = 128 << 10
 """Gradients of a unit that are deferred, if together they are no larger."""
@@ -72,10 +72,10 @@ class UnitGradient:
 class Gradients:
     """The gradients of an engine's streamed parameters."""
 
-    def __init__(self, executor: Executor, passes: Passes, snapshots: Snapshots):
+    def __init__(self, runner: Runner, passes: Passes, snapshots: Snapshots):
         """None is there; `passes` says where each op stands."""
-        self._executor = executor
-        self._plan = executor.plan
+        self._runner = runner
+        self._plan = runner.plan
         self._passes = passes
         self._snapshots = snapshots
         self._collecting: set[int] = set()
@@ -83,7 +83,7 @@ class Gradients:
         self._shown: dict[tuple[int, int], Alias] = {}
         """By unit and parameter, what shows a gradient in place."""
         self.units: list[UnitGradient] = []
-        here = executor.device.is_host  # Elsewhere each comes on a stream of its own.
+        here = runner.device.is_host  # Elsewhere each comes on a stream of its own.
         left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
         for index, unit in enumerate(self._plan.profile.units):
             trainable = frozenset(i for i, p in enumerate(unit.parameters) if p.trainable)
@@ -122,7 +122,7 @@ class Gradients:
         if one.task is None:
             self._acquire(unit)
         else:
-            self._executor.lanes.join(one.task)
+            self._runner.join(one.task)
         at_home = self._plan.gradient_slot[unit] is None
         while one.deferred:
             parameter, gradient = one.deferred.popitem()
@@ -145,18 +145,18 @@ class Gradients:
             self._put(one, unit)
         if one.task is None:
             return
-        self._executor.lanes.finish(one.task)
+        self._runner.finish(one.task)
         one.task = None
         self._collecting.discard(unit)
         arrived, one.arrived = one.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
         make = add_gradient if one.kept else offload_gradient
-        way = [
-            self._adding(known.op, arrived, one.kept) if known.op.verb is Verb.ADD else known
-            for known in self._executor.made(make, unit, self._passes.position + 1)
-        ]
-        self._executor.issue(way, self._passes.number)
+        where, which = (unit, self._passes.position + 1), None
+        if one.kept:
+            which = frozenset(arrived), frozenset(one.kept)
+        phase = self._runner.phase((make, where, which), lambda: self._way(make, where, which))
+        self._runner.start(phase, self._passes.number)
         one.kept |= arrived
 
     def send_all(self) -> bool:
@@ -177,24 +177,31 @@ class Gradients:
         for other in sorted(self._collecting) if self._collecting and slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
-        known = self._executor.made(collect, unit, self._passes.position)
-        (task,) = self._executor.lanes.issue(known, self._passes.number)
+        phase = self._runner.moves(collect, unit, self._passes.position)
+        (task,) = self._runner.start(phase, self._passes.number)
         try:
-            self._executor.lanes.begin(task)
+            self._runner.begin(task)
         except BaseException:
             if task.begun:
-                self._executor.lanes.finish(task)
-            self._executor.lanes.cancel([task])
+                self._runner.finish(task)
+            self._runner.cancel([task])
             raise
         self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
 
-    def _adding(self, op: Op, arrived: set[int], kept: set[int]) -> Known:
-        """The op that adds the staged gradients to those kept; what is new is copied."""
-        which, executor = (frozenset(arrived), frozenset(kept)), self._executor
-        return executor.kept(
-            (op, which), lambda: executor.known(op, executor.works.add(op, *which))
-        )
+    def _way(
+        self,
+        make: Callable[[Plan, int, int], list[Op]],
+        where: tuple[int, int],
+        which: tuple[frozenset[int], frozenset[int]] | None,
+    ) -> Iterator[tuple[Op, Work | None]]:
+        """The ops that bring a gradient home; what has arrived is added to what is kept."""
+        works = self._runner.works
+        for op in make(self._plan, *where):
+            if which is not None and op.verb is Verb.ADD:
+                yield op, works.add(op, *which)
+            else:
+                yield op, works.of(op)
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 
@@ -217,7 +224,7 @@ class Gradients:
         self.units[unit].summed = frozenset()
         if self._on_nvme(unit):
             return self._snapshots.tensor(Key("gradient", unit, parameter))
-        self._executor.quiesce("gradient", unit)
+        self._runner.quiesce("gradient", unit)
         shown = self._shown.get((unit, parameter))
         found = None if shown is None else shown.tensor()
         if found is None:
@@ -245,8 +252,8 @@ class Gradients:
             self._snapshots.put(Key("gradient", unit, parameter), gradient)
         else:
             self._let_go(unit, parameter)
-            self._executor.quiesce("gradient", unit)
-            self._executor.copy_now(self._at_home(unit, parameter), gradient)
+            self._runner.quiesce("gradient", unit)
+            self._runner.copy_now(self._at_home(unit, parameter), gradient)
         self.units[unit].kept.add(parameter)
 
     def give_up(self, unit: int, parameter: int) -> None:
@@ -263,8 +270,8 @@ class Gradients:
         if self._on_nvme(unit) and kept <= set(parameters):
             for parameter in kept:
                 self._snapshots.drop(Key("gradient", unit, parameter))
-            self._executor.quiesce("gradient", unit)
-            self._executor.clear(Value("gradient", unit))
+            self._runner.quiesce("gradient", unit)
+            self._runner.clear(Value("gradient", unit))
             return
         for parameter in parameters:
             if (gradient := self.show(unit, parameter)) is not None:
@@ -283,8 +290,8 @@ class Gradients:
 
         Returns the units of whose gradients somebody still has a view, which cannot move.
         """
-        if self._shown and not self._executor.device.is_host:
-            self._executor.lanes.drain()  # The user's stream may still edit them.
+        if self._shown and not self._runner.device.is_host:
+            self._runner.drain()  # The user's stream may still edit them.
         return {unit for unit, parameter in list(self._shown) if self._let_go(unit, parameter)}
 
     def _let_go(self, unit: int, parameter: int) -> bool:
@@ -292,7 +299,7 @@ class Gradients:
         if shown is None:
             return False
         if (held := shown.tensor()) is not None:
-            self._executor.quiesce("gradient", unit, to_write=False)
+            self._runner.quiesce("gradient", unit, to_write=False)
             held.data = held.detach().clone()
         return shown.held
 
@@ -313,7 +320,7 @@ class Gradients:
         """A gradient in the shape of its parameter, in a place of a memory tier."""
         spec = self._plan.profile.units[unit]
         dtype, shape = spec.gradient_dtype(parameter), spec.parameters[parameter].shape
-        flat = self._executor.memory.at(use)
+        flat = self._runner.memory.at(use)
         return typed(flat, dtype, spec.gradient_offset(parameter), shape)
 
 

@@ -4,8 +4,12 @@
 A pass queues the fetches of all units at once, in the expected order; slots bound how far ahead
 they run. When the user's modules are used in another order, fetches that have not begun are
 cancelled, and the pass goes on from where the unit used now stands in the order (or with that unit
-alone). The result stays right, and the miss is counted. The order seen is that expected of the next
-pass of the same kind. A backward after a forward in a new order is expected in its reverse.
+alone), unit by unit. The result stays right, and the miss is counted. The order seen is that
+expected of the next pass of the same kind. A backward after a forward in a new order is expected in
+its reverse.
+
+An order is compiled to one phase when it is expected for the second time, and kept; before, and
+where it depends on the data, each unit has a phase of its own.
 """
 
 from __future__ import annotations
@@ -13,16 +17,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from offload.model.running import in_backward
 from offload.planning.layout import Place
 from offload.planning.profile import profile_of
-from offload.program.compile import fetch, use
+from offload.program.compile import pass_phase
 from offload.program.ops import Verb
-from offload.program.schedule import Task
-from offload.runtime.books import Known
-from offload.runtime.executor import Executor
+from offload.program.verify import verify_pass
+from offload.runtime.runner import Runner, Task
+
+COMPILED_PER_UNIT_MAX = 16
+"""Phases of passes kept per unit: by order, and by what the slots hold when one begins."""
 
 
 class Entry(NamedTuple):
@@ -34,8 +40,14 @@ class Entry(NamedTuple):
     task: Task
 
 
-_Turn = tuple[Place | None, list[Known], Known]
-"""A unit in a pass: its slot, the fetch of its weights, and the compute that uses them."""
+class _Compiled(NamedTuple):
+    """Turns of units, written down."""
+
+    phase: Any
+    ends: list[int]
+    """How many ops there are up to the compute of each unit."""
+    held: dict[Place, int]
+    """What the slots hold at the end."""
 
 
 @dataclass(slots=True)
@@ -63,10 +75,10 @@ def refuse_inside(what: str) -> None:
 class Passes:
     """The pass that is open, what the weight slots hold, and the orders seen."""
 
-    def __init__(self, executor: Executor, forward: Sequence[int], backward: Sequence[int]):
+    def __init__(self, runner: Runner, forward: Sequence[int], backward: Sequence[int]):
         """Start with the orders of a profile, but for units whose use nobody announces."""
-        self._executor = executor
-        self._plan = executor.plan
+        self._runner = runner
+        self._plan = runner.plan
         orders = {Verb.FORWARD: forward, Verb.BACKWARD: backward}
         self.orders = {
             verb: tuple(unit for unit in order if unit not in self._plan.residents)
@@ -85,8 +97,9 @@ class Passes:
         """Position in the order of the open pass after the last unit used."""
         self.verb: Verb | None = None
         """Direction of the open pass."""
-        self._turns: dict[Verb, tuple[tuple[int, ...], list[_Turn]]] = {}
-        """Of each direction, the turns in the order of its last pass."""
+        self._steady = dict.fromkeys(orders, True)
+        """Whether the last pass of a direction was in the order expected of it."""
+        self._compiled: dict[object, _Compiled] = {}
 
     def open(self, verb: Verb) -> None:
         """Begin a pass: queue the fetches of all its units."""
@@ -94,7 +107,7 @@ class Passes:
         self.number += 1
         self.position = 0
         self._open, self.verb = _Pass(verb, self.orders[verb]), verb
-        self._queue(self._open, 0)
+        self._queue(self._open, 0, whole=self._steady[verb])
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
@@ -103,7 +116,9 @@ class Passes:
             return
         self._drop(ended)
         if finished and ended.used:
-            self.orders[ended.verb] = used = tuple(ended.used)
+            used = tuple(ended.used)
+            self._steady[ended.verb] = self.orders[ended.verb] == used
+            self.orders[ended.verb] = used
             if ended.verb is Verb.BACKWARD:
                 self._seen = (self.orders[Verb.FORWARD], used)
             else:
@@ -143,14 +158,14 @@ class Passes:
         """A turn that was taken does not begin; what is queued behind it is taken back too."""
         self.misses += 1
         self.pause()
-        self._executor.lanes.cancel([*entry.fetches, entry.task])
+        self._runner.cancel([*entry.fetches, entry.task])
         self.invalidate(entry.unit)
 
     def forget(self) -> None:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
-        self._turns.clear()
+        self._compiled.clear()
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
@@ -170,51 +185,52 @@ class Passes:
         ahead = [*range(self.position, len(opened.order)), *range(self.position)]
         found = next((at for at in ahead if opened.order[at] == unit), None)
         if found is not None:
-            self._queue(opened, found)
+            self._queue(opened, found, whole=False)
         else:
             opened.queue.append(self._entry(opened, unit, self.position - 1))
-            self._queue(opened, self.position)
+            self._queue(opened, self.position, whole=False)
 
-    def _queue(self, opened: _Pass, start: int) -> None:
-        turns = self._turns_of(opened)[start:]
-        opened.queue += self._entries(opened.order[start:], turns, start)
-
-    def _turns_of(self, opened: _Pass) -> list[_Turn]:
-        order, turns = self._turns.get(opened.verb, ((), []))
-        if order != opened.order:
-            turns = [self._turn(opened.verb, unit, at) for at, unit in enumerate(opened.order)]
-            self._turns[opened.verb] = opened.order, turns
-        return turns
-
-    def _turn(self, verb: Verb, unit: int, position: int) -> _Turn:
-        (computes,) = self._executor.made(use, unit, verb, position)
-        return self._plan.weight_slot[unit], self._executor.made(fetch, unit, position), computes
+    def _queue(self, opened: _Pass, start: int, *, whole: bool) -> None:
+        """Queue the turns of all units from a position on."""
+        order = opened.order[start:]
+        if whole:
+            opened.queue += self._entries(opened.verb, order, start)
+        else:
+            opened.queue += (self._entry(opened, u, at) for at, u in enumerate(order, start))
 
     def _entry(self, opened: _Pass, unit: int, position: int) -> Entry:
-        return self._entries([unit], [self._turn(opened.verb, unit, position)], position)[0]
+        return self._entries(opened.verb, (unit,), position)[0]
 
-    def _entries(self, units: Sequence[int], turns: Sequence[_Turn], position: int) -> list[Entry]:
+    def _entries(self, verb: Verb, units: tuple[int, ...], position: int) -> list[Entry]:
         """Queue the fetches of units, unless their slots will hold them, and their computes."""
-        ops: list[Known] = []
-        ends, held = [], self._held.copy()
-        for unit, (slot, moves, computes) in zip(units, turns):
-            if slot is not None and held.get(slot) != unit:
-                ops += moves
-                held[slot] = unit
-            ops.append(computes)
-            ends.append(len(ops))
-        tasks = self._executor.issue(ops, self.number)
-        self._held = held  # Last: what could not be queued will be in no slot.
-        begins = [0, *ends]
+        compiled = self._compile(verb, units, position)
+        tasks = self._runner.start(compiled.phase, self.number)
+        self._held.update(compiled.held)  # Last: what could not be queued will be in no slot.
+        begins = [0, *compiled.ends]
         return [
             Entry(unit, position + at, tasks[begins[at] : end - 1], tasks[end - 1])
-            for at, (unit, end) in enumerate(zip(units, ends))
+            for at, (unit, end) in enumerate(zip(units, compiled.ends))
         ]
+
+    def _compile(self, verb: Verb, units: tuple[int, ...], position: int) -> _Compiled:
+        slots = dict.fromkeys(filter(None, (self._plan.weight_slot[unit] for unit in units)))
+        held = {slot: self._held[slot] for slot in slots if slot in self._held}
+        key = verb, units, position, tuple(held.items())
+        found = self._compiled.get(key)
+        if found is None:
+            phase, ends = pass_phase(self._plan, verb, units, position, held)
+            verify_pass(self._plan, phase)
+            works = self._runner.works
+            written = self._runner.written([(op, works.of(op)) for op in phase.ops])
+            if len(self._compiled) >= COMPILED_PER_UNIT_MAX * len(self._plan.profile.units):
+                self._compiled.clear()
+            found = self._compiled[key] = _Compiled(written, ends, held)
+        return found
 
     def _drop(self, opened: _Pass) -> None:
         """Take back what was queued and has not begun."""
         tasks = [task for entry in opened.queue for task in (*entry.fetches, entry.task)]
-        self._executor.lanes.cancel(tasks)
+        self._runner.cancel(tasks)
         for entry in opened.queue:
             if any(task.cancelled for task in entry.fetches):
                 self.invalidate(entry.unit)

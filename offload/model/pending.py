@@ -27,9 +27,8 @@ from offload.model.early_updates import Step
 from offload.model.parameter import TRUE_AT_REST, find
 from offload.model.units import FlatUnit
 from offload.program.compile import collect
-from offload.program.schedule import Task
 from offload.runtime.entry import entry, uncompiled
-from offload.runtime.executor import Executor
+from offload.runtime.runner import Runner, Task
 from offload.runtime.torch_internals import no_trap
 from offload.runtime.works import Flat
 
@@ -48,11 +47,11 @@ class Owner(Protocol):
 class PendingUpdates:
     """The resident units of an engine that lanes update."""
 
-    def __init__(self, executor: Executor, units: Iterable[FlatUnit], owner: Owner):
+    def __init__(self, runner: Runner, units: Iterable[FlatUnit], owner: Owner):
         """None is pending; `units` are all residents."""
-        self._executor = executor
+        self._runner = runner
         self._owner = owner
-        home = executor.plan.home
+        home = runner.plan.home
         self.units = {
             unit.index: unit
             for unit in units
@@ -64,17 +63,17 @@ class PendingUpdates:
         """Before the updates of `units` are queued: they are waited for where they are pending."""
         self.wait(units)
         return {
-            unit: PendingUnit(self, self._executor, self.units[unit], sorted(step[unit]))
+            unit: PendingUnit(self, self._runner, self.units[unit], sorted(step[unit]))
             for unit in units
         }
 
     def hand_over(self, units: Iterable[int], pass_number: int) -> None:
         """Let lanes wait for what the user's stream has still to do with values of `units`."""
-        lanes = self._executor.lanes
-        for unit in () if self._executor.device.is_host else units:
-            (task,) = self._executor.issue(self._executor.made(collect, unit, -1), pass_number)
-            lanes.begin(task)
-            lanes.finish(task)
+        runner = self._runner
+        for unit in () if runner.device.is_host else units:
+            (task,) = runner.start(runner.moves(collect, unit, -1), pass_number)
+            runner.begin(task)
+            runner.finish(task)
 
     def start(self, prepared: Mapping[int, PendingUnit]) -> None:
         """The updates are queued: from here on the units are pending."""
@@ -116,17 +115,19 @@ class PendingUnit:
     """One unit whose update is under way."""
 
     def __init__(
-        self, updates: PendingUpdates, executor: Executor, unit: FlatUnit, indices: Sequence[int]
+        self, updates: PendingUpdates, runner: Runner, unit: FlatUnit, indices: Sequence[int]
     ):
         """With the parameters at `indices`, whose memory is that of now."""
         self.updates, self.index = updates, unit.index
-        self._executor = executor
+        self._runner = runner
         self._parameters = {index: unit.parameters[index] for index in indices}
         self._owed: dict[int, torch.Tensor] = {}
         """By parameter, the gradient that it gets back."""
         self.task: Task
         """The update, once it is queued."""
         self.flat = in_torch(self._parameters)
+        self.addresses = tuple(x.data_ptr() for kind in self.flat.values() for x in kind.values())
+        """Where these are: torch may give the same memory in each step."""
 
     def start(self) -> None:
         """Let the parameters be pending, and the gradients be the lanes'."""
@@ -138,7 +139,7 @@ class PendingUnit:
 
     def finish(self) -> None:
         """Wait for the weights and let the parameters be plain."""
-        self._executor.lanes.wait([self.task])
+        self._runner.wait([self.task])
         with no_trap(), torch.no_grad():
             for index, parameter in self._parameters.items():
                 if (owed := self._owed.pop(index, None)) is not None:
@@ -201,7 +202,7 @@ def in_torch(parameters: Mapping[int, nn.Parameter]) -> Flat:
     gradients = {index: _gradient(one) for index, one in parameters.items()}
     return {
         "weight": {index: one.detach().view(-1) for index, one in parameters.items()},
-        "gradient": {index: one.detach().reshape(-1) for index, one in gradients.items()},
+        "gradient": {index: one.detach().contiguous().view(-1) for index, one in gradients.items()},
     }
 
 

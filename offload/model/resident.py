@@ -25,32 +25,24 @@ from collections.abc import Callable, Container, Iterable, Sequence
 import torch
 from torch import nn
 
-from cpu_adam import sum_of_squares
 from cpu_adam.checks import GRADIENT_DTYPES
-from cpu_adam.native import put_sum_of_squares
-from cpu_adam.reference import Node
 from offload.model.early_updates import Step
 from offload.model.pending import Owner, PendingUpdates, in_torch
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
-from offload.planning.profile import CHUNK_ELEMENTS, LEAF_ELEMENTS
-from offload.program.ops import Op
 from offload.runtime.device import Device
-from offload.runtime.executor import Executor
+from offload.runtime.runner import Runner
 from offload.runtime.works import Flat
-
-CHUNK_LEVEL = (CHUNK_ELEMENTS // LEAF_ELEMENTS).bit_length() - 1
-"""Of the norm's tree: where a subtree has as many elements as a chunk."""
 
 
 class Residents:
     """The resident units of an engine."""
 
-    def __init__(self, executor: Executor, units: Sequence[FlatUnit], owner: Owner):
+    def __init__(self, runner: Runner, units: Sequence[FlatUnit], owner: Owner):
         """Of all `units` of an engine, those that the plan says are."""
-        self._executor = executor
-        self._plan = executor.plan
-        self._units = {u: units[u] for u in sorted(executor.plan.residents)}
-        self.pending = PendingUpdates(executor, self._units.values(), owner)
+        self._runner = runner
+        self._plan = runner.plan
+        self._units = {u: units[u] for u in sorted(runner.plan.residents)}
+        self.pending = PendingUpdates(runner, self._units.values(), owner)
 
     def __contains__(self, unit: object) -> bool:
         return unit in self._units
@@ -111,29 +103,7 @@ class Residents:
         for unit in self._units.keys() & step.keys():
             for at in step[unit]:
                 in_lanes = unit in self.pending.units
-                _check(self._units[unit], at, self._executor.device, in_lanes=in_lanes)
-
-    def squares(self, ops: Sequence[Op], step: Step) -> Iterable[tuple[int, list[Node]]]:
-        """What `Clip.put` takes, of the units of some ops; the device is waited for once."""
-        memory, sums = self._executor.memory, self._executor.memory.sums()
-        places = list[tuple[int, int]]()
-        for op, unit in ((op, op.value.unit) for op in ops):
-            for parameter in sorted(step[unit]):
-                gradient = self._units[unit].parameters[parameter].grad
-                assert gradient is not None
-                flat = gradient.detach().reshape(-1)
-                for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-                    part, into = flat[start : start + CHUNK_ELEMENTS], sums[len(places)]
-                    if self._executor.device.is_host:
-                        into.fill_(sum_of_squares(part))
-                    else:
-                        put_sum_of_squares(part, into, memory.workspace(op))
-                    leaf = self._plan.profile.leaf(unit, parameter, start)
-                    places.append((leaf, start // CHUNK_ELEMENTS))
-        there = torch.empty(len(places), dtype=sums.dtype, device="cpu")
-        self._executor.copy_now(there, sums[: len(places)])
-        for (leaf, index), total in zip(places, there.tolist()):
-            yield leaf, [(index, CHUNK_LEVEL, total)]
+                _check(self._units[unit], at, self._runner.device, in_lanes=in_lanes)
 
     def flat(self, unit: int, step: Step) -> Flat:
         """What the update of a unit works on."""

@@ -33,8 +33,8 @@ from offload.model.parameter import RestingGradient
 from offload.planning.profile import Kind, Parameter
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Value
-from offload.runtime.executor import ChunkCache, Executor
 from offload.runtime.memory import host_tensor, mapped
+from offload.runtime.runner import ChunkCache, Runner
 
 
 class Key(NamedTuple):
@@ -95,12 +95,12 @@ class _Snapshot:
 class Snapshots:
     """The snapshots of an engine, at most `limit_bytes` at once."""
 
-    def __init__(self, executor: Executor, forget_slot: Callable[[int], None], limit_bytes: int):
+    def __init__(self, runner: Runner, forget_slot: Callable[[int], None], limit_bytes: int):
         """None is there yet; `forget_slot` is told of a unit whose weights are others."""
-        self._executor = executor
+        self._runner = runner
         self._forget_slot = forget_slot
-        self._units = executor.plan.profile.units
-        self._chunks = ChunkCache(executor)
+        self._units = runner.plan.profile.units
+        self._chunks = ChunkCache(runner)
         self._limit_bytes = limit_bytes
         self._open: dict[Key, _Snapshot] = {}
         """Edits of these count at the next boundary."""
@@ -109,7 +109,7 @@ class Snapshots:
         self._reserved: dict[int, int] = {}
         """Bytes by unit that is used in memory of its own, see `active_units`."""
         self.enter = self.lend  # As a call from the user's code: the engine sets it.
-        stored = [one.bytes for one in executor.plan.file.extents if one.kind == "gradient"]
+        stored = [one.bytes for one in runner.plan.file.extents if one.kind == "gradient"]
         self._some_rest = sum(stored) > limit_bytes
         resting = weakref.WeakValueDictionary[Key, RestingGradient]()
         self._resting: MutableMapping[Key, RestingGradient] = resting if self._some_rest else {}
@@ -136,7 +136,7 @@ class Snapshots:
         if key.kind == "gradient" and self._some_rest and self._bytes_of(key) <= self._limit_bytes:
             if (found := self._resting.get(key)) is None:
                 with torch.inference_mode(False):
-                    like = self._executor.device.empty((), self._dtype_of(key)).fill_(torch.nan)
+                    like = self._runner.device.empty((), self._dtype_of(key)).fill_(torch.nan)
                     found = like.expand(self._parameter(key).shape).as_subclass(RestingGradient)
                 self._resting[key], found._offload_lend = found, partial(self.enter, key)
             return found
@@ -174,17 +174,17 @@ class Snapshots:
         self.drop(key)
         made = self._take(key, "assigning to")
         made.edited = None
-        self._executor.copy_now(made.memory, value)
+        self._runner.copy_now(made.memory, value)
         self._open[key] = made
 
     def read(self, key: Key, out: torch.Tensor | None = None) -> torch.Tensor:
         """A value as it is at home, after any update that is due; in `out`, or in memory of its own
         on the compute device that counts against nothing."""
-        self._executor.quiesce(key.kind, key.unit, to_write=False)
+        self._runner.quiesce(key.kind, key.unit, to_write=False)
         out = self._empty(key) if out is None else out
         for value, at, part in self._parts(key, out):
-            self._executor.copy_now(part, self._chunks.read(value)[at : at + part.numel()])
-        self._executor.lanes.drain()  # Before other streams look at it, or a lane writes home.
+            self._runner.copy_now(part, self._chunks.read(value)[at : at + part.numel()])
+        self._runner.drain()  # Before other streams look at it, or a lane writes home.
         return out
 
     def take(self, key: Key) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Snapshots:
         Raises:
             MemoryError: there is no room, or no space for the file.
         """
-        name, size, store = self._parameter(key).name, self._bytes_of(key), self._executor.store
+        name, size, store = self._parameter(key).name, self._bytes_of(key), self._runner.store
         if key.kind == "weight" or store is None or self._has_room(size):
             self._make_room(size, f"{what} {name}")
             return _Snapshot(self._empty(key))
@@ -258,7 +258,7 @@ class Snapshots:
             ) from error
 
     def _empty(self, key: Key, directory: str | None = None) -> torch.Tensor:
-        shape, size, device = self._parameter(key).shape, self._bytes_of(key), self._executor.device
+        shape, size, device = self._parameter(key).shape, self._bytes_of(key), self._runner.device
         with torch.inference_mode(False):
             if directory or (device.is_host and size >> 20):  # MiBs that are freed malloc may keep.
                 return mapped(size, directory).view(self._dtype_of(key)).view(shape)
@@ -282,32 +282,32 @@ class Snapshots:
             one = self._open[key]
             parts, changed = list(self._parts(key, one.memory)), one.edited
             if changed is None:
-                self._executor.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
-                with self._executor.lanes.waited(Lane.COMPUTE):
+                self._runner.quiesce(key.kind, key.unit, to_write=False)  # One that was assigned.
+                with self._runner.waited(Lane.COMPUTE):
                     changed = not all(self._is_at_home(*part) for part in parts)
             for value, at, part in parts if changed else ():
                 edited.setdefault(value, []).append((at, part))
         if not edited:
             return
-        with self._executor.lanes.once():  # A home that is half written ends the engine.
+        with self._runner.once():  # A home that is half written ends the engine.
             for kind, unit in {(value.kind, value.unit) for value in edited}:
                 if kind == "weight":
                     self._forget_slot(unit)
-                self._executor.quiesce(kind, unit)
+                self._runner.quiesce(kind, unit)
             for value, changes in edited.items():
-                profile, is_gradient = self._executor.plan.profile, value.kind == "gradient"
+                profile, is_gradient = self._runner.plan.profile, value.kind == "gradient"
                 if is_gradient and len(changes) == len(profile.by_chunk(value.unit)[value.chunk]):
-                    home = host_tensor(self._executor.memory.extent(value)[1])  # All that it has.
+                    home = host_tensor(self._runner.memory.extent(value)[1])  # All that it has.
                 else:
                     home = self._chunks.read(value)
                 for at, part in changes:
-                    self._executor.copy_now(home[at : at + part.numel()], part)
+                    self._runner.copy_now(home[at : at + part.numel()], part)
                 self._chunks.write(value, home)
 
     def _parts(self, key: Key, all_: torch.Tensor) -> Iterable[tuple[Value, int, torch.Tensor]]:
         """The chunks of a value: each with an offset in it, and the bytes of `all_` there."""
         flat, item = all_.view(-1).view(torch.uint8), all_.itemsize
-        for one in self._executor.plan.profile.locate(self._parameter(key).name):
+        for one in self._runner.plan.profile.locate(self._parameter(key).name):
             part = flat[one.parameter_start * item :][: one.elements * item]
             yield Value(key.kind, key.unit, one.chunk), one.chunk_start * item, part
 

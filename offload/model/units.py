@@ -21,7 +21,6 @@ from torch import nn
 from offload.model.parameter import ActiveParameter, OffloadedParameter
 from offload.model.saved_tensors import SavedWeight, Saver
 from offload.planning.profile import Unit
-from offload.program.schedule import Task
 from offload.runtime.memory import typed
 from offload.runtime.torch_internals import no_trap, version
 
@@ -206,8 +205,8 @@ class FlatUnit:
         """The graph task of autograd that holds it, if any."""
         self.around: set[int] = set()
         """Units in whose forward this one was called."""
-        self.task: Task | None = None
-        """The compute task that stands for this use."""
+        self.task: Any = None
+        """The compute task that stands for this use, if one does."""
         self.buffer: torch.Tensor | None = None
         """The flat weights in use, None at rest."""
         self.address = self.end = 0

@@ -289,7 +289,8 @@ class Optimizer(torch.optim.Optimizer):
     @entry
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
-        return self.engine.updates.grad_norm()
+        norm: float | None = self.engine.updates.grad_norm()
+        return norm
 
     @entry
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -18,8 +18,8 @@ from cpu_adam.torch_state import from_plain, plain_dtypes, to_plain
 from offload.planning.profile import Piece
 from offload.program.ops import Value
 from offload.runtime.device import CPU
-from offload.runtime.executor import ChunkCache, Executor
 from offload.runtime.memory import host_tensor
+from offload.runtime.runner import ChunkCache, Runner
 
 ParameterKey = tuple[int, int]
 """A unit and the index of a parameter in it."""
@@ -34,11 +34,11 @@ class States:
     Callers have waited for all updates (`Engine.settle`).
     """
 
-    def __init__(self, executor: Executor):
+    def __init__(self, runner: Runner):
         """Every parameter at step 0, all states zero."""
-        self._executor = executor
-        self._chunks = ChunkCache(executor)
-        self._plan = executor.plan
+        self._runner = runner
+        self._chunks = ChunkCache(runner)
+        self._plan = runner.plan
         self.steps: dict[ParameterKey, int] = {}
         """Steps taken, by unit and parameter."""
         self.buffers: set[ParameterKey] = set()
@@ -72,7 +72,7 @@ class States:
         spec, fmt = self._plan.profile.units[unit], self.format(unit, parameter)
         one = spec.parameters[parameter]
         there_too = self._plan.home("state", unit).tier == "device"
-        device = self._executor.device if there_too else CPU
+        device = self._runner.device if there_too else CPU
         out = {
             name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
@@ -82,7 +82,7 @@ class States:
             slots = cut(slots, fmt, piece.chunk_start, piece.elements)
             for name, part in to_plain(slots, fmt).items():
                 out[name][piece.parameter_start : piece.parameter_stop].copy_(part)
-        self._executor.lanes.drain()  # Before an update may write where it reads.
+        self._runner.drain()  # Before an update may write where it reads.
         if (unit, parameter) not in self.buffers:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
@@ -130,7 +130,7 @@ class States:
         some of it stays."""
         chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
         if len(parts) == pieces and self._plan.home("state", value.unit).tier == "nvme":
-            record = host_tensor(self._executor.memory.extent(value)[1])
+            record = host_tensor(self._runner.memory.extent(value)[1])
         else:
             record = self._chunks.read(value)
         for (owner, state, _), piece in parts:
@@ -151,7 +151,7 @@ class States:
             if self._plan.placements[unit].state != "nvme":
                 continue
             for chunk in range(len(spec.chunks)):
-                self._executor.clear(Value("state", unit, chunk))
+                self._runner.clear(Value("state", unit, chunk))
 
 
 def check_state(rule: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:

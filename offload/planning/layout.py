@@ -25,7 +25,6 @@ from typing import NamedTuple
 from cpu_adam.formats import squares_bytes
 from offload.planning.profile import (
     BLOCK_BYTES,
-    CHUNK_ELEMENTS,
     ITEM_BYTES,
     KINDS,
     Chunk,
@@ -49,9 +48,6 @@ CHUNK_STAGES = 4
 ALLOCATOR_ROUND_BYTES = 512
 ALLOCATOR_SPLIT_BYTES = 1 << 20
 """Up to this size nothing beside the rounded size is taken."""
-
-SUM_BYTES = 8
-"""A sum of squares is a float64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +320,6 @@ def lay_out_memory(
         slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
     memory.weight_slot, memory.gradient_slot = slots
     rings = _Rings(placements, sizes, tuple(reserve))
-    memory.ring("device", "sums", sum(sizes.norm_sums[u] for u in residents if clips), 1)
     updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
@@ -446,7 +441,6 @@ class Sizes:
         pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
         self.scratch = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
         self.squares = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
-        self.norm_sums = [norm_sums_bytes(unit) for unit in profile.units]
         self.value = {k: [value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
         self.allocated = self.value
         if states.on_accelerator:
@@ -514,9 +508,3 @@ def allocated_bytes(unit: Unit, kind: Kind) -> int:
         for one in unit.parameters
         if kind == "weight" or one.trainable
     )
-
-
-def norm_sums_bytes(unit: Unit) -> int:
-    """Bytes of the sums of squares of a unit, one for so much of a gradient as a chunk takes."""
-    trained = (one.elements for one in unit.parameters if one.trainable)
-    return SUM_BYTES * sum(-(-elements // CHUNK_ELEMENTS) for elements in trained)

@@ -1,8 +1,8 @@
 """Compile a plan into phases of ops: what each reads, writes, moves and waits for. Pure.
 
 [Note: As it runs]
-`Program` has every phase once, as a plain step runs it. The engine makes its ops with the same
-functions, and issues them as they come: a pass by its order of use and by what its slots hold, a
+`Program` has every phase once, as a plain step runs it. The engine makes its phases with the same
+functions and starts them as they come: a pass by its order of use and by what its slots hold, a
 gradient when autograd has made it, an update when its gradient is whole. By the rule of
 `Scoreboard` they wait for one another as those of the program do.
 """
@@ -60,22 +60,15 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
     verb = Verb.FORWARD if name == "forward" else Verb.BACKWARD
     entry: dict[Place, int] = {}
     ops: list[Op] = []
-    touched: set[Place] = set()
     came: set[int] = set()
-    units = plan.profile.units
+    units, held = plan.profile.units, dict(in_slots)
     steps = list(order)
     if verb is Verb.BACKWARD:
         used = set(order)
         steps += [u for u in range(len(units)) if units[u].trainable and u not in used]
     for position, unit in enumerate(steps):
-        slot = plan.weight_slot[unit]
-        if slot is not None and (verb is Verb.FORWARD or units[unit].backward):
-            if in_slots.get(slot) != unit:
-                ops += fetch(plan, unit, position)
-            elif slot not in touched:
-                entry[slot] = unit
-            in_slots[slot] = unit
-            touched.add(slot)
+        if verb is Verb.FORWARD or units[unit].backward:
+            ops += fetch_missing(plan, unit, position, in_slots, held, entry)
         ops.append(use(plan, unit, verb, position))
         if verb is Verb.BACKWARD and units[unit].trainable:
             first = name == "backward_first" and unit not in came
@@ -83,6 +76,45 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             ops.append(collect(plan, unit, position + 1))
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
     return Phase(name, with_waits(ops), entry, dict(in_slots))
+
+
+def pass_phase(
+    plan: Plan, verb: Verb, order: Sequence[int], start: int, in_slots: dict[Place, int]
+) -> tuple[Phase, list[int]]:
+    """The fetches and computes of the units in `order`, of which the first is at position `start`
+    of its pass; updates `in_slots`.
+
+    Returns the phase, and how many ops it has up to the compute of each unit. A unit whose backward
+    needs no weights comes in one only to be recomputed.
+    """
+    entry, held, ops, ends = dict[Place, int](), dict(in_slots), list[Op](), list[int]()
+    for position, unit in enumerate(order, start):
+        ops += fetch_missing(plan, unit, position, in_slots, held, entry)
+        needs = plan.profile.units[unit].backward
+        ops.append(use(plan, unit, verb if needs else Verb.FORWARD, position))
+        ends.append(len(ops))
+    return Phase("pass", with_waits(ops), entry, dict(in_slots)), ends
+
+
+def fetch_missing(
+    plan: Plan,
+    unit: int,
+    position: int,
+    in_slots: dict[Place, int],
+    held: dict[Place, int],
+    entry: dict[Place, int],
+) -> list[Op]:
+    """Fetch a unit that its slot does not hold; note in `entry` what was `held` at the start."""
+    slot = plan.weight_slot[unit]
+    if slot is None:
+        return []
+    if in_slots.get(slot) != unit:
+        held.pop(slot, None)
+        in_slots[slot] = unit
+        return fetch(plan, unit, position)
+    if held.get(slot) == unit:
+        entry[slot] = unit
+    return []
 
 
 def _norm_phase(plan: Plan) -> Phase:

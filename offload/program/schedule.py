@@ -1,11 +1,12 @@
 """Which task may start next, and which is most urgent. Pure: no clock, no thread, no lock.
 
-The lanes and the simulator both run this, so the simulator predicts what the lanes do.
+The simulator runs this, and the native runner does the same in C++: so what is predicted is what
+the lanes do.
 
 [Note: Tasks]
 A task is one op in one step. It is WAITING until the tasks that it waits for are over; READY until
 its lane or the user takes it; then RUNNING, and DONE. A cancelled task passes its waits on to the
-tasks that waited for it. A task without work is the user's own compute.
+tasks that waited for it.
 
 [Note: Urgency]
 A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
@@ -19,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import dropwhile
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from offload.program.ops import Lane, Op
+from offload.program.ops import OF_USER, Lane, Op
 
 
 class State(Enum):
@@ -51,53 +52,27 @@ Key = tuple[int, int]
 """Urgency: (number of the pass, position in it); smaller goes first."""
 
 
-Work = Callable[[Any], object]
-"""What a lane does: it is given the settings of the step."""
-
-
 class Task:
     """One op in one step."""
 
     __slots__ = (
-        "began_at",
         "begun",
         "cancelled",
-        "ended_at",
         "followers",
-        "history",
         "key",
         "missing",
+        "of_user",
         "op",
-        "open",
         "over",
-        "parts",
-        "ready_at",
         "serial",
-        "settings",
         "state",
-        "streams",
         "waits",
-        "work",
     )
 
-    def __init__(
-        self,
-        op: Op,
-        work: Work | None,
-        key: Key,
-        serial: int,
-        settings: object = None,
-    ):
-        self.op = op
-        self.work = work
-        """None of the user's own."""
-        self.settings = settings
-        self.parts: list[Work] = []
-        """Of its work, those that no thread of its lane has begun, the first one last."""
-        self.open = 1
-        """Parts that are not done."""
-        self.key = key
-        self.serial = serial
+    def __init__(self, op: Op, key: Key, serial: int):
+        self.op, self.key, self.serial = op, key, serial
+        self.of_user = op.verb in OF_USER
+        """Whether it is the user's own compute."""
         self.missing = 0
         """How many it waits for."""
         self.followers: list[Task] = []
@@ -106,17 +81,6 @@ class Task:
         self.state = State.WAITING
         self.begun = self.cancelled = self.over = False
         """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
-        self.ready_at = self.began_at = 0.0
-        self.history: tuple[tuple[Lane, float], ...] = ()
-        self.ended_at = 0.0
-        """When the host had queued all of the user's compute, where a device does it later."""
-        self.streams: list[object] = []
-        """Those that the user's compute has used so far, but for the one on which it ends."""
-
-    @property
-    def of_user(self) -> bool:
-        """Whether it is the user's own compute."""
-        return self.work is None
 
     def go(self, state: State) -> None:
         """Move to `state`."""
@@ -226,14 +190,8 @@ class Scoreboard(Generic[Access]):
 class Schedule:
     """All tasks that are not over."""
 
-    def __init__(self, on_ready: Callable[[Task, Task | None], None]):
-        """Empty.
-
-        Args:
-            on_ready: called with a task that has become ready or more urgent, and the one whose
-                end made it so, if any.
-        """
-        self._on_ready = on_ready
+    def __init__(self) -> None:
+        """Empty."""
         self._queues: dict[Lane, list[tuple[Key, int, Task]]] = {lane: [] for lane in Lane}
         """Heaps; a task may be in one twice, with the urgency that it had and the one lent."""
 
@@ -246,7 +204,7 @@ class Schedule:
                 self._link(other, task)
                 if task.key < other.key:
                     self._hurry(other, task.key)
-        self._try(task, None)
+        self._try(task)
 
     def cancel(self, task: Task) -> None:
         """Take `task` back: whoever waited for it waits for what it was waiting for."""
@@ -288,19 +246,18 @@ class Schedule:
     def _release(self, task: Task) -> None:
         for follower in task.followers:
             follower.missing -= 1
-            self._try(follower, task)
+            self._try(follower)
         task.followers, task.waits = [], []
 
-    def _try(self, task: Task, last: Task | None) -> None:
+    def _try(self, task: Task) -> None:
         """Make `task` ready if nothing is in its way."""
         if not task.missing and task.state is State.WAITING:
             task.go(State.READY)
-            self._queue(task, last)
+            self._queue(task)
 
-    def _queue(self, task: Task, last: Task | None) -> None:
-        if task.work is not None:
+    def _queue(self, task: Task) -> None:
+        if not task.of_user:
             heapq.heappush(self._queues[task.op.lane], (task.key, task.serial, task))
-        self._on_ready(task, last)
 
     def _hurry(self, task: Task, key: Key) -> None:
         """Let `task` and all that it waits for be at least as urgent as `key`."""
@@ -311,5 +268,5 @@ class Schedule:
                 continue
             one.key = key
             if one.state is State.READY:
-                self._queue(one, None)
+                self._queue(one)
             found += one.waits

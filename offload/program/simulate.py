@@ -171,7 +171,7 @@ class _Simulation:
         self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
-        self._schedule = Schedule(lambda task, last: None)
+        self._schedule = Schedule()
         self._serial = 0
         self._now = 0.0
         self._running: dict[object, _Task] = {}
@@ -271,8 +271,7 @@ class _Simulation:
                     if piece is pieces[-1] and one is piece[-1][0]:
                         last = [*last, *ends]
                     self._serial += 1
-                    work = None if one.verb in OF_USER else _no_work
-                    task = _Task(one, work, (number, op.deadline), self._serial)
+                    task = _Task(one, (number, op.deadline), self._serial)
                     task.phase, task.step, task.seconds = phase, step, seconds
                     self._schedule.add(task, last)
                     tasks.append(task)
@@ -358,7 +357,3 @@ class _Simulation:
 def _unfinished(tasks: Sequence[_Task]) -> Iterator[_Task]:
     """The `tasks` that are not over, each checked only when the one before is over."""
     return (task for task in tasks if not task.over)
-
-
-def _no_work(settings: object) -> None:
-    """What every lane's task does: a simulation does no work."""

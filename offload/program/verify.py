@@ -15,9 +15,9 @@ contents of every place in that order. An op must read the newest version of its
 this phase or declared at its entry. An update must use the sum of all gradients. No gradient may be
 overwritten before it is home.
 
-The engine checks each op by itself before its first run (`check_op`). Not proved: units used in
-another order than compiled. Then it cancels what is queued and fetches more, and only the rule of
-`Scoreboard` holds.
+The engine verifies each pass by its order before its first run (`verify_pass`), and each other op
+by itself (`check_op`). Where units are used in another order than the one compiled it cancels what
+is queued, and goes on by passes of single units: between them the rule of `Scoreboard` holds.
 
 A version of a value is the set of the ops that made it: one update, or the backward ops of all
 micro-batches whose gradients were added.
@@ -26,7 +26,7 @@ micro-batches whose gradients were added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -92,9 +92,21 @@ def verify(program: Program) -> None:
             )
             if rule := rule or broken_by(plan, op):
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
-    walk = _Walk(program)
+    walk = _Walk(plan, {})
     for name in CHAIN:
         walk.run(program.phases[name])
+
+
+def verify_pass(plan: Plan, phase: Phase) -> None:
+    """Check a pass in any order before its first run, as `verify` does those of a program: each
+    compute finds the weights of its unit, and ops that share a place wait for one another.
+
+    Raises:
+        ProgramError: the first broken rule.
+    """
+    for op in phase.ops:
+        check_op(plan, op)
+    _Walk(plan, phase.entry).run(phase)
 
 
 def check_op(plan: Plan, op: Op) -> None:
@@ -255,15 +267,17 @@ def _shared(uses: Iterable[Use]) -> list[object]:
 class _Walk:
     """Follows the accesses and contents of every place along a chain of phases."""
 
-    def __init__(self, program: Program):
-        self._plan = program.plan
+    def __init__(self, plan: Plan, in_slots: Mapping[Place, int]):
+        self._plan = plan
         self._board: Scoreboard[int] = Scoreboard()
         # By op, numbered along the chain; then by cell.
         self._waits: list[set[int]] = []
         self._writer: dict[object, int] = {}
         self._readers: dict[object, list[int]] = {}
         # Contents.
-        self._slots: dict[object, tuple[Value, Version]] = {}
+        self._slots: dict[object, tuple[Value, Version]] = {
+            slot: (Value("weight", unit), START) for slot, unit in in_slots.items()
+        }
         self._homes: dict[Value, Version] = {}
         self._newest: dict[Value, Version] = {}
         # The backward ops whose sum is a unit's gradient, and those that a chunk's update used.

@@ -4,10 +4,10 @@
 Work for a device is queued on the calling thread's current stream. The host does not wait for it.
 One stream runs in order, two streams in any order, so the engine orders them:
 
-* A lane has a stream of its own, and waits for it at the end of each op (`drain`). So every thread
-  and every stream sees what a lane has done.
-* The user's compute is over when the device is through with it: a thread waits for a `fence` on
-  each of its streams. So no op of a lane, nor anything else, needs to know of streams.
+* A lane of the native runner has a stream of its own, and an op of it is over when the device has
+  come to its end there. So every thread and every stream sees what a lane has done.
+* The user's compute is over when the device is through with it, on each stream that it has used.
+  So no op of a lane, nor anything else, needs to know of streams.
 * Work of the engine at a home, on the user's thread, is drained at once.
 
 A `Device` that is no accelerator finishes every call before it returns.
@@ -59,8 +59,8 @@ class Device:
 
     is_host = True
     """Whether it is the CPU."""
-    driver: Driver | None = None
-    """That of an accelerator."""
+    driver: Accelerator | None = None
+    """What registers CPU memory: an accelerator."""
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
@@ -93,9 +93,6 @@ class Device:
         into.copy_(source, non_blocking=True)
 
     # -- order, see [Note: Order on a device] -------------------------------------------------
-
-    def enter(self) -> None:
-        """Let the calling thread, a lane's, use this device, on a stream of its own."""
 
     def stream(self) -> object:
         """The current stream of the calling thread; equal only to itself."""
@@ -139,8 +136,7 @@ class Accelerator(Device):
 
     def __init__(self, torch_device: torch.device):
         super().__init__(torch_device)
-        self.driver: Driver = driver_of(torch_device)
-        make_scalers_wait()
+        self.driver = self
 
     def free_bytes(self) -> int | None:
         """Free memory in bytes."""
@@ -165,42 +161,40 @@ class Accelerator(Device):
         """Whether a tensor lies in its memory."""
         return tensor.device.type == self.torch_device.type
 
-    def enter(self) -> None:
-        """Let the calling thread, a lane's, use this device, on a stream of its own."""
-        torch.accelerator.set_device_index(self.torch_device.index or 0)
-        torch.accelerator.set_stream(torch.Stream(self.torch_device))
+    def stream(self) -> Any:
+        """The current stream of the calling thread; equal only to itself."""
+        return torch.accelerator.current_stream(self.torch_device)
 
-    def stream(self) -> object:
-        """The current stream of the calling thread."""
-        return self.driver.stream()
+    def fence(self, stream: Any) -> Fence:
+        """The end of what is queued now on a stream that `stream` returned."""
+        event = torch.Event(self.torch_device, enable_timing=False)
+        event.record(stream)
+        return event
 
-    def fence(self, stream: object) -> Fence | None:
-        """An event on a stream, see [Note: Blocking events]."""
-        return self.driver.fence(stream)
+    def pin(self, address: int, size: int) -> None:
+        """Register CPU memory, so that copies of it overlap the host and compute.
 
-    def handle(self, stream: Any) -> int:
-        """See `Device.handle`."""
-        return self.driver.handle(stream)
+        Raises:
+            PinError: it was refused.
+        """
+        raise PinError(f"torch has no call that registers memory for {self.torch_device.type}")
 
-    def open(self, native: Any) -> Any:
-        """See `Device.open`."""
-        return self.driver.open(native)
+    def unpin(self, address: int) -> None:
+        """Undo `pin` at this address."""
+
+    def numa_node(self) -> int | None:
+        """The host's NUMA node that is nearest; None if unknown, or if there is only one."""
+        return None
 
     def drain(self) -> None:
         """Wait, on the host, for what is queued on the calling thread's current stream."""
-        event = self.fence(self.stream())
-        assert event is not None
-        event.synchronize()
+        self.fence(self.stream()).synchronize()
 
     def drain_all(self) -> None:
         """See `Device.drain_all`."""
         # Torch's call makes the current device current again: [Note: Current device].
         with torch.accelerator.device_index(self.torch_device.index):
             torch.accelerator.synchronize(self.torch_device)
-
-    def refuse_capture(self) -> None:
-        """See `Device.refuse_capture`."""
-        self.driver.refuse_capture()
 
 
 CPU = Device(torch.device("cpu"))
@@ -217,51 +211,9 @@ def compute_device() -> Device:
         found = torch.accelerator.current_accelerator()
         if found is not None and hasattr(getattr(torch, found.type, None), "mem_get_info"):
             index = torch.accelerator.current_device_index()
-            return Accelerator(torch.device(found.type, index))
+            make_scalers_wait()
+            return accelerator_of(torch.device(found.type, index))
     return CPU
-
-
-class Driver:
-    """What differs between accelerators; this one knows only what `torch.accelerator` offers."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def stream(self) -> Any:
-        """The calling thread's current stream on the device; equal only to itself."""
-        return torch.accelerator.current_stream(self.device)
-
-    def fence(self, stream: Any) -> Fence:
-        """The end of what is queued now on a stream that `stream` returned."""
-        event = torch.Event(self.device, enable_timing=False)
-        event.record(stream)
-        return event
-
-    def handle(self, stream: Any) -> int:
-        """See `Device.handle`."""
-        raise NotImplementedError
-
-    def open(self, native: Any) -> Any:
-        """See `Device.open`."""
-        raise RuntimeError(f"native lanes have no driver for {self.device.type}")
-
-    def pin(self, address: int, size: int) -> None:
-        """Register CPU memory, so that copies of it overlap the host and compute.
-
-        Raises:
-            PinError: it was refused.
-        """
-        raise PinError(f"torch has no call that registers memory for {self.device.type}")
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin` at this address."""
-
-    def numa_node(self) -> int | None:
-        """The host's NUMA node that is nearest; None if unknown, or if there is only one."""
-        return None
-
-    def refuse_capture(self) -> None:
-        """See `Device.refuse_capture`."""
 
 
 class PinError(OSError):
@@ -299,20 +251,20 @@ def initialize() -> None:
     start()
 
 
-def driver_of(device: torch.device) -> Driver:
-    """The driver of an accelerator."""
-    return _Cuda(device) if device.type == "cuda" else Driver(device)
+def accelerator_of(device: torch.device) -> Accelerator:
+    """The accelerator of a type and index."""
+    return _Cuda(device) if device.type == "cuda" else Accelerator(device)
 
 
 LIBRARY_VARIABLE = "OFFLOAD_LIBCUDA"
 """Environment variable: the library of CUDA's driver, where it is not found by its name."""
 
 
-class _Cuda(Driver):
+class _Cuda(Accelerator):
     """CUDA, or ROCm, which torch offers under the same names."""
 
     def stream(self) -> Any:
-        return torch.cuda.current_stream(self.device)
+        return torch.cuda.current_stream(self.torch_device)
 
     def fence(self, stream: Any) -> Fence:
         make: Any = torch.cuda.Event
@@ -327,11 +279,11 @@ class _Cuda(Driver):
         if getattr(torch.version, "hip", None):
             raise RuntimeError("native lanes have no driver for ROCm")
         library = os.environ.get(LIBRARY_VARIABLE, "libcuda.so.1")
-        return native.open_cuda(library, self.device.index or 0)
+        return native.open_cuda(library, self.torch_device.index or 0)
 
     def pin(self, address: int, size: int) -> None:
         runtime: Any = _runtime()
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.torch_device):
             code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
             if int(code) != 0:
                 self._clear_error()
@@ -340,7 +292,7 @@ class _Cuda(Driver):
                 raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}", likely)
 
     def unpin(self, address: int) -> None:
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.torch_device):
             if int(_runtime().cudaHostUnregister(address)) != 0:
                 self._clear_error()
 
@@ -353,7 +305,7 @@ class _Cuda(Driver):
             )
 
     def numa_node(self) -> int | None:
-        found: Any = torch.cuda.get_device_properties(self.device)
+        found: Any = torch.cuda.get_device_properties(self.torch_device)
         try:
             name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
             node = int((_PCI_DEVICES / name / "numa_node").read_text())
@@ -364,7 +316,7 @@ class _Cuda(Driver):
     def _clear_error(self) -> None:
         """Clear the error of the last call, see [Note: Pending errors]."""
         with contextlib.suppress(RuntimeError):
-            torch.ones(1, device=self.device).add_(1)
+            torch.ones(1, device=self.torch_device).add_(1)
 
 
 _PCI_DEVICES = Path("/sys/bus/pci/devices")

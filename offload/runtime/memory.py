@@ -20,8 +20,8 @@ from offload.planning.layout import Buffer, Place, Plan
 from offload.planning.profile import Kind
 from offload.planning.tiers import Tier, format_bytes
 from offload.program.compile import weight_in_use
-from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value
-from offload.runtime.device import CPU, Device, Driver, PinError
+from offload.program.ops import ALL_CHUNKS, Use, Value
+from offload.runtime.device import CPU, Accelerator, Device, PinError
 
 PIN_BYTES_MAX = 64 << 30
 """Most bytes that one call registers with the device driver; larger calls fail on some drivers."""
@@ -36,7 +36,6 @@ _TIERS: tuple[Tier, ...] = ("device", "cpu")
 _PAGE_BYTES = mmap.PAGESIZE
 _NODES = Path("/sys/devices/system/node")
 _WORKSPACE = Place("device", "workspace")
-_SUMS = Place("device", "sums")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 """The tensor of a closed arena; made at import, as closing must not fail."""
 
@@ -123,13 +122,9 @@ class Memory:
         """The weights of a unit while it computes: its slot, or its home on the device."""
         return self.at(Use(weight_in_use(self._plan, unit), Value("weight", unit)))
 
-    def workspace(self, op: Op) -> torch.Tensor | None:
-        """Scratch memory for an update on the device; None if it needs none."""
-        return self._slots.get(_WORKSPACE) if op.lane is Lane.COMPUTE else None
-
-    def sums(self) -> torch.Tensor:
-        """The sums of squares of resident units: float64, see `norm_sums_bytes`."""
-        return self._slots[_SUMS].view(torch.float64)
+    def workspace(self) -> torch.Tensor | None:
+        """Scratch memory for updates and sums on the device; None where the plan has none."""
+        return self._slots.get(_WORKSPACE)
 
     def extent(self, value: Value) -> tuple[int, int]:
         """Offset and bytes, in its unit's buffer, of a value or of one of its chunks."""
@@ -160,7 +155,7 @@ class Arena:
         size: int,
         device: Device,
         *,
-        driver: Driver | None = None,
+        driver: Accelerator | None = None,
         edges: Iterable[int] = (),
     ):
         """Take `size` bytes of `device`.
@@ -199,7 +194,7 @@ class Arena:
         """The bytes of `buffer`, a flat uint8 tensor."""
         return self.tensor[buffer.offset : buffer.offset + buffer.bytes]
 
-    def _pin(self, driver: Driver, ranges: Sequence[tuple[int, int]]) -> None:
+    def _pin(self, driver: Accelerator, ranges: Sequence[tuple[int, int]]) -> None:
         """Register the memory, so that copies overlap compute; after a failure the rest is not."""
         for start, size in ranges:
             address = self.tensor.data_ptr() + start

@@ -147,7 +147,7 @@ class Store:
 
     @property
     def native(self) -> bool:
-        """Whether compiled lanes can do the transfers."""
+        """Whether the native runner can do the transfers."""
         return self._volume.native
 
     def numbers(self, kind: str, unit: str, chunk: int | None) -> range:

@@ -1,334 +1,317 @@
-"""What lanes do, in Python: copies, transfers, sums and updates; the reference of `native_work`.
+"""What ops do, as plain data: the works of a plan's ops, over the memory that it has.
 
 [Note: Works]
 A *work* is what an op does each time that it comes. It is made once, from the op and the memory of
-the plan. Called, it is given the *settings* of the step that the op was issued with: what its
-parameters are updated by, and the clipping. What streams chunks ([Note: Streams] of `ops`) has
-a part for each, and a thread of its lane does one with all its transfers, beside the others.
+the plan, and holds tensors and numbers only. `native` makes of it what lanes do without Python;
+`reference` does the same in Python, one after the other, and the results are the same bits. With
+each start of an op come the *settings* of the step: what its parameters are updated by, and the
+clipping.
+
+[Note: Who works where]
+A unit is updated on the CPU, or on the device where its states live there. What of it lies where
+that cannot reach comes through a staging slot, chunk by chunk, a `Link` each: read or brought,
+worked on, put back ([Note: Streams] of `ops`). A device that is the host reaches all memory.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import threading
-import time
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from cpu_adam import Part, accumulate, update_parts, views
-from cpu_adam.native import square_sums
-from cpu_adam.reference import Node, cut, push, total
-from cpu_adam.spans import Steps
-from offload.planning.layout import CHUNK_STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece, Unit
+from offload.planning.layout import Place, Plan, route
+from offload.planning.profile import KINDS, LEAF_ELEMENTS, Kind, Piece
 from offload.planning.tiers import Tier
-from offload.program.ops import Op, Use, Value, part_of
-from offload.program.schedule import Work
-from offload.runtime.device import Device
-from offload.runtime.store import Store
-
-CLIP_EPS = 1e-6
-"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
+from offload.program.ops import LANE_OF_MOVE, OF_USER, Lane, Op, Use, Value, Verb
 
 Taking = Mapping[int, int]
-"""The parameters of a unit that take part in a step, each with its place in `Settings.steps`."""
+"""The parameters of a unit that take part in a step, each with its place in the steps."""
 
-Flat = Mapping[str, Mapping[int, torch.Tensor]]
+Flat = Mapping[Kind, Mapping[int, torch.Tensor]]
 """Weights and gradients in torch's own memory, by kind and parameter."""
 
 
-class Clip(Protocol):
-    """The norm of one step's gradient, while it is computed."""
+class At(NamedTuple):
+    """Bytes in a memory tier; in a staging ring those of the first slot."""
 
-    norm: float
-    factor: float
+    bytes: torch.Tensor
+    """Flat uint8, or a flat tensor of torch's own."""
+    stride: int = 0
+    """From a slot of the ring to the next."""
 
-    def put(self, leaf: int, nodes: list[Node]) -> None:
-        """The sum of the squares of part of a parameter, from this leaf of all on."""
-
-    def combine(self) -> None:
-        """The norm from the sums of squares in their order, and the factor that clips it."""
-
-
-@dataclass(slots=True)
-class PythonClip:
-    """See `Clip`."""
-
-    max_norm: float
-    norm: float = 0.0
-    factor: float = 1.0
-    _parts: dict[int, list[Node]] = field(default_factory=dict)
-
-    def put(self, leaf: int, nodes: list[Node]) -> None:
-        """See `Clip`."""
-        self._parts[leaf] = nodes
-
-    def combine(self) -> None:
-        """See `Clip`."""
-        squares, nodes = 0.0, list[Node]()
-        for _, part in sorted(self._parts.items()):
-            if part[0][0] == 0:  # A parameter begins.
-                squares, nodes = squares + total(nodes), []
-            for node in part:
-                push(nodes, node)
-        squares += total(nodes)
-        self.norm = math.sqrt(squares) if squares == squares else math.nan
-        ratio = self.max_norm / (self.norm + CLIP_EPS)
-        self.factor = ratio if not ratio >= 1.0 else 1.0
+    def part(self, start: int, size: int) -> At:
+        """So many of its elements."""
+        return At(self.bytes[start : start + size], self.stride)
 
 
-class Settings(NamedTuple):
-    """What of a step its works are given."""
+class Copy(NamedTuple):
+    """Copy bytes, between any two memories."""
 
-    steps: Steps
-    clip: Clip | None
-
-
-class Parts:
-    """Work in parts, chunk by chunk, which the threads of a lane share."""
-
-    def __init__(self, parts: Sequence[Work]):
-        self.parts = parts or [lambda settings: None]
-
-    def __call__(self, settings: Settings) -> None:
-        """All of them."""
-        for part in self.parts:
-            part(settings)
+    into: At
+    source: At
 
 
-class Places(Protocol):
-    """What works need of `Memory`."""
+class Transfer(NamedTuple):
+    """Read or write chunks of a value on nvme, all of them (None) or one."""
 
-    def at(self, use: Use) -> torch.Tensor:
-        """The bytes of a value at a place of a memory tier: flat uint8."""
+    writes: bool
+    kind: Kind
+    unit: str
+    chunk: int | None
+    at: At
 
-    def workspace(self, op: Op) -> torch.Tensor | None:
-        """Scratch memory for an update on the device; None if it needs none."""
+
+class Add(NamedTuple):
+    """Add gradients of parameters to those that are kept."""
+
+    source: At
+    into: At
+    dtype: str
 
 
-class PythonWorks:
-    """Makes the works of an engine's ops, for any device and any store."""
+class Squares(NamedTuple):
+    """Sum the squares of part of a parameter, from this leaf of its tree on."""
 
-    clip: Callable[[float], Clip] = PythonClip
-    settings: Callable[[Steps, Clip | None], Any] = Settings
+    at: At
+    dtype: str
+    leaf: int
+    """The number of its first leaf among those of all parameters."""
+    first: int
+    """The same within its parameter."""
 
-    def __init__(self, plan: Plan, memory: Places, store: Store | None, device: Device):
-        """Of the ops of a plan, in this memory."""
-        self._plan, self._memory, self._store, self._device = plan, memory, store, device
-        self._thread, self._threads = threading.local(), itertools.count()
-        """Each thread has a staging slot of its own."""
-        self.did: Callable[[Op, float], object] = lambda op, since: None
-        """Told of what was read or written inside another op, and since when."""
 
-    def explain(self, error: BaseException) -> BaseException:
-        """What a failed work is to the user."""
-        return error
+class Combine(NamedTuple):
+    """Find the norm and the factor of the clipping, from all sums."""
 
-    def move(self, op: Op) -> Work:
-        """A copy, or the transfer of a file."""
+
+class Update(NamedTuple):
+    """Update part of a parameter, which begins and ends groups of its state's format."""
+
+    unit: int
+    chunk: int
+    piece: Piece
+    dtype: str
+    """Of the gradient."""
+    step: int
+    """Its place in the steps of the settings."""
+    weight: At
+    gradient: At
+    record: At
+    """Of the whole chunk."""
+
+
+Job: TypeAlias = Copy | Transfer | Add | Squares | Combine | Update
+
+
+class Stage(NamedTuple):
+    """What a lane does for a chunk, in one go."""
+
+    lane: Lane
+    jobs: Sequence[Job]
+    way: tuple[Tier, Tier] | None
+    """From where to where it moves the chunk; None where it works on it."""
+    bytes: int
+
+
+Link = Sequence[Stage]
+"""What is done for a chunk, one after the other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an op does: jobs in any order, or links that go through staging slots."""
+
+    jobs: Sequence[Job] = ()
+    links: Sequence[Link] | None = None
+
+
+class Works:
+    """Makes the works of an engine's ops."""
+
+    def __init__(self, plan: Plan, at: Callable[[Use], torch.Tensor], *, device_is_host: bool):
+        """Of a plan, in the memory that `at` finds; see `Memory.at`."""
+        self._plan, self._at, self._device_is_host = plan, at, device_is_host
+
+    def of(self, op: Op) -> Work | None:
+        """What an op does in which no parameters are told apart; None for the user's compute."""
+        if op.verb in OF_USER:
+            return None
+        if op.verb is Verb.NORM:
+            return Work([Combine()])
+        assert op.verb is Verb.MOVE, "which parameters take part?"
+        if not op.bytes:
+            return Work()
         (source,), (into,) = op.reads, op.writes
-        store, key = self._store, (op.value.kind, self._plan.profile.units[op.value.unit].name)
-        if store is not None and source.place.tier == "nvme":
-            return lambda _: store.read(*key, self._memory.at(into))
-        if store is not None and into.place.tier == "nvme":
-            step = store.chunks.step
-            return lambda _: store.write(*key, self._memory.at(source), int(step[0]))
-        return lambda _: self._device.copy(self._memory.at(into), self._memory.at(source))
+        writes, name = into.place.tier == "nvme", self._plan.profile.units[op.value.unit].name
+        if writes or source.place.tier == "nvme":
+            at = At(self._at(source if writes else into))
+            return Work([Transfer(writes, op.value.kind, name, None, at)])
+        return Work([Copy(At(self._at(into)), At(self._at(source)))])
 
     def add(self, op: Op, arrived: Collection[int], kept: Collection[int]) -> Work:
-        """Add the staged gradients to those kept; what is new is copied."""
-        unit, (stage, deposit) = self._plan.profile.units[op.value.unit], op.reads
+        """Add the staged gradients of parameters to those kept; what is new is copied."""
+        unit, jobs = self._plan.profile.units[op.value.unit], list[Job]()
+        stage, deposit = (At(self._at(use)) for use in op.reads)
+        for parameter in sorted(arrived):
+            dtype, start = unit.gradient_dtype(parameter), unit.gradient_offset(parameter)
+            size = unit.parameters[parameter].elements * item(dtype)
+            both = stage.part(start, size), deposit.part(start, size)
+            jobs.append(Add(*both, dtype) if parameter in kept else Copy(both[1], both[0]))
+        return Work(jobs)
 
-        def run(_: object) -> None:
-            for parameter in sorted(arrived):
-                start, dtype = unit.gradient_offset(parameter), unit.gradient_dtype(parameter)
-                kind: torch.dtype = getattr(torch, dtype)
-                stop = start + unit.parameters[parameter].elements * kind.itemsize
-                into, gradient = (
-                    self._memory.at(use)[start:stop].view(kind) for use in (deposit, stage)
+    def squares(self, op: Op, taking: Collection[int], flat: Flat | None = None) -> Work:
+        """The sums of the squares of the parameters in `taking`, whose gradients may be in `flat`.
+
+        Else they lie at home, or where the op reads them on their way there.
+        """
+        unit, profile, chunks = op.value.unit, self._plan.profile, dict[int, list[Job]]()
+        home = flat is None and op.reads[0].place.use == "home"
+        for number, pieces in profile.by_chunk(unit, taking).items():
+            chunks[number] = [
+                Squares(
+                    *self._gradient(op, number, piece, flat),
+                    profile.leaf(unit, piece.parameter, piece.parameter_start),
+                    piece.parameter_start // LEAF_ELEMENTS,
                 )
-                if parameter in kept:
-                    accumulate(into, gradient)
-                else:
-                    into.copy_(gradient)
+                for piece in pieces
+            ]
+        return self._stream(op, chunks, ["gradient"] if home else [], {})
 
-        return run
-
-    def squares(self, op: Op, taking: Collection[int]) -> Work:
-        """The sums of the squares of the parameters in `taking`."""
-        unit, place = op.value.unit, op.reads[0].place
-        at: Tier = "device" if place.tier == "device" else "cpu"
-
-        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
-            assert settings.clip is not None
-            if place.use == "home":
-                chunk = self._bring(op, Value("gradient", unit, number), at)
-            else:
-                lies = self._plan.profile.units[unit].chunks[number]
-                chunk = self._memory.at(op.reads[0])[lies.gradient_offset :][: lies.gradient_bytes]
-            gradient = self._typed("gradient", unit, number, chunk)
-            for span in spans:
-                part = gradient[span.chunk_start : span.chunk_start + span.elements]
-                first, scratch = span.parameter_start // LEAF_ELEMENTS, self._memory.workspace(op)
-                leaf = self._plan.profile.leaf(unit, span.parameter, span.parameter_start)
-                settings.clip.put(leaf, square_sums(part, first, scratch, self._device.drain))
-
-        pieces = self._plan.profile.by_chunk(unit, taking)
-        return Parts([partial(run, *chunk) for chunk in pieces.items()])
-
-    def norm(self) -> Work:
-        """The norm and the factor of the clipping, from all sums."""
-        return lambda settings: settings.clip.combine()
+    def _gradient(self, op: Op, number: int, piece: Piece, flat: Flat | None) -> tuple[At, str]:
+        """Where an op finds part of a gradient, and its dtype."""
+        unit = self._plan.profile.units[op.value.unit]
+        chunk = unit.chunks[number]
+        dtype = unit.segments[chunk.segment].gradient_dtype
+        if flat is not None:
+            lies = flat["gradient"][piece.parameter]
+            part = At(lies).part(piece.parameter_start, piece.elements)
+            return part, str(lies.dtype).removeprefix("torch.")
+        if op.reads[0].place.use == "home":
+            at = self._worked_on("gradient", op.value.unit, number, op)
+        else:
+            at = At(self._at(op.reads[0])[chunk.gradient_offset :])
+        return at.part(piece.chunk_start * item(dtype), piece.elements * item(dtype)), dtype
 
     def update(self, op: Op, taking: Taking, flat: Flat | None = None) -> Work:
         """The update of the parameters in `taking`, whose weights and gradients may be in `flat`.
 
-        That is torch's memory on the device: on the host it is updated there.
+        That is torch's memory on the device: where the update reaches it, it is updated there.
         """
-        unit, at = op.value.unit, site(self._plan.placements[op.value.unit])
-        there = flat is not None and (at == "device" or self._device.is_host)
-
-        def run(number: int, spans: Sequence[Piece], settings: Settings) -> None:
-            values = [Value(kind, unit, number) for kind in KINDS]
-            brought = [v for v in values if v.kind == "state" or not there]
-            found = {v.kind: self._bring(op, v, at, flat) for v in brought}
-            self._update(op, number, spans, taking, settings, found, flat)
-            for value in brought:
-                if value.kind != "gradient":
-                    self._take_back(op, value, at, flat)
-
-        pieces = self._plan.profile.by_chunk(unit, taking)
-        return Parts([partial(run, *chunk) for chunk in pieces.items()])
-
-    def _update(
-        self,
-        op: Op,
-        number: int,
-        spans: Sequence[Piece],
-        taking: Taking,
-        settings: Settings,
-        found: Mapping[Kind, torch.Tensor],
-        flat: Flat | None,
-    ) -> None:
-        """Update a chunk, of which `found` has the bytes; what is not there is in `flat`."""
-        unit = self._plan.profile.units[op.value.unit]
-        chunk = unit.chunks[number]
-        fmt = self._plan.states.format(unit.segments[chunk.segment].dtype)
-        record = views(found["state"], fmt, chunk.elements)
-        parts = [_part_of(unit, span, taking[span.parameter]) for span in spans]
-        if "weight" in found:
-            weight, gradient = (
-                self._typed(kind, op.value.unit, number, found[kind]) for kind in KINDS[:2]
-            )
-            pieces = [(weight, gradient, record, parts)]
-        else:
-            assert flat is not None
-            pieces = [
-                (
-                    _part(flat["weight"], span),
-                    _part(flat["gradient"], span),
-                    cut(record, fmt, span.chunk_start, span.elements),
-                    [part._replace(start=0)],
-                )
-                for span, part in zip(spans, parts)
+        unit, chunks = op.value.unit, dict[int, list[Job]]()
+        here = flat if self._device_is_host or op.lane is Lane.COMPUTE else None
+        for number, pieces in self._plan.profile.by_chunk(unit, taking).items():
+            record = self._worked_on("state", unit, number, op)
+            chunks[number] = [
+                self._updated(op, number, piece, taking[piece.parameter], record, here)
+                for piece in pieces
             ]
-        for piece in pieces:
-            update_parts(
-                *(*piece, settings.steps),
-                gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
-                format=fmt,
-                workspace=self._memory.workspace(op),
-            )
+        return self._stream(op, chunks, KINDS if here is None else ["state"], flat or {})
+
+    def _updated(
+        self, op: Op, number: int, piece: Piece, step: int, record: At, flat: Flat | None
+    ) -> Update:
+        unit = self._plan.profile.units[op.value.unit]
+        gradient, dtype = self._gradient(op, number, piece, flat)
+        if flat is not None:
+            lies = At(flat["weight"][piece.parameter])
+            weight = lies.part(piece.parameter_start, piece.elements)
+        else:
+            size = item(unit.segments[unit.chunks[number].segment].dtype)
+            lies = self._worked_on("weight", op.value.unit, number, op)
+            weight = lies.part(piece.chunk_start * size, piece.elements * size)
+        return Update(op.value.unit, number, piece, dtype, step, weight, gradient, record)
 
     # -- chunks on their way -----------------------------------------------------------------------
 
-    def _slot(self) -> int:
-        """The staging slot of this thread, whose ops end when the device is through with it."""
-        slot: int | None = getattr(self._thread, "slot", None)
-        if slot is None:
-            slot = self._thread.slot = next(self._threads)
-            assert slot < CHUNK_STAGES, "more threads than staging slots"
-        return slot
+    def _hops(self, kind: Kind, unit: int, op: Op) -> Sequence[tuple[Tier, Tier]]:
+        """The ways of a value from its home to where an op works on it."""
+        home = self._plan.home(kind, unit).tier
+        if self._device_is_host:
+            return [("nvme", "cpu")] if home == "nvme" else []
+        return list(pairwise(route(home, "device" if op.lane is Lane.COMPUTE else "cpu")))
 
-    def _stops(self, value: Value, at: Tier) -> list[torch.Tensor | None]:
-        """A chunk's memory from its home, None on nvme, to where the op works."""
-        home = self._plan.home(value.kind, value.unit)
-        way = route(home.tier, at)
-        if self._device.is_host:  # Which reaches all memory.
-            way = ("nvme", "cpu") if home.tier == "nvme" else way[:1]
-        torchs = not self._plan.in_arena(value.kind, value.unit)
-        first = None if way[0] == "nvme" or torchs else self._memory.at(Use(home, value))
-        slots = [Place(tier, f"{value.kind}_chunk", self._slot()) for tier in way[1:]]
-        return [first, *(self._memory.at(Use(slot, value)) for slot in slots)]
+    def _worked_on(self, kind: Kind, unit: int, number: int, op: Op) -> At:
+        """Where the bytes of a chunk are worked on: at home, or in a staging slot."""
+        if hops := self._hops(kind, unit, op):
+            return self._staged(kind, unit, number, hops[-1][1])
+        return self._home(kind, unit, number)
 
-    def _bring(self, op: Op, value: Value, at: Tier, flat: Flat | None = None) -> torch.Tensor:
-        """The bytes of a chunk where the op works."""
-        stops = self._stops(value, at)
-        for start, stop in pairwise(stops):
-            assert stop is not None
-            if start is not None:
-                self._device.copy(stop, start)
-            elif flat is not None and value.kind in flat:
-                for staged, lies in self._carried(value, stop, flat[value.kind]):
-                    self._device.copy(staged, lies)
-            else:
-                self._transfer(op, value, stop, writes=False)
-        if len(stops) > 1:
-            self._device.drain()
-        assert stops[-1] is not None
-        return stops[-1]
+    def _home(self, kind: Kind, unit: int, number: int) -> At:
+        value = Value(kind, unit, number)
+        return At(self._at(Use(self._plan.home(kind, unit), value)))
 
-    def _take_back(self, op: Op, value: Value, at: Tier, flat: Flat | None) -> None:
-        """Put a chunk home from where the op works."""
-        for start, stop in pairwise(self._stops(value, at)[::-1]):
-            assert start is not None
-            if stop is not None:
-                self._device.copy(stop, start)
-            elif flat is not None and value.kind in flat:
-                for staged, lies in self._carried(value, start, flat[value.kind]):
-                    self._device.copy(lies, staged)
-            else:
-                self._device.drain()
-                self._transfer(op, value, start, writes=True)
+    def _staged(self, kind: Kind, unit: int, number: int, tier: Tier) -> At:
+        value = Value(kind, unit, number)
+        first, second = (self._at(Use(Place(tier, f"{kind}_chunk", at), value)) for at in (0, 1))
+        return At(first, second.data_ptr() - first.data_ptr())
 
-    def _carried(
-        self, value: Value, stage: torch.Tensor, flat: Mapping[int, torch.Tensor]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parts of a chunk in its slot, and in torch's memory; of no others, nor between."""
-        for span in self._plan.profile.by_chunk(value.unit, flat)[value.chunk]:
-            lies = _part(flat, span)
-            start = span.chunk_start * lies.itemsize
-            yield stage[start : start + lies.nbytes].view(lies.dtype), lies
+    def _stream(
+        self, op: Op, chunks: Mapping[int, Sequence[Job]], kinds: Collection[Kind], flat: Flat
+    ) -> Work:
+        """The jobs of the chunks of an op: those of its values that are away come and go."""
+        unit = op.value.unit
+        away = [kind for kind in kinds if self._hops(kind, unit, op)]
+        if not away:
+            return Work([job for jobs in chunks.values() for job in jobs])
+        written = [use.value.kind for use in op.writes if use.place.use == "home"]
+        back = [kind for kind in away if kind in written]
+        elements = [chunk.elements for chunk in self._plan.profile.units[unit].chunks]
+        links = []
+        for number, jobs in chunks.items():
+            size = op.bytes * elements[number] // sum(elements)
+            work = Stage(op.lane, jobs, None, size)
+            comes = self._moves(op, away, number, flat, 1)
+            links.append([*comes, work, *self._moves(op, back, number, flat, -1)])
+        return Work(links=links)
 
-    def _transfer(self, op: Op, value: Value, memory: torch.Tensor, *, writes: bool) -> None:
-        store, since = self._store, time.perf_counter()
-        assert store is not None
-        key = value.kind, self._plan.profile.units[value.unit].name, memory
-        if writes:
-            store.write(*key, int(store.chunks.step[0]), value.chunk)
+    def _moves(
+        self, op: Op, kinds: Sequence[Kind], number: int, flat: Flat, way: int
+    ) -> Iterator[Stage]:
+        """The stages in which values of a chunk come (1) or go back (-1)."""
+        found = dict[tuple[Tier, Tier], list[Job]]()
+        for kind in kinds:
+            for start, stop in self._hops(kind, op.value.unit, op)[::way]:
+                jobs = found.setdefault((start, stop), [])
+                jobs += self._hop(kind, op.value.unit, number, start, stop, flat, way)
+        drive_first = sorted(found, key=lambda hop: (hop[0] != "nvme") == (way == 1))
+        for start, stop in drive_first:
+            jobs = found[start, stop]
+            hop = (start, stop) if way == 1 else (stop, start)
+            yield Stage(LANE_OF_MOVE[hop], jobs, hop, sum(map(_bytes_of, jobs)))
+
+    def _hop(
+        self, kind: Kind, unit: int, number: int, start: Tier, stop: Tier, flat: Flat, way: int
+    ) -> Iterator[Job]:
+        """Bring a value from one tier to the next, or put it back."""
+        stage = self._staged(kind, unit, number, stop)
+        if start == "nvme":
+            name = self._plan.profile.units[unit].name
+            yield Transfer(way == -1, kind, name, number, stage)
+            return
+        if start != self._plan.home(kind, unit).tier:
+            pairs = [(stage, self._staged(kind, unit, number, start))]
+        elif kind in flat:
+            pairs = []
+            for piece in self._plan.profile.by_chunk(unit, flat[kind])[number]:
+                lies = At(flat[kind][piece.parameter])
+                item_bytes = lies.bytes.itemsize
+                part = stage.part(piece.chunk_start * item_bytes, piece.elements * item_bytes)
+                pairs.append((part, lies.part(piece.parameter_start, piece.elements)))
         else:
-            store.read(*key, value.chunk)
-        way: tuple[Tier, Tier] = ("cpu", "nvme") if writes else ("nvme", "cpu")
-        self.did(part_of(op, memory.nbytes, *way), since)
-
-    def _typed(self, kind: Kind, unit: int, number: int, chunk: torch.Tensor) -> torch.Tensor:
-        """A chunk of weights or gradients as a flat tensor of its dtype."""
-        spec = self._plan.profile.units[unit]
-        segment = spec.segments[spec.chunks[number].segment]
-        name = segment.dtype if kind == "weight" else segment.gradient_dtype
-        return chunk.view(getattr(torch, name))
+            pairs = [(stage, self._home(kind, unit, number))]
+        for staged, home in pairs:
+            yield Copy(staged, home) if way == 1 else Copy(home, staged)
 
 
-def _part(flat: Mapping[int, torch.Tensor], span: Piece) -> torch.Tensor:
-    return flat[span.parameter][span.parameter_start : span.parameter_stop]
+def _bytes_of(job: Any) -> int:
+    return int((job.into if isinstance(job, Copy) else job.at).bytes.nbytes)
 
 
-def _part_of(unit: Unit, span: Piece, step: int) -> Part:
-    ends = span.parameter_stop == unit.parameters[span.parameter].elements
-    return Part(span.chunk_start, span.elements, span.parameter_start, step, is_last=ends)
+@functools.cache
+def item(dtype: str) -> int:
+    """Bytes of an element."""
+    return int(getattr(torch, dtype).itemsize)

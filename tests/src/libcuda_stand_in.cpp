@@ -15,6 +15,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -23,17 +24,23 @@
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
+
+#include "../../cpu_adam/src/device/table.cuh"
+
 #define EXPORTED extern "C" __attribute__((visibility("default")))
 
 namespace {
 
 constexpr int DONE = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, INVALID_CONTEXT = 201,
-              INVALID_HANDLE = 400, ILLEGAL_ADDRESS = 700;
+              INVALID_IMAGE = 200, UNSUPPORTED_TEXT = 222, INVALID_HANDLE = 400, NOT_FOUND = 500,
+              ILLEGAL_ADDRESS = 700;
 constexpr unsigned NON_BLOCKING = 1, SLEEPING_WITHOUT_TIME = 3;
 constexpr int DEVICES = 1;
 
 using RecordHook = uint64_t (*)(uintptr_t stream);
 using WaitHook = void (*)(uint64_t token);
+using LaterHook = void (*)(uintptr_t stream, uint64_t token);
 
 struct Event {
     int left = 0;  // records that their streams have not come to
@@ -61,6 +68,10 @@ struct Machine {
     std::set<Event*> events;
     RecordHook record = nullptr;
     WaitHook wait = nullptr;
+    LaterHook later = nullptr;
+    uint64_t told = 0;
+    std::map<uint64_t, std::function<void()>> items;  // of tests' streams
+    void* kernels = nullptr;
 
     // Every call begins so: whether it is the one that is to fail.
     int enter(const char* call) {
@@ -94,6 +105,22 @@ struct Machine {
             stream->done++;
             changed.notify_all();
         }
+    }
+    // On a stream made here; a test's own is told of, and does it by `stand_in_run`.
+    int enqueue(uintptr_t handle, std::function<void()> item) {
+        auto* stream = reinterpret_cast<Stream*>(handle);
+        std::unique_lock lock(mutex);
+        if (streams.contains(stream)) {
+            queue(stream, std::move(item));
+            return DONE;
+        }
+        const auto tell = later;
+        if (tell == nullptr) return INVALID_HANDLE;
+        const uint64_t token = ++told;
+        items[token] = std::move(item);
+        lock.unlock();
+        tell(handle, token);
+        return DONE;
     }
     void queue(Stream* stream, std::function<void()> item) {
         stream->items.push_back(std::move(item));
@@ -137,6 +164,8 @@ EXPORTED int cuGetErrorString(int code, const char** told) {
     *told = code == ILLEGAL_ADDRESS ? "an illegal memory access was encountered"
             : code == INVALID_CONTEXT ? "invalid device context"
             : code == INVALID_HANDLE  ? "invalid resource handle"
+            : code == UNSUPPORTED_TEXT
+                ? "the provided PTX was compiled with an unsupported toolchain"
                                       : "invalid argument";
     return DONE;
 }
@@ -218,10 +247,7 @@ EXPORTED int cuStreamDestroy_v2(uintptr_t handle) {
 EXPORTED int cuMemcpyAsync(unsigned long long into, unsigned long long source, size_t bytes,
                            uintptr_t handle) {
     BEGIN(true);
-    auto* stream = reinterpret_cast<Stream*>(handle);
-    const std::lock_guard lock(machine.mutex);
-    if (!machine.streams.contains(stream)) return INVALID_HANDLE;
-    machine.queue(stream, [=] {
+    return machine.enqueue(handle, [=] {
         const size_t half = bytes / 2;
         auto* there = reinterpret_cast<char*>(into);
         const auto* here = reinterpret_cast<const char*>(source);
@@ -229,7 +255,38 @@ EXPORTED int cuMemcpyAsync(unsigned long long into, unsigned long long source, s
         machine.pause();
         std::memcpy(there + half, here + half, bytes - half);
     });
+}
+
+// Kernels are those of a library that tests have built of the same text; without one the device is
+// one that can load none.
+EXPORTED int cuModuleLoadData(void** module, const void* text) {
+    BEGIN(true);
+    if (std::strstr(static_cast<const char*>(text), ".entry exact") == nullptr)
+        return INVALID_IMAGE;
+    *module = machine.kernels;
+    return machine.kernels == nullptr ? UNSUPPORTED_TEXT : DONE;
+}
+
+EXPORTED int cuModuleUnload(void*) {
+    BEGIN(true);
     return DONE;
+}
+
+EXPORTED int cuModuleGetFunction(void** function, void* module, const char* name) {
+    BEGIN(true);
+    *function = dlsym(module, name);
+    return *function == nullptr ? NOT_FOUND : DONE;
+}
+
+EXPORTED int cuLaunchKernel(void* kernel, unsigned columns, unsigned rows, unsigned depth,
+                            unsigned threads, unsigned, unsigned, unsigned, uintptr_t handle,
+                            void** arguments, void**) {
+    BEGIN(true);
+    if (depth != 1 || threads != 256) return INVALID_VALUE;
+    using Run = void (*)(void*, int64_t, int64_t, const cpu_adam::DeviceTable*);
+    const auto run = reinterpret_cast<Run>(dlsym(machine.kernels, "run_blocks"));
+    const auto table = *static_cast<const cpu_adam::DeviceTable*>(arguments[0]);
+    return machine.enqueue(handle, [=] { run(kernel, columns, rows, &table); });
 }
 
 EXPORTED int cuEventCreate(Event** event, unsigned flags) {
@@ -298,6 +355,8 @@ EXPORTED void stand_in_reset(unsigned seed, unsigned delay_us_max) {
     machine.failed.clear();
     machine.record = nullptr;
     machine.wait = nullptr;
+    machine.later = nullptr;
+    machine.items.clear();
 }
 
 // Let the n-th call from the reset on fail, or all from that one on; 0 for none.
@@ -336,8 +395,25 @@ EXPORTED void stand_in_unwait(int which) { machine.unwaited = which; }
 // The call that was let fail; empty where it has not come.
 EXPORTED const char* stand_in_failed() { return machine.failed.c_str(); }
 
-EXPORTED void stand_in_hooks(RecordHook record, WaitHook wait) {
+EXPORTED void stand_in_hooks(RecordHook record, WaitHook wait, LaterHook later) {
     const std::lock_guard lock(machine.mutex);
     machine.record = record;
     machine.wait = wait;
+    machine.later = later;
+}
+
+// Do what was queued on a stream of a test's own.
+EXPORTED void stand_in_run(uint64_t token) {
+    std::function<void()> item;
+    {
+        const std::lock_guard lock(machine.mutex);
+        item = std::move(machine.items[token]);
+        machine.items.erase(token);
+    }
+    item();
+}
+
+// The library of the kernels; an empty path for none.
+EXPORTED void stand_in_kernels(const char* path) {
+    machine.kernels = *path == 0 ? nullptr : dlopen(path, RTLD_NOW | RTLD_LOCAL);
 }

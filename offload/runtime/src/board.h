@@ -7,7 +7,7 @@
 
 #include "task.h"
 
-namespace books {
+namespace runner {
 
 using Cells = std::vector<int>;
 
@@ -73,4 +73,4 @@ private:
     std::vector<std::vector<Access>> places_;
 };
 
-}  // namespace books
+}  // namespace runner

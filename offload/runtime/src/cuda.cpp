@@ -10,6 +10,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <vector>
@@ -49,6 +50,7 @@ public:
         try {
             const Current here(*this);
             for (const Event event : events_) event_destroy_(event);
+            if (module_ != nullptr) module_unload_(module_);
         } catch (const std::runtime_error&) {  // At the end of the process it may be gone.
         }
         release_(device_);
@@ -72,6 +74,26 @@ public:
     void copy(void* into, const void* source, size_t bytes, Stream stream) override {
         const Current here(*this);
         check("cuMemcpyAsync", copy_(Address(into), Address(source), bytes, stream));
+    }
+
+    void load(const std::string& text) override {
+        const Current here(*this);
+        check("cuModuleLoadData", module_load_(&module_, text.c_str()));
+    }
+    void launch(const std::string& name, unsigned columns, unsigned rows, unsigned threads,
+                const void* argument, Stream stream) override {
+        const Current here(*this);
+        Kernel kernel = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            Kernel& known = kernels_[name];
+            if (known == nullptr)
+                check("cuModuleGetFunction", function_(&known, module_, name.c_str()));
+            kernel = known;
+        }
+        void* arguments[] = {const_cast<void*>(argument)};
+        check("cuLaunchKernel", launch_(kernel, columns, rows, 1, threads, 1, 1, 0, stream,
+                                        arguments, nullptr));
     }
 
     Event record(Stream stream) override {
@@ -99,6 +121,8 @@ public:
 
 private:
     using Address = unsigned long long;
+    using Module = void*;
+    using Kernel = void*;
 
     // See [Note: Contexts].
     struct Current {
@@ -144,8 +168,10 @@ private:
     const pid_t pid_ = getpid();
     int device_ = 0;
     Context context_ = nullptr;
-    std::mutex mutex_;
+    Module module_ = nullptr;
+    std::mutex mutex_;           // guards
     std::vector<Event> events_;  // that nobody has, as making one takes long
+    std::map<std::string, Kernel> kernels_;
 
     Result (*const error_string_)(Result, const char**) = find("cuGetErrorString");
     Result (*const init_)(unsigned) = find("cuInit");
@@ -159,6 +185,11 @@ private:
     Result (*const stream_synchronize_)(Stream) = find("cuStreamSynchronize");
     Result (*const stream_destroy_)(Stream) = find("cuStreamDestroy_v2");
     Result (*const copy_)(Address, Address, size_t, Stream) = find("cuMemcpyAsync");
+    Result (*const module_load_)(Module*, const void*) = find("cuModuleLoadData");
+    Result (*const module_unload_)(Module) = find("cuModuleUnload");
+    Result (*const function_)(Kernel*, Module, const char*) = find("cuModuleGetFunction");
+    Result (*const launch_)(Kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                            unsigned, Stream, void**, void**) = find("cuLaunchKernel");
     Result (*const event_create_)(Event*, unsigned) = find("cuEventCreate");
     Result (*const event_record_)(Event, Stream) = find("cuEventRecord");
     Result (*const event_synchronize_)(Event) = find("cuEventSynchronize");

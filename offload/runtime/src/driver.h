@@ -1,4 +1,5 @@
-// A compute device as lanes use it: copies on streams, and events that tell how far a stream is.
+// A compute device as lanes use it: copies and kernels on streams, and events that tell how far a
+// stream is.
 // Where the CPU computes there is none, and a copy is memcpy.
 #pragma once
 
@@ -23,6 +24,12 @@ public:
     virtual void end_stream(Stream stream) noexcept = 0;
     // Queue a copy, between any two memories.
     virtual void copy(void* into, const void* source, size_t bytes, Stream stream) = 0;
+    // Load the text of kernels, which may be launched then.
+    virtual void load(const std::string& text) = 0;
+    // Queue a kernel of that name: blocks in columns and rows, of so many threads. It is handed the
+    // bytes at `argument`, which are copied.
+    virtual void launch(const std::string& name, unsigned columns, unsigned rows, unsigned threads,
+                        const void* argument, Stream stream) = 0;
     // An event behind all that is queued on a stream now, to be waited for once.
     virtual Event record(Stream stream) = 0;
     // Sleep until the device has come to it.

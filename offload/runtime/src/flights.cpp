@@ -13,13 +13,13 @@
 
 #include <limits>
 
-namespace books {
+namespace runner {
 
 // What is written frees a slot when it is over, so it goes first.
 constexpr Key AT_ONCE{std::numeric_limits<int64_t>::min(), 0};
 
 // Begin the next link of a stream, in a slot of its own.
-void Books::begin_link(Task* stream) {
+void Runner::begin_link(Task* stream) {
     const auto& links = *stream->work->links();
     if (links.empty()) return done(stream);
     if (stream->next_link == 0) stream->links_left = links.size();
@@ -28,7 +28,7 @@ void Books::begin_link(Task* stream) {
     next_stage(stream->shared_from_this(), stream->next_link++, 0, slot);
 }
 
-void Books::next_stage(const TaskPtr& stream, size_t link, size_t stage, int slot) {
+void Runner::next_stage(const TaskPtr& stream, size_t link, size_t stage, int slot) {
     const Link& stages = (*stream->work->links())[link];
     if (stage == stages.size()) {
         free_.push_back(slot);
@@ -53,7 +53,7 @@ void Books::next_stage(const TaskPtr& stream, size_t link, size_t stage, int slo
     try_ready(task.get(), nullptr);
 }
 
-void Books::take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfer& transfer) {
+void Runner::take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfer& transfer) {
     lane.flights.push_back(std::make_unique<Flight>(
         Flight{task->shared_from_this(), now(), transfer, {transfer, task->slot}}));
     Flight* flight = lane.flights.back().get();
@@ -69,7 +69,7 @@ void Books::take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfe
 }
 
 // One part is over.
-void Books::land(Turn& turn, Lane& lane) {
+void Runner::land(Turn& turn, Lane& lane) {
     const auto [flight, part] = lane.landed.back();
     lane.landed.pop_back();
     const bool look = lane.failure == nullptr;
@@ -81,12 +81,9 @@ void Books::land(Turn& turn, Lane& lane) {
         lane.flights, [flight = flight](const auto& one) { return one.get() == flight; });
     const std::unique_ptr<Flight> over = std::move(*found);
     lane.flights.erase(found);
-    const double until = now();
     lane.flying_bytes -= over->transfer.bytes();
-    if (lane.flying_bytes == 0) lane.used.busy_s += until - lane.flying_since;
-    if (lane.failure) return;
-    count(lane, *over->task, over->since, until);
-    done(over->task.get());
+    if (lane.flying_bytes == 0) lane.used.busy_s += now() - lane.flying_since;
+    if (!lane.failure) ended(lane, over->task, delayed(turn, lane, *over->task, over->since));
 }
 
-}  // namespace books
+}  // namespace runner

@@ -1,4 +1,4 @@
-// What Python sees of the books. `Books` and `NativeWorks` of Python say what each call does.
+// What Python sees of the native runner; `native.py` says what each call does.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
@@ -7,28 +7,32 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <string>
 #include <tuple>
-#include <unordered_map>
 #include <vector>
 
 #include "../../../cpu_adam/src/crc32c.h"
 #include "../../../cpu_adam/src/pool.h"
-#include "books.h"
+#include "runner.h"
 #include "without_gil.h"
 
 namespace nb = nanobind;
-using namespace books;
+using namespace runner;
 using without_gil::WithoutGil;
 
-// An op that comes again, by numbers: see `Known` in `books.py`.
-struct Known {
+// An op of a phase, by numbers, and the op that it is to Python.
+struct PhaseOp {
     int lane;
     int64_t deadline, bytes;
-    nb::object op, call;  // what of Python does it, where that is to
+    nb::object op;
     WorkPtr work;
     Cells reads, writes;
-    bool of_user;
+};
+
+struct Phase {
+    std::vector<PhaseOp> ops;
 };
 
 // What a lane does, as Python holds it: nothing in it is Python's, so whoever lets go needs no GIL.
@@ -38,15 +42,14 @@ struct PythonWork {
 
 struct PythonSettings {
     std::shared_ptr<const Settings> inner;
-    nb::object python;  // what works in Python are given
 };
 
-using Rows = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factors =
     nb::ndarray<const float, nb::shape<-1, cpu_adam::FACTORS>, nb::c_contig, nb::device::cpu>;
-using Place = std::pair<uintptr_t, int64_t>;  // as `Where`
+using PythonPlace = std::pair<uintptr_t, int64_t>;  // as `Where`
 
-static Where where(const Place& place) {
+static Where where(const PythonPlace& place) {
     if (place.first == 0) throw nb::value_error("a lane was given no memory");
     return {reinterpret_cast<Byte*>(place.first), place.second};
 }
@@ -63,7 +66,7 @@ static cpu_adam::Gradient gradient_of(int number) {
     return cpu_adam::Gradient(number);
 }
 
-static PythonWork copies(const std::vector<std::tuple<Place, Place, size_t>>& given,
+static PythonWork copies(const std::vector<std::tuple<PythonPlace, PythonPlace, size_t>>& given,
                          bool on_device) {
     std::vector<Copy> found;
     for (const auto& [into, source, bytes] : given) {
@@ -79,29 +82,50 @@ static PythonWork several(const std::vector<const PythonWork*>& given) {
     return {std::make_shared<Several>(std::move(found))};
 }
 
-static PythonWork sweep_of(int kernel, int operation, int gradient, const Rows& rows,
+static Rows rows_of(const Table& given, std::vector<int64_t> strides) {
+    if (int64_t(given.shape(1)) != cpu_adam::ADDRESS_COLUMNS + int64_t(strides.size()))
+        throw nb::value_error("the table does not fit the operation");
+    return {std::vector<int64_t>(given.data(), given.data() + given.size()), std::move(strides)};
+}
+
+static PythonWork sweep_of(int kernel, int operation, int gradient, const Table& table,
                            std::vector<int64_t> strides) {
     if (operation < 0 || operation >= cpu_adam::OPERATIONS_COUNT)
         throw nb::index_error("no such operation");
     const auto& action = kernel_at(kernel).operations[operation].of[gradient_of(gradient)];
-    const int64_t columns = cpu_adam::ADDRESS_COLUMNS + action.arrays;
-    if (action.call == nullptr || int64_t(rows.shape(1)) != columns)
+    if (action.call == nullptr || action.arrays != int(strides.size()))
         throw nb::value_error("the table does not fit the operation");
-    std::vector<int64_t> all(rows.data(), rows.data() + rows.size());
-    return {std::make_shared<Sweep>(action, std::move(all), std::move(strides))};
+    return {std::make_shared<Sweep>(action, rows_of(table, std::move(strides)))};
 }
 
-using PythonStretch = std::tuple<int64_t, int64_t, Place, int64_t>;
+static PythonWork device_sweep_of(const std::string& name, int gradient, int64_t block_elements,
+                                  const Table& table, std::vector<int64_t> strides) {
+    return {std::make_shared<DeviceSweep>(name, gradient_of(gradient), block_elements,
+                                          rows_of(table, std::move(strides)))};
+}
 
-static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonStretch>& given) {
+using PythonStretch = std::tuple<int64_t, int64_t, PythonPlace, int64_t>;
+
+static std::vector<Stretch> stretches_of(const std::vector<PythonStretch>& given) {
     std::vector<Stretch> found;
     for (const auto& [leaf, first, at, elements] : given)
         found.push_back({leaf, first, where(at), elements});
-    return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient), std::move(found))};
+    return found;
+}
+
+static PythonWork squares_of(int kernel, int gradient, const std::vector<PythonStretch>& given) {
+    return {std::make_shared<Squares>(kernel_at(kernel), gradient_of(gradient),
+                                      stretches_of(given))};
+}
+
+static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t block_elements,
+                                    const std::vector<PythonStretch>& given) {
+    return {std::make_shared<DeviceSquares>(gradient_of(gradient), where({scratch, 0}).base,
+                                            block_elements, stretches_of(given))};
 }
 
 using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
-using PythonChunk = std::tuple<int64_t, Place, int64_t, uintptr_t, std::vector<PythonPart>>;
+using PythonChunk = std::tuple<int64_t, PythonPlace, int64_t, uintptr_t, std::vector<PythonPart>>;
 
 static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given, int kernel,
                             uintptr_t moved, uintptr_t step) {
@@ -133,86 +157,114 @@ static PythonWork stream_of(const std::vector<std::vector<PythonStage>>& given) 
     return {std::make_shared<Stream>(std::move(found))};
 }
 
-static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip,
-                                  nb::object python) {
+static PythonSettings settings_of(const Factors& factors, const std::shared_ptr<Clip>& clip) {
     std::vector<float> all(factors.data(), factors.data() + factors.size());
-    return {std::make_shared<Settings>(Settings{std::move(all), clip}), std::move(python)};
+    return {std::make_shared<Settings>(Settings{std::move(all), clip})};
+}
+
+using PythonOp = std::tuple<int, int64_t, int64_t, nb::object, const PythonWork*, Cells, Cells>;
+
+static Phase phase_of(const std::vector<PythonOp>& given) {
+    Phase phase;
+    for (const auto& [lane, deadline, bytes, op, work, reads, writes] : given)
+        phase.ops.push_back(
+            {lane, deadline, bytes, op, work ? work->inner : nullptr, reads, writes});
+    return phase;
 }
 
 // So many ops are kept for each one of which is remembered that it ran: of those that are queued
 // some run much later, and some never.
 constexpr size_t OPS_KEPT = 4;
 
-// The books, and Python's ops of what was issued lately.
+// The runner, and Python's ops of what was started lately.
 class Shared {
 public:
-    Shared(int lanes, int disk, int slots, size_t ran_max, const driver::DriverPtr& driver)
-        : books_(new Books(lanes, disk, slots, ran_max, driver)), pid_(getpid()),
-          ops_(OPS_KEPT * ran_max) {}
+    Shared(int lanes, int disk, int slots, size_t ran_max, const driver::DriverPtr& driver,
+           const nb::object& pace, bool threads)
+        : pid_(getpid()), ops_(OPS_KEPT * std::max(ran_max, size_t(pace.is_none() ? 0 : 1024))) {
+        Pace paced;
+        if (!pace.is_none()) {
+            paced = [this, pace = pace.ptr()](const Task& task, double since) {
+                const nb::gil_scoped_acquire held;
+                const nb::object& op = ops_[size_t(task.number) % ops_.size()];
+                return nb::cast<double>(nb::handle(pace)(op, int(task.part), task.bytes, since));
+            };
+            pace_ = pace;
+        }
+        const WithoutGil released;
+        runner_ = new Runner({lanes, disk, slots, ran_max, driver, std::move(paced), threads});
+    }
     Shared(const Shared&) = delete;
     ~Shared() {
-        // In a forked child nobody will ever wake who sleeps here, which its end would wait for.
-        if (getpid() == pid_) delete books_;
+        // In a forked child nobody will ever wake what sleeps here, which its end would wait for.
+        if (getpid() != pid_) return;
+        const WithoutGil released;
+        delete runner_;
     }
 
-    // Queue ops, each behind those that touched what it touches.
-    std::vector<TaskPtr> issue(const std::vector<const Known*>& ops, int64_t pass,
-                               const PythonSettings* settings) {
+    // Queue the ops of a phase, each behind those that touched what it touches.
+    std::vector<TaskPtr> start(const Phase& phase, int64_t pass, const PythonSettings* settings) {
         std::vector<TaskPtr> tasks;
-        for (const Known* one : ops) {
-            tasks.push_back(task_of(*one, pass, settings));
-            books_->issue(tasks.back(), one->reads, one->writes);
+        for (const PhaseOp& one : phase.ops) {
+            const auto task = std::make_shared<Task>();
+            task->lane = one.lane;
+            task->of_user = one.work == nullptr;
+            task->key = {pass, one.deadline};
+            task->work = one.work;
+            task->bytes = one.bytes;
+            if (settings != nullptr) task->settings = settings->inner;
+            if (!ops_.empty()) {
+                task->number = number_++;
+                ops_[size_t(task->number) % ops_.size()] = one.op;
+            }
+            tasks.push_back(task);
+            runner_->start(task, one.reads, one.writes);
         }
         return tasks;
     }
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes) {
-        return books_->touching(reads, writes);
+        return runner_->touching(reads, writes);
     }
-    std::vector<TaskPtr> all() { return books_->all(); }
-    void cancel(const std::vector<TaskPtr>& tasks) { books_->cancel(tasks); }
+    std::vector<TaskPtr> all() { return runner_->all(); }
+    void cancel(const std::vector<TaskPtr>& tasks) { runner_->cancel(tasks); }
     bool begin(Task& task, double seconds) {
-        if (seconds <= 0) return books_->begin(task, 0);
+        if (seconds <= 0) return runner_->begin(task, 0);
         const WithoutGil released;
-        return books_->begin(task, seconds);
+        return runner_->begin(task, seconds);
     }
     bool over(Task& task, double seconds) {
-        if (seconds <= 0) return books_->over(task, 0);
+        if (seconds <= 0) return runner_->over(task, 0);
         const WithoutGil released;
-        return books_->over(task, seconds);
+        return runner_->over(task, seconds);
     }
-    void finish(Task& task) { books_->finish(task); }
-    void finish_later(Task& task, const std::vector<driver::Stream>& streams) {
-        books_->finish(task, streams);
+    void finish(Task& task, const std::vector<driver::Stream>& streams) {
+        runner_->finish(task, streams);
     }
-    void end() {
+    void perform(const PythonWork& work, const PythonSettings* settings, driver::Stream stream) {
         const WithoutGil released;
-        books_->end();
+        runner_->perform(*work.inner, settings ? settings->inner.get() : nullptr, stream);
     }
     std::tuple<Key, std::vector<int64_t>, std::vector<std::pair<int, double>>> look(
         const Task& task) {
-        Seen seen = books_->look(task);
+        Seen seen = runner_->look(task);
         return {seen.key, std::move(seen.waits), std::move(seen.path)};
     }
-    TaskPtr take(int lane, bool wait) {
-        const WithoutGil released;
-        return books_->take(lane, wait);
-    }
-    // The op, the work and the settings of a task that `take` returned.
-    nb::object call(const Task& task) {
-        const auto found = calls_.extract(task.call);
-        return found.empty() ? nb::none() : found.mapped();
+    TaskPtr first(int lane) { return runner_->first(lane); }
+    bool failed() const { return runner_->failed(); }
+    void rethrow() {
+        if (const std::exception_ptr failure = runner_->failure()) std::rethrow_exception(failure);
     }
     void stop(bool closing) {
-        books_->stop(closing);
-        if (closing) calls_.clear();
+        const WithoutGil released;
+        runner_->stop(closing);
     }
     std::tuple<double, int64_t, int64_t> used(int lane) {
-        const Used now = books_->used(lane);
+        const Used now = runner_->used(lane);
         return {now.busy_s, now.bytes, now.operations};
     }
     std::vector<std::tuple<nb::object, int, int64_t, double, double>> ran() {
         std::vector<std::tuple<nb::object, int, int64_t, double, double>> found;
-        for (const Ran& one : books_->ran()) {
+        for (const Ran& one : runner_->ran()) {
             if (one.number + int64_t(ops_.size()) < number_) continue;  // The place is another's.
             found.emplace_back(ops_[size_t(one.number) % ops_.size()], int(one.part), one.bytes,
                                one.start, one.stop);
@@ -221,55 +273,30 @@ public:
     }
 
 private:
-    TaskPtr task_of(const Known& known, int64_t pass, const PythonSettings* settings) {
-        const auto task = std::make_shared<Task>();
-        task->lane = known.lane;
-        task->of_user = known.of_user;
-        task->key = {pass, known.deadline};
-        task->work = known.work;
-        task->bytes = known.bytes;
-        if (settings != nullptr) task->settings = settings->inner;
-        if (!known.call.is_none()) {
-            task->call = ++last_call_;
-            const nb::object given = settings == nullptr ? nb::none() : settings->python;
-            calls_.emplace(task->call, nb::make_tuple(known.op, known.call, given));
-        }
-        if (!ops_.empty()) {
-            task->number = number_++;
-            ops_[size_t(task->number) % ops_.size()] = known.op;
-        }
-        return task;
-    }
-
-    Books* books_;
+    Runner* runner_;
     pid_t pid_;
+    nb::object pace_;
     std::vector<nb::object> ops_;  // the last that are numbered, each at its number in turn
     int64_t number_ = 0;           // of the next one
-    std::unordered_map<int64_t, nb::object> calls_;  // of tasks that Python has still to take
-    int64_t last_call_ = 0;
 };
 
-NB_MODULE(_books, module) {
+NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 7;  // as offload/runtime/books.py has it
-    nb::class_<Task>(module, "Task", nb::dynamic_attr())  // of lanes in Python
+    module.attr("VERSION") = 8;  // as offload/runtime/native.py has it
+    nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
-        .def_ro("began_at", &Task::began_at)
         .def_prop_ro("over", &Task::over)
         .def_prop_ro("begun", &Task::begun)
         .def_prop_ro("cancelled", [](const Task& task) {
             return task.state == State::CANCELLED;
         });
-    nb::class_<Known>(module, "Known").def_ro("op", &Known::op);
-    module.def("make_known", [](int lane, int64_t deadline, int64_t bytes, nb::object op,
-                                nb::object work, Cells reads, Cells writes, bool of_user) {
-        const PythonWork* native = nullptr;
-        if (nb::try_cast(work, native) && native != nullptr) work = nb::none();
-        return Known{lane, deadline, bytes, op, work, native == nullptr ? nullptr : native->inner,
-                     std::move(reads), std::move(writes), of_user};
-    }, nb::arg("lane"), nb::arg("deadline"), nb::arg("bytes"), nb::arg("op"),
-       nb::arg("work").none(), nb::arg("reads"), nb::arg("writes"), nb::arg("of_user"));
+    nb::class_<Phase>(module, "Phase").def_prop_ro("ops", [](const Phase& phase) {
+        std::vector<nb::object> found;
+        for (const PhaseOp& one : phase.ops) found.push_back(one.op);
+        return found;
+    });
+    module.def("phase", &phase_of);
     nb::class_<PythonWork>(module, "Work");
     nb::class_<PythonSettings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
@@ -281,17 +308,18 @@ NB_MODULE(_books, module) {
     module.def("share_pool", [](uintptr_t pool) {
         cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
     });
-    nb::class_<driver::Driver>(module, "Driver");
+    nb::class_<driver::Driver>(module, "Driver").def("load", &driver::Driver::load);
     module.def("open_cuda", &driver::open_cuda);
-    module.def("copies", &copies, nb::arg("copies"), nb::arg("on_device") = false);
+    module.def("copies", &copies);
     module.def("several", &several);
     module.def("sweep", &sweep_of);
+    module.def("device_sweep", &device_sweep_of);
     module.def("squares", &squares_of);
+    module.def("device_squares", &device_squares_of);
     module.def("combine", [] { return PythonWork{std::make_shared<Combine>()}; });
     module.def("chunks", &chunks_of);
     module.def("stream", &stream_of);
-    module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none(),
-               nb::arg("python"));
+    module.def("settings", &settings_of, nb::arg("factors"), nb::arg("clip").none());
     static nb::exception<aio::ChunkFailed> failed(module, "ChunkFailed", PyExc_OSError);
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {
         try {
@@ -303,22 +331,25 @@ NB_MODULE(_books, module) {
             PyErr_SetObject(failed.ptr(), told.ptr());
         }
     });
-    nb::class_<Shared>(module, "Books")
-        .def(nb::init<int, int, int, size_t, const driver::DriverPtr&>(), nb::arg("lanes"),
-             nb::arg("disk"), nb::arg("slots"), nb::arg("kept"), nb::arg("driver").none())
-        .def("issue", &Shared::issue, nb::arg("ops"), nb::arg("pass_number"),
+    nb::class_<Shared>(module, "Runner")
+        .def(nb::init<int, int, int, size_t, const driver::DriverPtr&, const nb::object&, bool>(),
+             nb::arg("lanes"), nb::arg("disk"), nb::arg("slots"), nb::arg("kept"),
+             nb::arg("driver").none(), nb::arg("pace").none(), nb::arg("threads"))
+        .def("start", &Shared::start, nb::arg("phase"), nb::arg("pass_number"),
              nb::arg("settings").none() = nb::none())
         .def("touching", &Shared::touching)
         .def("all", &Shared::all)
         .def("cancel", &Shared::cancel)
         .def("begin", &Shared::begin)
         .def("over", &Shared::over)
-        .def("finish", &Shared::finish)
-        .def("finish_later", &Shared::finish_later)
-        .def("end", &Shared::end)
-        .def("call", &Shared::call)
+        .def("finish", &Shared::finish, nb::arg("task"),
+             nb::arg("streams") = std::vector<driver::Stream>())
+        .def("perform", &Shared::perform, nb::arg("work"), nb::arg("settings").none(),
+             nb::arg("stream"))
         .def("look", &Shared::look)
-        .def("take", &Shared::take)
+        .def("first", &Shared::first)
+        .def_prop_ro("failed", &Shared::failed)
+        .def("rethrow", &Shared::rethrow)
         .def("stop", &Shared::stop, nb::arg("closing"))
         .def("used", &Shared::used)
         .def("ran", &Shared::ran);

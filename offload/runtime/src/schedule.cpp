@@ -1,11 +1,11 @@
-// Which task may start: what `program/schedule.py` does, which says why. All with the books' lock.
+// Which task may start: what `program/schedule.py` does, which says why. All with the lock.
 #include <time.h>
 
 #include <algorithm>
 
-#include "books.h"
+#include "runner.h"
 
-namespace books {
+namespace runner {
 
 double now() {
     timespec at;
@@ -13,7 +13,7 @@ double now() {
     return double(at.tv_sec) + 1e-9 * double(at.tv_nsec);
 }
 
-void Books::queue(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
+void Runner::queue(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
     task->serial = ++serial_;
     alive_.emplace(task.get(), task);
     for (const TaskPtr& other : waits) {
@@ -24,13 +24,13 @@ void Books::queue(const TaskPtr& task, const std::vector<TaskPtr>& waits) {
     try_ready(task.get(), nullptr);
 }
 
-void Books::link(Task* other, Task* task) {
+void Runner::link(Task* other, Task* task) {
     other->followers.push_back(task);
     task->waits.push_back(other);
     task->missing++;
 }
 
-void Books::done(Task* task) {
+void Runner::done(Task* task) {
     const TaskPtr kept = task->shared_from_this();
     task->state = State::DONE;
     release(task);
@@ -39,17 +39,18 @@ void Books::done(Task* task) {
 
 // The lanes that led to a task, latest first; before them the one that does it. A stream is the
 // drive's, whatever lane computes, and the user's compute is the device's once it is queued there.
-std::vector<std::pair<int, double>> Books::path_of(const Task& task) const {
+std::vector<std::pair<int, double>> Runner::path_of(const Task& task) const {
     std::vector<std::pair<int, double>> found;
     if (!task.of_user)
-        found.emplace_back(number_of(task) == disk_ ? disk_ : task.lane, task.ready_at);
+        found.emplace_back(number_of(task) == options_.disk ? options_.disk : task.lane,
+                           task.ready_at);
     else if (task.ended_at > 0) found.emplace_back(task.lane, task.ended_at);
     found.insert(found.end(), task.history.begin(), task.history.end());
     return found;
 }
 
 // A task is over: who waits for it may be ready.
-void Books::release(Task* task) {
+void Runner::release(Task* task) {
     const TaskPtr kept = task->shared_from_this();
     told_ = told_ || task->awaited;
     for (Task* other : task->waits) std::erase(other->followers, task);
@@ -62,7 +63,7 @@ void Books::release(Task* task) {
     alive_.erase(task);
 }
 
-void Books::try_ready(Task* task, Task* last) {
+void Runner::try_ready(Task* task, Task* last) {
     if (task->missing > 0 || task->state != State::WAITING) return;
     task->state = State::READY;
     task->ready_at = now();
@@ -77,7 +78,7 @@ void Books::try_ready(Task* task, Task* last) {
     }
 }
 
-void Books::hurry(Task* task, Key key) {
+void Runner::hurry(Task* task, Key key) {
     std::vector<Task*> found{task};
     while (!found.empty()) {
         Task* one = found.back();
@@ -91,4 +92,4 @@ void Books::hurry(Task* task, Key key) {
     }
 }
 
-}  // namespace books
+}  // namespace runner

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-namespace books {
+namespace runner {
 
 using Key = std::pair<int64_t, int64_t>;  // number of the pass, position in it
 
@@ -52,4 +52,4 @@ struct Task : std::enable_shared_from_this<Task> {
 
 using TaskPtr = std::shared_ptr<Task>;
 
-}  // namespace books
+}  // namespace runner

@@ -1,17 +1,17 @@
-// The lock of the books; who is to be woken is told when it is let go.
+// The runner's lock; who is to be woken is told when it is let go.
 #pragma once
 
 #include <chrono>
 #include <mutex>
 #include <utility>
 
-#include "books.h"
+#include "runner.h"
 
-namespace books {
+namespace runner {
 
-class Books::Turn {
+class Runner::Turn {
 public:
-    explicit Turn(Books& books) : books_(books), lock_(books.mutex_) {}
+    explicit Turn(Runner& runner) : runner_(runner), lock_(runner.mutex_) {}
     Turn(const Turn&) = delete;
     ~Turn() { tell(); }
 
@@ -32,7 +32,7 @@ public:
 
     // Wait until somebody tells, or the time is up; whether it is not.
     bool sleep(std::chrono::steady_clock::time_point until) {
-        return books_.changed_.wait_until(lock_, until) != std::cv_status::timeout;
+        return runner_.changed_.wait_until(lock_, until) != std::cv_status::timeout;
     }
     // Wait until the lane may have something to do.
     void sleep(Lane& lane) {
@@ -47,17 +47,17 @@ public:
     }
     // Wake whom it concerns.
     void tell() {
-        if (std::exchange(books_.told_, false)) books_.changed_.notify_all();
-        for (Lane& lane : books_.lanes_) {
-            if (!lane.asleep || books_.stopped_ || !books_.has_work(lane)) continue;
+        if (std::exchange(runner_.told_, false)) runner_.changed_.notify_all();
+        for (Lane& lane : runner_.lanes_) {
+            if (!lane.asleep || runner_.stopped_ || !runner_.has_work(lane)) continue;
             lane.asleep = false;
             lane.wake.notify_one();
         }
     }
 
 private:
-    Books& books_;
+    Runner& runner_;
     std::unique_lock<std::mutex> lock_;
 };
 
-}  // namespace books
+}  // namespace runner

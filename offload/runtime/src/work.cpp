@@ -4,11 +4,24 @@
 #include <cmath>
 #include <cstring>
 
-namespace books {
+#include "../../../cpu_adam/src/device/table.cuh"
+
+namespace runner {
 
 using namespace cpu_adam;
 
-constexpr double CLIP_EPS = 1e-6;  // as optim/update.py has it
+constexpr double CLIP_EPS = 1e-6;  // as reference.py has it
+constexpr int64_t GRID_COLUMNS_MOST = 4096;
+constexpr unsigned BLOCK_THREADS = 256;
+
+// The next node of a parameter's tree: as `push` of cpu_adam/reference.py.
+static void push(Nodes& nodes, int64_t index, int level, double sum) {
+    for (; index % 2 && !nodes.empty() && std::get<1>(nodes.back()) == level; index /= 2) {
+        sum = std::get<2>(nodes.back()) + sum;
+        nodes.pop_back(), level++;
+    }
+    nodes.emplace_back(index, level, sum);
+}
 
 void Clip::combine() {
     double all = 0;
@@ -20,13 +33,7 @@ void Clip::combine() {
     };
     for (const auto& [leaf, part] : parts) {
         if (std::get<0>(part.front()) == 0) add_parameter();
-        for (auto [index, level, sum] : part) {  // As `push` of cpu_adam/reference.py.
-            for (; index % 2 && !nodes.empty() && std::get<1>(nodes.back()) == level; index /= 2) {
-                sum = std::get<2>(nodes.back()) + sum;
-                nodes.pop_back(), level++;
-            }
-            nodes.emplace_back(index, level, sum);
-        }
+        for (const auto& [index, level, sum] : part) push(nodes, index, level, sum);
     }
     add_parameter();
     norm = std::sqrt(all);
@@ -34,9 +41,32 @@ void Clip::combine() {
     factor = ratio >= 1.0 ? 1.0 : ratio;  // What is not a number stays that.
 }
 
+std::vector<float> Settings::scaled(int64_t rows) const {
+    if (int64_t(factors.size()) < rows * FACTORS)
+        throw std::logic_error("a step has too few factors");
+    std::vector<float> found = factors;
+    if (clip != nullptr)
+        for (size_t at = 0; at < found.size(); at += FACTORS)
+            found[at] *= float(clip->factor);  // Of which it was 1 or -1.
+    return found;
+}
+
 void Several::run(int slot, const Settings* settings) const {
     for (const WorkPtr& work : works_) work->run(slot, settings);
 }
+
+After Several::queue(driver::Driver& device, driver::Stream stream, int slot,
+                     const Settings* settings) const {
+    std::vector<After> ends;
+    for (const WorkPtr& work : works_)
+        if (After end = work->queue(device, stream, slot, settings)) ends.push_back(std::move(end));
+    if (ends.empty()) return {};
+    return [ends = std::move(ends)] {
+        for (const After& end : ends) end();
+    };
+}
+
+// -- copies ---------------------------------------------------------------------------------------
 
 Copies::Copies(std::vector<Copy> copies, bool on_device)
     : copies_(std::move(copies)), on_device_(on_device) {
@@ -47,38 +77,107 @@ void Copies::run(int slot, const Settings*) const {
     for (const Copy& one : copies_) std::memcpy(one.into.at(slot), one.source.at(slot), one.bytes);
 }
 
-Sweep::Sweep(const Action& action, std::vector<int64_t> rows, std::vector<int64_t> strides)
-    : action_(action), rows_(std::move(rows)), strides_(std::move(strides)),
-      columns_(ADDRESS_COLUMNS + action.arrays) {
-    if (action.call == nullptr || rows_.size() % size_t(columns_) != 0 ||
-        strides_.size() != size_t(action.arrays))
+After Copies::queue(driver::Driver& device, driver::Stream stream, int slot,
+                    const Settings*) const {
+    for (const Copy& one : copies_)
+        device.copy(one.into.at(slot), one.source.at(slot), one.bytes, stream);
+    return {};
+}
+
+// -- updates --------------------------------------------------------------------------------------
+
+Rows::Rows(std::vector<int64_t> given, std::vector<int64_t> by_array)
+    : rows(std::move(given)), strides(std::move(by_array)),
+      columns(ADDRESS_COLUMNS + int64_t(strides.size())) {
+    if (rows.size() % size_t(columns) != 0 || strides.size() > size_t(ARRAYS_MAX))
         throw std::logic_error("the table does not fit the operation");
-    for (size_t at = 0; at < rows_.size(); at += size_t(columns_))
-        factors_ = std::max(factors_, rows_[at + FACTORS_COLUMN] + 1);
+    for (size_t at = 0; at < rows.size(); at += size_t(columns))
+        factors = std::max(factors, rows[at + FACTORS_COLUMN] + 1);
+}
+
+std::vector<int64_t> Rows::at(int slot) const {
+    std::vector<int64_t> moved = rows;
+    for (size_t row = 0; slot != 0 && row < moved.size(); row += size_t(columns))
+        for (size_t array = 0; array < strides.size(); array++)
+            moved[row + ADDRESS_COLUMNS + array] += slot * strides[array];
+    return moved;
+}
+
+static const Settings NONE{std::vector<float>(FACTORS), nullptr};
+
+Sweep::Sweep(const Action& action, Rows rows) : action_(action), rows_(std::move(rows)) {
+    if (action.call == nullptr || rows_.columns != ADDRESS_COLUMNS + action.arrays)
+        throw std::logic_error("the table does not fit the operation");
 }
 
 void Sweep::run(int slot, const Settings* settings) const {
-    static const std::vector<float> NONE(FACTORS);
-    std::vector<float> factors = settings == nullptr ? NONE : settings->factors;
-    if (int64_t(factors.size()) < factors_ * FACTORS)
-        throw std::logic_error("a step has too few factors");
-    if (settings != nullptr && settings->clip != nullptr)
-        for (size_t at = 0; at < factors.size(); at += FACTORS)
-            factors[at] *= float(settings->clip->factor);  // Of which it was 1 or -1.
-    std::vector<int64_t> moved;
-    if (slot != 0) {
-        moved = rows_;
-        for (size_t row = 0; row < moved.size(); row += size_t(columns_))
-            for (size_t array = 0; array < strides_.size(); array++)
-                moved[row + ADDRESS_COLUMNS + array] += slot * strides_[array];
-    }
-    const std::vector<int64_t>& rows = slot != 0 ? moved : rows_;
-    sweep(action_, {rows.data(), int64_t(rows.size()) / columns_, columns_, factors.data()});
+    const auto factors = (settings != nullptr ? *settings : NONE).scaled(rows_.factors);
+    const std::vector<int64_t> moved = slot != 0 ? rows_.at(slot) : std::vector<int64_t>();
+    const std::vector<int64_t>& rows = slot != 0 ? moved : rows_.rows;
+    sweep(action_, {rows.data(), int64_t(rows.size()) / rows_.columns, rows_.columns,
+                    factors.data()});
 }
+
+// Queue a kernel for some rows of a table, as many times as it takes.
+static void launch(driver::Driver& device, driver::Stream stream, const std::string& name,
+                   Gradient dtype, int64_t block_elements, const std::vector<DeviceRow>& rows) {
+    for (size_t start = 0; start < rows.size(); start += DEVICE_ROWS) {
+        const size_t count = std::min(rows.size() - start, size_t(DEVICE_ROWS));
+        DeviceTable table{0, dtype, int32_t(count), {}};
+        int64_t most = 1;
+        for (int32_t at = 0; at < table.count; at++) {
+            table.rows[at] = rows[start + size_t(at)];
+            most = std::max(most, table.rows[at].elements);
+        }
+        const int64_t blocks = (most + block_elements - 1) / block_elements;
+        device.launch(name, unsigned(std::min(blocks, GRID_COLUMNS_MOST)), unsigned(table.count),
+                      BLOCK_THREADS, &table, stream);
+    }
+}
+
+After DeviceSweep::queue(driver::Driver& device, driver::Stream stream, int slot,
+                         const Settings* settings) const {
+    const auto factors = (settings != nullptr ? *settings : NONE).scaled(rows_.factors);
+    const std::vector<int64_t> table = rows_.at(slot);
+    std::vector<DeviceRow> rows;
+    for (auto at = table.begin(); at != table.end(); at += rows_.columns) {
+        DeviceRow& row = rows.emplace_back();
+        row.elements = at[ELEMENTS_COLUMN];
+        row.first = at[FIRST_COLUMN];
+        std::copy(at + ADDRESS_COLUMNS, at + rows_.columns, row.arrays);
+        std::copy_n(factors.begin() + at[FACTORS_COLUMN] * FACTORS, FACTORS, row.factors);
+    }
+    launch(device, stream, name_, dtype_, block_elements_, rows);
+    return {};
+}
+
+// -- sums of squares ------------------------------------------------------------------------------
 
 void Squares::run(int slot, const Settings* settings) const {
     for (const auto& [leaf, first, at, elements] : all_)
         settings->clip->put(leaf, square_sums(kernel_, dtype_, at.at(slot), elements, first));
 }
 
-}  // namespace books
+After DeviceSquares::queue(driver::Driver& device, driver::Stream stream, int slot,
+                           const Settings* settings) const {
+    const auto sums = std::make_shared<std::vector<std::vector<double>>>();
+    for (const Stretch& one : all_) {
+        DeviceRow row{one.elements, 0, {}, {}};
+        row.arrays[0] = reinterpret_cast<int64_t>(one.at.at(slot));
+        row.arrays[1] = reinterpret_cast<int64_t>(scratch_);
+        launch(device, stream, "squares_of_blocks", dtype_, block_elements_, {row});
+        const int64_t leaves = (one.elements + SUM_BLOCK_ELEMENTS - 1) / SUM_BLOCK_ELEMENTS;
+        auto& here = sums->emplace_back(leaves);
+        device.copy(here.data(), scratch_, here.size() * sizeof(double), stream);
+    }
+    return [this, sums, clip = settings->clip] {
+        for (size_t at = 0; at < all_.size(); at++) {
+            Nodes nodes;
+            int64_t leaf = all_[at].first;
+            for (const double sum : (*sums)[at]) push(nodes, leaf++, 0, sum);
+            clip->put(all_[at].leaf, nodes);
+        }
+    };
+}
+
+}  // namespace runner

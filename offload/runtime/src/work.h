@@ -1,21 +1,23 @@
-// What lanes do by themselves, without Python and the GIL: copies, sums, updates, and transfers of
-// files. `native_work.py` makes them; what each does is there, and in the modules of Python that it
-// stands for.
+// What lanes do, without Python and the GIL: copies, sums, updates, transfers of files. `works.py`
+// says what of it an op does, and `native.py` makes it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../../../aio/src/chunks.h"
 #include "../../../cpu_adam/src/sweep.h"
+#include "driver.h"
 #include "task.h"
 
-namespace books {
+namespace runner {
 
 using cpu_adam::Byte;
 
@@ -46,6 +48,9 @@ struct Clip {
 struct Settings {
     std::vector<float> factors;
     std::shared_ptr<Clip> clip;
+
+    // At least so many rows, with the scale of the clipping.
+    std::vector<float> scaled(int64_t rows) const;
 };
 
 class Work;
@@ -60,60 +65,95 @@ struct Stage {
 };
 using Link = std::vector<Stage>;
 
-struct Copy {
-    Where into, source;
-    size_t bytes;
-};
+// What is left to do when the device is through with a work; empty where nothing is.
+using After = std::function<void()>;
 
 class Work {
 public:
     virtual ~Work() = default;
-    // With the staging slot of its chunk, 0 where it has none.
-    virtual void run(int slot, const Settings* settings) const = 0;
+    // On the calling thread, with the staging slot of its chunk, 0 where it has none.
+    virtual void run(int, const Settings*) const { throw std::logic_error("of another lane"); }
     // Bytes of a copy that is done by who makes it ready, where they are few.
     virtual size_t bytes_at_hand() const { return SIZE_MAX; }
     // What it is for the lane of the drives, which has many under way.
     virtual const aio::ChunkTransfer* transfer() const { return nullptr; }
-    // What the device copies, which has several under way.
-    virtual const std::vector<Copy>* device_copies() const { return nullptr; }
     // The chunks of a stream.
     virtual const std::vector<Link>* links() const { return nullptr; }
+    // Whether the device does it, once it is queued on one of its streams.
+    virtual bool on_device() const { return false; }
+    virtual After queue(driver::Driver&, driver::Stream, int, const Settings*) const {
+        throw std::logic_error("of another lane");
+    }
 };
 
 class Several : public Work {
 public:
     explicit Several(std::vector<WorkPtr> works) : works_(std::move(works)) {}
     void run(int slot, const Settings* settings) const override;
+    bool on_device() const override { return !works_.empty() && works_.front()->on_device(); }
+    After queue(driver::Driver& device, driver::Stream stream, int slot,
+                const Settings* settings) const override;
 
 private:
-    std::vector<WorkPtr> works_;
+    const std::vector<WorkPtr> works_;
+};
+
+struct Copy {
+    Where into, source;
+    size_t bytes;
 };
 
 class Copies : public Work {
 public:
-    explicit Copies(std::vector<Copy> copies, bool on_device = false);
+    Copies(std::vector<Copy> copies, bool on_device);
     void run(int slot, const Settings*) const override;
     size_t bytes_at_hand() const override { return on_device_ ? SIZE_MAX : bytes_; }
-    const std::vector<Copy>* device_copies() const override {
-        return on_device_ ? &copies_ : nullptr;
-    }
+    bool on_device() const override { return on_device_; }
+    After queue(driver::Driver& device, driver::Stream stream, int slot,
+                const Settings*) const override;
 
 private:
-    std::vector<Copy> copies_;
+    const std::vector<Copy> copies_;
     const bool on_device_;
     size_t bytes_ = 0;
 };
 
 // A table of cpu_adam (sweep.h), whose arrays may lie in a staging slot: `strides` by array.
+struct Rows {
+    Rows(std::vector<int64_t> rows, std::vector<int64_t> strides);
+    // The table of a staging slot.
+    std::vector<int64_t> at(int slot) const;
+
+    const std::vector<int64_t> rows, strides;
+    const int64_t columns;
+    int64_t factors = 0;  // rows of factors that it uses
+};
+
 class Sweep : public Work {
 public:
-    Sweep(const cpu_adam::Action& action, std::vector<int64_t> rows, std::vector<int64_t> strides);
+    Sweep(const cpu_adam::Action& action, Rows rows);
     void run(int slot, const Settings* settings) const override;
 
 private:
     const cpu_adam::Action& action_;
-    std::vector<int64_t> rows_, strides_;
-    int64_t columns_, factors_ = 0;  // rows of factors that it uses
+    const Rows rows_;
+};
+
+// The same by a kernel of the device, see [Note: Launches] of cpu_adam/src/device/table.cuh.
+class DeviceSweep : public Work {
+public:
+    DeviceSweep(std::string name, cpu_adam::Gradient dtype, int64_t block_elements, Rows rows)
+        : name_(std::move(name)), dtype_(dtype), block_elements_(block_elements),
+          rows_(std::move(rows)) {}
+    bool on_device() const override { return true; }
+    After queue(driver::Driver& device, driver::Stream stream, int slot,
+                const Settings* settings) const override;
+
+private:
+    const std::string name_;
+    const cpu_adam::Gradient dtype_;
+    const int64_t block_elements_;
+    const Rows rows_;
 };
 
 struct Stretch {
@@ -131,8 +171,27 @@ public:
 
 private:
     const cpu_adam::Kernel& kernel_;
-    cpu_adam::Gradient dtype_;
-    std::vector<Stretch> all_;
+    const cpu_adam::Gradient dtype_;
+    const std::vector<Stretch> all_;
+};
+
+// The same by a kernel of the device; `scratch` is the device's, a float64 for each leaf of the
+// largest stretch.
+class DeviceSquares : public Work {
+public:
+    DeviceSquares(cpu_adam::Gradient dtype, Byte* scratch, int64_t block_elements,
+                  std::vector<Stretch> all)
+        : dtype_(dtype), scratch_(scratch), block_elements_(block_elements),
+          all_(std::move(all)) {}
+    bool on_device() const override { return true; }
+    After queue(driver::Driver& device, driver::Stream stream, int slot,
+                const Settings* settings) const override;
+
+private:
+    const cpu_adam::Gradient dtype_;
+    Byte* const scratch_;
+    const int64_t block_elements_;
+    const std::vector<Stretch> all_;
 };
 
 class Combine : public Work {
@@ -143,7 +202,6 @@ public:
 class Chunks : public Work {
 public:
     explicit Chunks(aio::ChunkTransfer transfer) : transfer_(std::move(transfer)) {}
-    void run(int, const Settings*) const override { throw std::logic_error("of another lane"); }
     const aio::ChunkTransfer* transfer() const override { return &transfer_; }
 
 private:
@@ -154,11 +212,10 @@ private:
 class Stream : public Work {
 public:
     explicit Stream(std::vector<Link> links) : links_(std::move(links)) {}
-    void run(int, const Settings*) const override { throw std::logic_error("of another lane"); }
     const std::vector<Link>* links() const override { return &links_; }
 
 private:
     const std::vector<Link> links_;
 };
 
-}  // namespace books
+}  // namespace runner

@@ -1,4 +1,4 @@
-// The lanes' books without Python, for the sanitizers: `make sanitize`. Ends with 0 where all is
+// The native runner without Python, for the sanitizers: `make sanitize`. Ends with 0 where all is
 // well. What tasks touch is plain memory: ThreadSanitizer sees any two that were not ordered.
 #include <atomic>
 #include <chrono>
@@ -12,7 +12,7 @@
 #include <dlfcn.h>
 #include <unistd.h>
 
-#include "books.h"
+#include "runner.h"
 
 // What is under test here makes no updates.
 void cpu_adam::sweep(const Action&, const Table&) {}
@@ -20,7 +20,7 @@ cpu_adam::Nodes cpu_adam::square_sums(const Kernel&, Gradient, const Byte*, int6
     return {};
 }
 
-using namespace books;
+using namespace runner;
 
 namespace {
 
@@ -46,31 +46,26 @@ WorkPtr copy_of(Where into, Where from, bool on_device) {
                                     on_device);
 }
 
-// Tasks that are ordered by the cells they touch, on lanes that are threads.
+// One cell is added to another.
+class Mix : public Work {
+public:
+    Mix(Cell* into, const Cell* from) : into_(into), from_(from) {}
+    void run(int, const Settings*) const override { into_->words[0] += from_->words[0] + 1; }
+
+private:
+    Cell* into_;
+    const Cell* from_;
+};
+
+// Tasks that are ordered by the cells they touch.
 class Model {
 public:
     explicit Model(unsigned seed, const driver::DriverPtr& driver = nullptr)
-        : books(LANES, DISK, SLOTS, 64, driver), device(driver), luck_(seed) {
-        ending_ = std::thread([this] {
-            try {
-                books.end();
-            } catch (const std::exception&) {
-                failed++;
-            }
-        });
-        for (int lane = 0; lane < LANES; lane++) {
-            threads_.emplace_back([this, lane] { work(lane); });
-        }
-    }
-    ~Model() {
-        books.stop(true);
-        for (std::thread& thread : threads_) thread.join();
-        ending_.join();
-    }
+        : device(driver), luck_(seed), runner({LANES, DISK, SLOTS, 64, driver, {}, true}) {}
 
     int any(int below) { return int(luck_() % unsigned(below)); }
 
-    // A task that reads one cell and writes another; a copy of all words, or the user's own.
+    // A task that reads one cell and writes another: a copy of all words, a sum, or the user's own.
     TaskPtr submit(int lane, bool copies, bool of_user) {
         const int from = any(CELLS), into = (from + 1 + any(CELLS - 1)) % CELLS;
         auto task = std::make_shared<Task>();
@@ -79,43 +74,31 @@ public:
         task->key = {any(4), any(6)};
         task->number = from * CELLS + into;
         if (copies) task->work = copy_of(where(cells[into]), where(cells[from]), device != nullptr);
-        books.issue(task, {from}, {into});
+        else if (!of_user) task->work = std::make_shared<Mix>(&cells[into], &cells[from]);
+        runner.start(task, {from}, {into});
         return task;
     }
 
+    // What the user's own does.
     void run(const Task& task) {
-        const int64_t from = task.number / CELLS, into = task.number % CELLS;
-        cells[into].words[0] += cells[from].words[0] + 1;
-        done++;
+        Mix(&cells[task.number % CELLS], &cells[task.number / CELLS]).run(0, nullptr);
     }
 
-    void work(int lane) {
-        try {
-            while (const TaskPtr task = books.take(lane, true)) {
-                run(*task);
-                books.finish(*task);
-            }
-        } catch (const std::exception&) {
-            failed++;
-        }
-    }
-
-    Books books;
     const driver::DriverPtr device;
     Cell cells[CELLS];
-    std::atomic<int> done = 0, failed = 0;
 
 private:
     std::mt19937 luck_;
-    std::vector<std::thread> threads_;
-    std::thread ending_;
+
+public:
+    Runner runner;  // the last: its lanes end first
 };
 
 void begin_and_finish(Model& model, const TaskPtr& task) {
     if (task->over()) return;  // taken back
-    check(model.books.begin(*task, LONG_S), "the user's own begins");
+    check(model.runner.begin(*task, LONG_S), "the user's own begins");
     model.run(*task);
-    model.books.finish(*task);
+    model.runner.finish(*task, {});
 }
 
 void test_all_is_ordered(unsigned seed) {
@@ -124,8 +107,8 @@ void test_all_is_ordered(unsigned seed) {
     std::atomic<bool> ended = false;
     std::thread watcher([&] {
         while (!ended) {
-            for (int lane = 0; lane < LANES; lane++) model.books.used(lane);
-            model.books.ran();
+            for (int lane = 0; lane < LANES; lane++) model.runner.used(lane);
+            model.runner.ran();
             std::this_thread::yield();
         }
     });
@@ -138,22 +121,22 @@ void test_all_is_ordered(unsigned seed) {
             all.push_back(model.submit(0, false, true));
             own.push_back(all.back());
         } else if (what < 80 && !open.empty()) {
-            model.books.cancel({open[size_t(model.any(int(open.size())))]});
+            model.runner.cancel({open[size_t(model.any(int(open.size())))]});
         } else if (what < 85 && !all.empty()) {
-            model.books.look(*all[size_t(model.any(int(all.size())))]);
+            model.runner.look(*all[size_t(model.any(int(all.size())))]);
         } else {
             for (const TaskPtr& task : own) begin_and_finish(model, task);
             own.clear();
         }
     }
     for (const TaskPtr& task : own) begin_and_finish(model, task);
-    for (const TaskPtr& task : model.books.all()) {
-        check(model.books.over(*task, LONG_S), "what touches a place ends");
+    for (const TaskPtr& task : model.runner.all()) {
+        check(model.runner.over(*task, LONG_S), "what touches a place ends");
     }
-    for (const TaskPtr& task : all) check(model.books.over(*task, LONG_S), "all end");
+    for (const TaskPtr& task : all) check(model.runner.over(*task, LONG_S), "all end");
     int64_t sum = 0;  // What is over can be read by who has asked.
     for (const Cell& cell : model.cells) sum += cell.words[0];
-    check(sum != 0 && model.failed == 0, "tasks have run");
+    check(sum != 0 && !model.runner.failed(), "tasks have run");
     ended = true;
     watcher.join();
 }
@@ -168,14 +151,14 @@ void test_stop_ends_all_waits(unsigned seed) {
     const TaskPtr behind = model.submit(0, false, true);
     std::vector<std::thread> blocked;
     blocked.emplace_back([&] {
-        while (model.books.over(*all.back(), LONG_S) || !model.books.over(*gate, 0)) return;
+        while (model.runner.over(*all.back(), LONG_S) || !model.runner.over(*gate, 0)) return;
     });
     std::this_thread::sleep_for(std::chrono::milliseconds(seed % 3));
-    check(model.books.begin(*gate, LONG_S), "the gate begins");
+    check(model.runner.begin(*gate, LONG_S), "the gate begins");
     model.run(*gate);
-    model.books.finish(*gate);
-    model.books.stop(false);
-    model.books.begin(*behind, LONG_S);
+    model.runner.finish(*gate, {});
+    model.runner.stop(false);
+    model.runner.begin(*behind, LONG_S);
     for (std::thread& thread : blocked) thread.join();
 }
 
@@ -198,7 +181,7 @@ private:
 
 // Cells go to a file and come back, with copies and streams between: all as if one after the other.
 void test_flights(unsigned seed) {
-    char name[] = "/tmp/books_test_XXXXXX";
+    char name[] = "/tmp/runner_test_XXXXXX";
     const int fd = mkstemp(name);
     unlink(name);
     constexpr int64_t BYTES = sizeof(Cell::words);
@@ -221,7 +204,7 @@ void test_flights(unsigned seed) {
         task->key = {model.any(4), model.any(6)};
         task->work = chunks(&model.cells[cell], 0, place, writing, file);
         const Cells memory{cell}, there{CELLS + place};
-        model.books.issue(task, writing ? memory : there, writing ? there : memory);
+        model.runner.start(task, writing ? memory : there, writing ? there : memory);
         return task;
     };
     Cell stage[SLOTS];
@@ -240,7 +223,7 @@ void test_flights(unsigned seed) {
         task->lane = lane;
         task->key = {model.any(4), model.any(6)};
         task->work = std::make_shared<Stream>(std::move(links));
-        model.books.issue(task, there, there);
+        model.runner.start(task, there, there);
         return task;
     };
     {
@@ -264,7 +247,7 @@ void test_flights(unsigned seed) {
                 task->lane = 1 + model.any(2);
                 task->key = {model.any(4), model.any(6)};
                 task->work = copy_of(where(model.cells[one]), where(model.cells[other]), false);
-                model.books.issue(task, {other}, {one});
+                model.runner.start(task, {other}, {one});
                 all.push_back(task);
                 expected[one] = expected[other];
             } else {
@@ -273,7 +256,7 @@ void test_flights(unsigned seed) {
                 else expected[one] = files[other];
             }
         }
-        for (const TaskPtr& task : all) check(model.books.over(*task, LONG_S), "flights land");
+        for (const TaskPtr& task : all) check(model.runner.over(*task, LONG_S), "flights land");
         for (int cell = 0; cell < CELLS; cell++)
             for (const int64_t word : model.cells[cell].words)
                 check(word == expected[cell], "what came back is what went");
@@ -288,7 +271,7 @@ void test_flights(unsigned seed) {
     for (int cell = 2; cell < CELLS; cell++) transfer(model, cell, cell, true, 0);
     if (streams) stream(model, 0, CELLS);
     else transfer(model, 1, 1, bad == 1, bad == 1);
-    for (int count = 0; model.failed == 0; count++) {
+    for (int count = 0; !model.runner.failed(); count++) {
         check(count < int(LONG_S * 1000), "a failed transfer is told");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -333,35 +316,34 @@ void test_a_device(unsigned seed, const StandIn& stand_in) {
                     {{DOWN, copy_of(here, where(model.cells[into]), true), Part::DOWN, 1},
                      {task->lane, std::make_shared<Plus>(stage), Part::WORK, 1},
                      {UP, copy_of(where(model.cells[into]), here, true), Part::UP, 1}}});
-                model.books.issue(task, {into}, {into});
+                model.runner.start(task, {into}, {into});
                 expected[into]++;
             } else {
                 task->of_user = what == 1;
                 const WorkPtr copy =
                     copy_of(where(model.cells[into]), where(model.cells[from]), true);
                 if (!task->of_user) task->work = copy;
-                model.books.issue(task, {from}, {into});
+                model.runner.start(task, {from}, {into});
                 expected[into] = expected[from];
                 if (task->of_user) {
-                    check(model.books.begin(*task, LONG_S), "the user's own begins");
-                    const Copy& one = copy->device_copies()->front();
-                    device->copy(one.into.at(0), one.source.at(0), one.bytes, users);
-                    model.books.finish(*task, {users});
+                    check(model.runner.begin(*task, LONG_S), "the user's own begins");
+                    copy->queue(*device, users, 0, nullptr);
+                    model.runner.finish(*task, {users});
                 }
             }
             all.push_back(task);
         }
-        for (const TaskPtr& task : all) check(model.books.over(*task, LONG_S), "all end");
+        for (const TaskPtr& task : all) check(model.runner.over(*task, LONG_S), "all end");
         for (int cell = 0; cell < CELLS; cell++)
             for (const int64_t word : model.cells[cell].words)
                 check(word == expected[cell], "the device's cells are as one after the other");
-        check(model.failed == 0, "no call has failed");
+        check(!model.runner.failed(), "no call has failed");
     }
     {
         Model model(seed, device);
         stand_in.call("stand_in_fail", stand_in.call("stand_in_calls") + 1 + model.any(20), 1);
         for (int count = 0; count < 20; count++) model.submit(model.any(LANES), true, false);
-        for (int count = 0; model.failed == 0; count++) {
+        for (int count = 0; !model.runner.failed(); count++) {
             check(count < int(LONG_S * 1000), "a call that fails is told");
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
@@ -372,7 +354,7 @@ void test_a_device(unsigned seed, const StandIn& stand_in) {
 }
 
 void test_what_must_not_be_is_refused() {
-    Books books(1, 0, 1, 1);
+    Runner runner({1, 0, 1, 1, nullptr, {}, false});
     int refused = 0;
     const auto refuses = [&](auto call) {
         try {
@@ -382,12 +364,12 @@ void test_what_must_not_be_is_refused() {
         }
     };
     const auto task = std::make_shared<Task>();
-    books.issue(task, {}, {});
-    refuses([&] { books.issue(task, {}, {}); });
-    refuses([&] { books.finish(*task); });
+    runner.start(task, {}, {});
+    refuses([&] { runner.start(task, {}, {}); });
+    refuses([&] { runner.finish(*task, {}); });
     check(refused == 2, "what must not be is refused");
-    check(books.take(0, false) == task, "and changes nothing");
-    books.finish(*task);
+    check(runner.first(0) == task, "and changes nothing");
+    runner.finish(*task, {});
 }
 
 }  // namespace
@@ -403,5 +385,5 @@ int main(int count, char** values) {
         test_flights(seed);
         test_a_device(seed, stand_in);
     }
-    std::printf("books: %u seeds\n", seeds);
+    std::printf("runner: %u seeds\n", seeds);
 }

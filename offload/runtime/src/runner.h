@@ -1,16 +1,19 @@
-// The lanes' books without Python: what `program/schedule.py` and `books.py` do, which
-// are the reference and say why. Here lanes do their work (`work.h`) on their own, so that it costs
-// the user's thread neither Python nor the wait for the GIL.
+// The native runner: lanes as threads that run what may start, the most urgent first, without
+// Python and the GIL. Which op waits for which, and which goes first, is what `program/schedule.py`
+// says, the reference; what an op does is a `Work` (work.h).
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -21,7 +24,7 @@
 #include "task.h"
 #include "work.h"
 
-namespace books {
+namespace runner {
 
 // How many tasks back a wait is traced to the lanes that caused it.
 constexpr size_t HISTORY_MAX = 16;
@@ -36,8 +39,8 @@ constexpr size_t AT_HAND_BYTES_MAX = 128 << 10;
 // busy, and what is urgent waits for no more.
 constexpr int64_t FLYING_BYTES_MAX = 64 << 20;
 
-// So many copies of a lane are queued on its stream at once: the next begins when one ends.
-constexpr size_t COPIES_MAX = 2;
+// So many works of a lane are queued on its stream at once: the next begins when one ends.
+constexpr size_t QUEUED_MAX = 2;
 
 struct Used {
     double busy_s = 0;
@@ -52,11 +55,12 @@ struct Flight {
     aio::ChunkFlight inner;
 };
 
-// A task whose copies are queued on the stream of its lane, or the user's compute on its streams.
+// A task whose work is queued on the stream of its lane, or the user's compute on its streams.
 struct Queued {
     TaskPtr task;
     double since;
     std::vector<driver::Event> events;
+    After after;
 };
 
 struct Ran {
@@ -74,40 +78,53 @@ struct Seen {
     std::vector<std::pair<int, double>> path;
 };
 
+// When a task, or a part of one, that began at that time may end at the earliest: for tests that
+// imitate slower hardware. It may throw.
+using Pace = std::function<double(const Task& task, double since)>;
+
+struct Options {
+    int lanes;
+    int disk;      // which of them is that of the drives
+    int slots;     // of each staging ring
+    size_t ran_max;
+    driver::DriverPtr driver;  // none where the CPU computes
+    Pace pace;
+    bool threads = true;  // else nothing runs but what a test begins by `first`
+};
+
 // Every call may come from any thread. None asks for the GIL. What must not be is refused before
 // anything is written (`std::logic_error`).
-class Books {
+class Runner {
 public:
-    // With so many lanes, of which one is that of the drives, and so many staging slots; with a
-    // driver but one, which is Python's ([Note: Who runs what] of `native_work`).
-    Books(int lanes, int disk, int slots, size_t ran_max, driver::DriverPtr driver = nullptr);
-    Books(const Books&) = delete;
-    ~Books();
+    explicit Runner(Options options);
+    Runner(const Runner&) = delete;
+    ~Runner();
 
     // Queue a task behind those that touched the places that it reads and writes.
-    void issue(const TaskPtr& task, const Cells& reads, const Cells& writes);
+    void start(const TaskPtr& task, const Cells& reads, const Cells& writes);
     // Whom a task would have to wait for that reads and writes these places; all that touch any.
     std::vector<TaskPtr> touching(const Cells& reads, const Cells& writes);
     std::vector<TaskPtr> all();
     void cancel(const std::vector<TaskPtr>& tasks);
     // Begin the user's own task; wait for that at most so long. Whether it has begun.
     bool begin(Task& task, double seconds);
-    void finish(Task& task);
-    // The user's own task is over when the device is through with what these streams have now.
+    // It is over; where a device computes, once that is through with what these streams have now.
     void finish(Task& task, const std::vector<driver::Stream>& streams);
-    // The life of the thread that waits for that, until the books are closed.
-    void end();
     // Wait at most so long until a task is over. Whether it is.
     bool over(Task& task, double seconds);
     Seen look(const Task& task);
-    // Begin the most urgent task of a lane that has no work of its own, and do the works before it.
-    // With `wait` as soon as there is one; none where the books are closed. What a work throws
-    // comes when no transfer of the lane is under way any more.
-    TaskPtr take(int lane, bool wait);
-    // Start nothing more, and end all waits; those of lanes only where the books are closed.
-    // For the end, so it raises nothing.
+    // Begin the most urgent task of a lane, and nothing of its work; none where none is ready.
+    TaskPtr first(int lane);
+    // Do a work on the calling thread, or on that stream of the user's. Returns when the host is
+    // through with it.
+    void perform(const Work& work, const Settings* settings, driver::Stream stream);
+    // What a lane has met; none where nothing has failed.
+    std::exception_ptr failure();
+    bool failed() const { return failed_; }
+    // Start nothing more, and end all waits; with `closing`, the lanes too, once what is under way
+    // has ended. It raises nothing.
     void stop(bool closing);
-    // What works have done on a lane since the last time that this was asked.
+    // What a lane has done since the last time that this was asked.
     Used used(int lane);
     // The last works and computes of the user since that was asked, in the order of their end.
     std::deque<Ran> ran();
@@ -125,28 +142,33 @@ private:
         int64_t flying_bytes = 0;
         double flying_since = 0;
         driver::Stream stream = 0;
-        std::deque<Queued> copying;
-        double copied_until = 0;
+        std::deque<Queued> queued;
+        double ended_at = 0;  // what ended last
         std::exception_ptr failure;  // of what is under way; nothing more begins
     };
     // The lock; who is to be woken is told when it is let go.
     class Turn;
 
+    void live(int lane);      // the life of a lane's thread
+    void work_on(Lane& lane);
+    void live_of_device();    // of the thread that waits for the user's computes
+    void fail(Turn& turn, std::exception_ptr failure);
     // The lane that runs a task; of a stream that of the drives, which hands its works out.
     int number_of(const Task& task) const;
     bool has_work(const Lane& lane) const;
-    Task* first(Lane& lane);
-    void start(Turn& turn, Lane& lane, Task* task);
+    Task* next(Lane& lane);
+    void begin_work(Turn& turn, Lane& lane, Task* task);
     void run_work(Turn& turn, Lane& lane, Task* task);
     void work_at_hand(Turn& turn);
     void begin_link(Task* stream);
     void next_stage(const TaskPtr& stream, size_t link, size_t stage, int slot);
     void take_off(Turn& turn, Lane& lane, Task* task, const aio::ChunkTransfer& transfer);
     void land(Turn& turn, Lane& lane);
-    void queue_copies(Turn& turn, Lane& lane, Task* task);
-    void end_copies(Turn& turn, Lane& lane);
+    void queue_work(Turn& turn, Lane& lane, Task* task);
+    void end_queued(Turn& turn, Lane& lane);
     void end_stream(Lane& lane);
-    void count(Lane& lane, const Task& task, double since, double until);
+    double delayed(Turn& turn, Lane& lane, const Task& task, double since);
+    void ended(Lane& lane, const TaskPtr& task, double since);
     void queue(const TaskPtr& task, const std::vector<TaskPtr>& waits);
     void record(const Ran& ran);
     void link(Task* other, Task* task);
@@ -156,21 +178,22 @@ private:
     void try_ready(Task* task, Task* last);
     void hurry(Task* task, Key key);
 
+    const Options options_;
     std::mutex mutex_;
     std::deque<Lane> lanes_;
     std::condition_variable changed_;
     bool told_ = false;  // what somebody waits for has come
     bool stopped_ = false, closing_ = false;
+    std::exception_ptr failure_;
+    std::atomic<bool> failed_ = false;
     int64_t serial_ = 0;
     Board board_;
     std::unordered_map<Task*, TaskPtr> alive_;  // all that are not over
-    const int disk_;
-    std::vector<int> free_;  // staging slots
-    const driver::DriverPtr driver_;  // none where the CPU computes
-    std::deque<Queued> ending_;       // the user's computes
-    std::condition_variable ended_;   // told when there is one more
+    std::vector<int> free_;                     // staging slots
+    std::deque<Queued> computing_;              // the user's, on the device
+    std::condition_variable computes_;          // told when there is one more
     std::deque<Ran> ran_;
-    size_t ran_max_;
+    std::vector<std::thread> threads_;
 };
 
-}  // namespace books
+}  // namespace runner

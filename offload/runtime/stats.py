@@ -1,15 +1,18 @@
-"""What the lanes did: totals, and the last ops and waits in ring buffers. Pure.
+"""What the lanes did, and who waited for whom: totals, and the last ops and waits in ring buffers.
 
-Lanes record while they hold their lock: a tuple per op, and one per wait of the user's thread for a
-lane. A full ring drops its oldest entry.
+A full ring drops its oldest entry.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from offload.planning.layout import TierUse
 from offload.planning.profile import Profile
@@ -78,7 +81,7 @@ class Trace:
         self._called = called
 
     def copy(self) -> Trace:
-        """A copy. Races with recording, so the caller must hold the lanes' lock."""
+        """A copy. Races with recording, so the caller must hold the lock of `LaneStats`."""
         called = self._called()
         copied = Trace(lambda: called)
         copied.key = self.key
@@ -98,6 +101,80 @@ class Trace:
         if len(called := self._called()) == called.maxlen:
             full.append(called[0][1])
         return max(full, default=0.0)
+
+
+class LaneStats:
+    """What the lanes of an engine have done, and what the user's thread waited for."""
+
+    def __init__(self, lanes: Any, trace: Trace | None):
+        """Nothing is done yet; `lanes` tell what they do, and it is recorded in `trace`."""
+        self._lanes, self.trace = lanes, trace
+        self._lock = threading.Lock()
+        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
+
+    @contextmanager
+    def waited(self, lane: Lane) -> Iterator[None]:
+        """A context: the user's thread waits inside for the device, and `lane` is the reason."""
+        since = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._expose(lane, since, time.perf_counter())
+
+    def blame(self, task: Any, since: float) -> None:
+        """Book the time since `since` on the lanes that led to `task`, latest first."""
+        until = time.perf_counter()
+        path = self._lanes.path(task)
+        for lane, ready_at in path:
+            begin = max(ready_at, since)
+            if until > begin:
+                self._expose(lane, begin, until)
+                until = begin
+        if until > since and len(path) > (not task.of_user):
+            self._expose(path[-1][0], since, until)
+
+    @property
+    def use(self) -> dict[Lane, LaneUse]:
+        """What each lane has done so far; it stays what it was when it was asked for."""
+        with self._lock:
+            for lane, use in self._use.items():
+                seconds, moved, operations = self._lanes.used(lane)
+                use.busy_s += seconds
+                use.bytes += moved
+                use.operations += operations
+            return {lane: replace(use) for lane, use in self._use.items()}
+
+    def count(self, op: Op, since: float) -> float:
+        """Book what the calling thread has done since then of an op's work. Returns the time."""
+        use, now = self._use[op.lane], time.perf_counter()
+        with self._lock:
+            use.busy_s += now - since
+            use.bytes += op.bytes
+            use.operations += 1
+        return now
+
+    def _expose(self, lane: Lane, since: float, until: float) -> None:
+        with self._lock:
+            self._use[lane].exposed_s += until - since
+            if self.trace is not None:
+                self.trace.waited.append(Waited(lane, since, until))
+
+    def stepped(self, number: int, misses: int) -> None:
+        """The user's `step()` was called, for the `number`-th time."""
+        if self.trace is not None:
+            with self._lock:
+                self.trace.stepped.append(Stepped(number, time.perf_counter(), misses))
+
+    def traced(self) -> Trace | None:
+        """What was recorded so far; None where nothing is."""
+        with self._lock:
+            if self.trace is None:
+                return None
+            if found := self._lanes.ran():
+                ran = sorted([*self.trace.ran, *found], key=attrgetter("stop"))
+                self.trace.ran.clear()
+                self.trace.ran.extend(ran)
+            return self.trace.copy()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,332 @@
+"""The reference runner: readable Python that does each op when somebody needs it.
+
+[Note: Reference]
+No thread is here. What is started waits; whoever needs an op, to compute or to look at a home, does
+all that it waits for first, in the order of `waits`, and so gets what any order of lanes gives. It
+overlaps nothing. It serves where the native runner does not, and tests hold that one against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+import torch
+
+from cpu_adam import Part, accumulate, update_parts, views
+from cpu_adam.native import square_sums
+from cpu_adam.reference import Node, cut, push, total
+from cpu_adam.spans import Steps
+from offload.planning.layout import Plan
+from offload.program.ops import Lane, Op, cells, part_of
+from offload.program.schedule import Scoreboard
+from offload.runtime.device import Device
+from offload.runtime.stats import Ran
+from offload.runtime.store import Store
+from offload.runtime.works import (
+    Add,
+    At,
+    Combine,
+    Copy,
+    Job,
+    Link,
+    Squares,
+    Transfer,
+    Update,
+    Work,
+)
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing, as in torch.nn.utils.clip_grad_norm_."""
+
+
+@dataclass(slots=True)
+class Clip:
+    """The norm of one step's gradient, while it is computed."""
+
+    max_norm: float
+    norm: float = 0.0
+    factor: float = 1.0
+    _parts: dict[int, list[Node]] = field(default_factory=dict)
+
+    def put(self, leaf: int, nodes: list[Node]) -> None:
+        """The sum of the squares of part of a parameter, from this leaf of all on."""
+        self._parts[leaf] = nodes
+
+    def combine(self) -> None:
+        """The norm from the sums of squares in their order, and the factor that clips it."""
+        squares, nodes = 0.0, list[Node]()
+        for _, part in sorted(self._parts.items()):
+            if part[0][0] == 0:  # A parameter begins.
+                squares, nodes = squares + total(nodes), []
+            for node in part:
+                push(nodes, node)
+        squares += total(nodes)
+        self.norm = math.sqrt(squares) if squares == squares else math.nan
+        ratio = self.max_norm / (self.norm + CLIP_EPS)
+        self.factor = ratio if not ratio >= 1.0 else 1.0
+
+
+class Settings(NamedTuple):
+    """What of a step its works are given."""
+
+    steps: Steps
+    clip: Clip | None
+
+
+class Performer:
+    """Does works in Python, on the calling thread."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store | None,
+        device: Device,
+        workspace: Callable[[], torch.Tensor | None],
+    ):
+        """Of the works of a plan."""
+        self._plan, self._store, self._device = plan, store, device
+        self._workspace = workspace
+        self.did: Callable[[Op, float], object] = lambda op, since: None
+        """Told of each op, and of what one has moved inside, and since when."""
+
+    @torch.no_grad()
+    def perform(self, op: Op, work: Work, settings: Settings | None) -> None:
+        """Do all of an op's work; the device is through with it then."""
+        since = time.perf_counter()
+        for link in work.links or ():
+            since += self._link(op, link, settings)
+        for job in work.jobs:
+            self._job(op, job, settings)
+        self._device.drain()
+        self.did(op, since)
+
+    def _link(self, op: Op, link: Link, settings: Settings | None) -> float:
+        """What is done for a chunk. Returns the seconds in which it was moved."""
+        moved = 0.0
+        for stage in link:
+            since = time.perf_counter()
+            for job in stage.jobs:
+                self._job(op, job, settings)
+            self._device.drain()
+            if stage.way is not None:
+                self.did(part_of(op, stage.bytes, *stage.way), since)
+                moved += time.perf_counter() - since
+        return moved
+
+    def _job(self, op: Op, job: Job, settings: Settings | None) -> None:
+        match job:
+            case Copy(into, source):
+                self._device.copy(into.bytes, source.bytes.view(into.bytes.dtype))
+            case Transfer(writes, kind, unit, chunk, at):
+                assert self._store is not None
+                if writes:
+                    step = int(self._store.chunks.step[0])
+                    self._store.write(kind, unit, at.bytes, step, chunk)
+                else:
+                    self._store.read(kind, unit, at.bytes, chunk)
+            case Add(source, into, dtype):
+                accumulate(_typed(into, dtype), _typed(source, dtype))
+            case Squares(at, dtype, leaf, first):
+                clip = settings and settings.clip
+                assert clip is not None
+                gradient, scratch = _typed(at, dtype), None
+                if self._device.holds(gradient):
+                    scratch = self._workspace()
+                sums = square_sums(gradient, first, scratch, self._device.drain)
+                clip.put(leaf, sums)
+            case Combine():
+                clip = settings and settings.clip
+                assert clip is not None
+                clip.combine()
+            case Update():
+                assert settings is not None
+                self._update(op, job, settings)
+
+    def _update(self, op: Op, job: Update, settings: Settings) -> None:
+        unit, piece = self._plan.profile.units[job.unit], job.piece
+        chunk = unit.chunks[job.chunk]
+        segment = unit.segments[chunk.segment]
+        fmt = self._plan.states.format(segment.dtype)
+        ends = piece.parameter_stop == unit.parameters[piece.parameter].elements
+        record = views(job.record.bytes, fmt, chunk.elements)
+        update_parts(
+            _typed(job.weight, segment.dtype),
+            _typed(job.gradient, job.dtype),
+            cut(record, fmt, piece.chunk_start, piece.elements),
+            [Part(0, piece.elements, piece.parameter_start, job.step, is_last=ends)],
+            settings.steps,
+            gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
+            format=fmt,
+            workspace=self._workspace(),
+        )
+
+
+def _typed(at: At, dtype: str) -> torch.Tensor:
+    """Bytes as a flat tensor of a dtype, as torch's own are."""
+    return at.bytes.view(getattr(torch, dtype)) if at.bytes.dtype is torch.uint8 else at.bytes
+
+
+class Task:
+    """One op of a phase that was started."""
+
+    def __init__(self, op: Op, work: Work | None, settings: Settings | None, serial: int):
+        self.op, self.work, self.settings, self.serial = op, work, settings, serial
+        self.waits: Sequence[Task] = ()
+        """Those that were not over when it was started; of one that was cancelled, too."""
+        self.of_user = work is None
+        self.begun = self.cancelled = self.over = False
+        self.began_at = 0.0
+
+
+class Reference:
+    """See [Note: Reference]."""
+
+    native = False
+
+    def __init__(
+        self,
+        performer: Performer,
+        device: Device,
+        *,
+        kept: int = 0,
+        pace: Callable[[Op, float], float] | None = None,
+    ):
+        """Nothing is started; of so many ops it is remembered when they ran."""
+        self._performer, self._device, self._pace = performer, device, pace
+        performer.did = self._did
+        self._serial = itertools.count(1)
+        self._board: Scoreboard[Task] = Scoreboard(
+            taken_back=attrgetter("cancelled"),
+            fixed=attrgetter("begun"),
+            settled=attrgetter("over"),
+        )
+        self.touching, self.all = self._board.waits, self._board.all
+        self.failed = False
+        """Whether a work has failed: nothing more is done."""
+        self._failure: BaseException | None = None
+        self._path: list[tuple[Lane, float]] = []
+        self._used = dict.fromkeys(Lane, (0.0, 0, 0))
+        self._ran: deque[Ran] = deque(maxlen=kept)
+
+    clip, settings = Clip, Settings
+
+    def phase(
+        self, ops: Sequence[Op], works: Sequence[Work | None]
+    ) -> Sequence[tuple[Op, Work | None]]:
+        """Write ops down with their works; without one it is the user's compute."""
+        return list(zip(ops, works, strict=True))
+
+    def start(
+        self, phase: Iterable[tuple[Op, Work | None]], number: int, settings: Settings | None = None
+    ) -> list[Task]:
+        """Start a phase in the pass of that number; works are given `settings`."""
+        tasks = list[Task]()
+        for op, work in phase:
+            task = Task(op, work, settings, next(self._serial))
+            touched = tuple(cells(op.reads)), tuple(cells(op.writes))
+            task.waits = self._board.waits(*touched)
+            self._board.note(task, *touched)
+            tasks.append(task)
+        return tasks
+
+    def cancel(self, tasks: Iterable[Task]) -> None:
+        """Take back those of `tasks` that have not begun; who waits for one waits for its waits."""
+        for task in tasks:
+            if not task.begun:
+                task.cancelled = task.over = True
+
+    def begin(self, task: Task, seconds: float) -> bool:
+        """Begin the user's `task` once it is ready; with no `seconds`, only where it is."""
+        assert task.begun is task.over is False, "it has begun, or was taken back"
+        due = self._due(task)
+        if (due and not seconds) or not self._do(due):
+            return False
+        task.begun, task.began_at = True, time.perf_counter()
+        return True
+
+    def finish(self, task: Task, streams: Sequence[object] = ()) -> None:
+        """The user's `task` is done; on a device with streams that is waited for."""
+        assert task.begun > task.over, "what is finished has begun"
+        if streams:
+            self._device.drain_all()
+        self._ran.append(Ran(task.op.lane, task.op, task.began_at, time.perf_counter()))
+        task.over, task.waits = True, ()
+
+    def perform(self, op: Op, work: Work, settings: Settings | None, stream: object) -> None:
+        """Do a work on the calling thread and its stream."""
+        self._performer.perform(op, work, settings)
+
+    def over(self, task: Task, seconds: float) -> bool:
+        """Whether `task` is over; with `seconds` it is done now."""
+        if not task.over and seconds:
+            self._do([*self._due(task), task])
+        return task.over
+
+    def path(self, task: Task) -> list[tuple[Lane, float]]:
+        """The lanes that somebody has waited for last, latest first, and since when."""
+        return self._path[::-1]
+
+    def used(self, lane: Lane) -> tuple[float, int, int]:
+        """Seconds, bytes and number of works that a lane has done since last asked."""
+        found, self._used[lane] = self._used[lane], (0.0, 0, 0)
+        return found
+
+    def ran(self) -> list[Ran]:
+        """The last works, and computes of the user, since that was asked, as they ended."""
+        found, kept = list(self._ran), self._ran.maxlen
+        self._ran = deque(maxlen=kept)
+        return found
+
+    def failure(self) -> BaseException | None:
+        """What a lane met; asked for once."""
+        return self._failure
+
+    def stop(self, *, closing: bool) -> None:
+        """Start nothing more."""
+
+    def _due(self, task: Task) -> list[Task]:
+        """What is to be done before `task`, in order; each once."""
+        found = list[Task]()
+        seen, stack = {task}, [(task, iter(task.waits))]
+        while stack:
+            one, waits = stack[-1]
+            if (following := next((it for it in waits if it not in seen), None)) is not None:
+                seen.add(following)
+                if not following.over or following.cancelled:
+                    stack.append((following, iter(following.waits)))
+                continue
+            stack.pop()
+            if one is not task and not one.over:
+                found.append(one)
+        return found
+
+    def _do(self, tasks: Iterable[Task]) -> bool:
+        """Do these, in order; whether none has failed."""
+        self._path = []
+        for task in tasks if not self.failed else ():
+            assert task.work is not None, "the user's own is finished before others wait for it"
+            self._path.append((task.op.lane, time.perf_counter()))
+            task.begun = True
+            try:
+                self._performer.perform(task.op, task.work, task.settings)
+            except BaseException as error:
+                self.failed, self._failure = True, error
+                if not isinstance(error, Exception):
+                    raise
+                return False
+            task.over, task.waits, task.work, task.settings = True, (), None, None
+        return not self.failed
+
+    def _did(self, op: Op, since: float) -> None:
+        if self._pace is not None:
+            time.sleep(max(0.0, self._pace(op, since) - time.perf_counter()))
+        now, used = time.perf_counter(), self._used[op.lane]
+        self._used[op.lane] = (used[0] + now - since, used[1] + op.bytes, used[2] + 1)
+        self._ran.append(Ran(op.lane, op, since, now))

@@ -1,0 +1,398 @@
+"""Run phases: ops in order, each behind those that touched its places before.
+
+[Note: Phases as run]
+What lanes do comes in phases: the fetches and computes of a pass, a gradient on its way home, the
+sums of a norm, the updates of a step. A phase is made once by the functions of `program.compile`,
+checked by `program.verify`, written down for the lanes, and started any number of times: no op is
+made as a pass or a step goes on. Its ops wait for one another, and for those of earlier phases, by
+the one rule of `Scoreboard`.
+
+A runner owns the memory, the store and the lanes of an engine. It knows places and values, and
+nothing of parameters or modules. The user's thread reads and writes homes by `read_home` and
+`write_home`, after `quiesce`. When an op fails, or the bookkeeping of the user's thread, nothing
+more is started, every blocked wait ends, and the next call raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpu_adam.device_kernels import ptx
+from offload.planning.layout import Plan
+from offload.planning.profile import Kind
+from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, cells
+from offload.program.verify import check_op
+from offload.runtime import entry
+from offload.runtime.device import Device
+from offload.runtime.entry import EngineError
+from offload.runtime.memory import Memory, host_tensor
+from offload.runtime.native import Native, native_runner
+from offload.runtime.reference import Performer, Reference
+from offload.runtime.shared_budget import Share
+from offload.runtime.stats import LaneStats, Trace
+from offload.runtime.store import Store
+from offload.runtime.works import Work, Works
+
+Pace = Callable[[Op, float], float]
+"""When an op that began at that time may end at the earliest, by `time.perf_counter`."""
+
+Task = Any
+"""An op of a phase that was started: `over`, `begun`, `cancelled`, `of_user`, `serial`."""
+
+LOOK_AGAIN_S = 0.1
+"""So often whoever is blocked looks whether signals came."""
+
+KEPT_PER_UNIT_MAX = 32
+"""Phases kept per unit: with orders of use that depend on the data there were no end."""
+
+KEPT_BYTES_MAX = 16 << 20
+"""Largest chunk that `ChunkCache` keeps. Chunks never are larger; frozen weights may be."""
+
+
+class Runner:
+    """The resources of an engine, and the order in which they are used."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        memory: Memory,
+        store: Store | None,
+        device: Device,
+        pace: Pace | None = None,
+        trace: Trace | None = None,
+    ):
+        """Start the lanes; where they do not start, let `memory` and `store` go.
+
+        `store` is None when nothing lives on nvme. `pace` tells when an op may end, for tests that
+        imitate slower hardware; what is done is recorded in `trace`.
+
+        Raises:
+            EngineError: a lane could not start; with what it met as its cause.
+        """
+        self.plan, self.memory, self.store, self.device = plan, memory, store, device
+        self.swap_area: Any = None
+        """Where the values are while the engine sleeps."""
+        self.share: Share | None = None
+        """What it holds of a budget that engines share."""
+        self._kept, self._kept_in = dict[Hashable, Any](), 0
+        """Phases that come again, and of which arenas their addresses are."""
+        self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
+        """Steps taken: stamped on what is written to the store."""
+        self.works = Works(plan, memory.at, device_is_host=device.is_host)
+        self.notice: str | None = None
+        """What the user should know about the lanes."""
+        self.closed = False
+        self._failure: BaseException | None = None
+        self.owner = trace and trace.key
+        """Whose its calls are, for those that record them."""
+        try:
+            self._lanes = self._open(pace, trace)
+        except BaseException as error:
+            self._release()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise EngineError(f"a lane of the engine could not start: {error}") from error
+        self.stats = LaneStats(self._lanes, trace)
+        self.waited, self.cancel = self.stats.waited, self._lanes.cancel
+        self.clip, self.settings = self._lanes.clip, self._lanes.settings
+        self.touching, self.all = self._lanes.touching, self._lanes.all
+        self.lasting = self._lanes.native
+        """Whether a phase that is kept holds no tensors."""
+        self._by_handle = self._lanes.native and not device.is_host
+        """Whether lanes know the user's streams by number."""
+
+    def _open(self, pace: Pace | None, trace: Trace | None) -> Native | Reference:
+        """The native runner, or the reference where that cannot serve."""
+        native = native_runner() if self.store is None or self.store.native else None
+        memory, driver = self.memory, None
+        if native is not None:
+            try:
+                driver = self.device.open(native)
+                if driver is not None and memory.workspace() is not None:
+                    driver.load(ptx().decode())
+            except RuntimeError as error:
+                native = None
+                self.notice = f"the lanes run in Python, which is slower: {error}"
+        kept = trace.ran.maxlen or 0 if trace else 0
+        if native is not None:
+            workspace = memory.workspace
+            return Native(self.plan, self.store, driver, workspace, kept=kept, pace=pace)
+        performer = Performer(self.plan, self.store, self.device, memory.workspace)
+        return Reference(performer, self.device, kept=kept, pace=pace)
+
+    # -- phases --------------------------------------------------------------------------------
+
+    def phase(self, key: Hashable, make: Callable[[], Iterable[tuple[Op, Work | None]]]) -> Any:
+        """The phase of the ops and works that `make` gives: kept under `key`, as its addresses are
+        those of the arenas of now.
+
+        Raises:
+            ProgramError: an op that breaks a rule by itself.
+        """
+        too_many = len(self._kept) >= KEPT_PER_UNIT_MAX * len(self.plan.profile.units)
+        if too_many or self._kept_in != self.memory.taken:
+            self._kept.clear()
+            self._kept_in = self.memory.taken
+        if key not in self._kept:
+            made = list(make())
+            for op, _ in made:
+                check_op(self.plan, op)
+            self._kept[key] = self.written(made)
+        return self._kept[key]
+
+    def moves(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> Any:
+        """The phase of the ops that `make` of `program.compile` makes of the plan and these."""
+
+        def made() -> Iterator[tuple[Op, Work | None]]:
+            found = make(self.plan, *args)
+            for op in [found] if isinstance(found, Op) else found:
+                yield op, self.works.of(op)
+
+        return self.phase((make, args), made)
+
+    def written(self, ops: Sequence[tuple[Op, Work | None]]) -> Any:
+        """Ops that were checked, written down for the lanes with what they do."""
+        return self._lanes.phase(*zip(*ops)) if ops else self._lanes.phase((), ())
+
+    def start(self, phase: Any, pass_number: int, settings: Any = None) -> list[Task]:
+        """Queue the ops of a phase, by the deadlines of that pass; works are given `settings`."""
+        try:
+            return self._lanes.start(phase, pass_number, settings)
+        except BaseException as error:
+            self.fail(error)  # Some may be queued, and nobody has them.
+            raise
+
+    def perform(self, op: Op, work: Work, settings: Any) -> None:
+        """Do an op's work on the calling thread, or queue it on its stream of the device."""
+        since = time.perf_counter()
+        stream = self.device.handle(self.device.stream()) if self._by_handle else 0
+        self._lanes.perform(op, work, settings, stream)
+        self.stats.count(op, since)
+
+    # -- the user's thread ---------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise unless values can be had. Every call into the engine begins so.
+
+        Raises:
+            EngineError: a lane failed; with what it met as its cause.
+            RuntimeError: the engine sleeps, or a graph of the device is being recorded.
+        """
+        self.device.refuse_capture()
+        if self.swap_area is not None:
+            raise RuntimeError(
+                "the model is asleep (offload.sleep), and its values are out of reach: "
+                "offload.wake(model) first"
+            )
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        entry.owner = self.owner
+        if self._failure is None and self._lanes.failed:
+            self._failure = self._lanes.failure()
+        if self._failure is not None:
+            raise EngineError(
+                f"a lane of the offload engine failed: {self._failure}. The weights in memory "
+                "are not those of a finished step; start again from the last checkpoint"
+            ) from self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing more, end every wait with `error`: the first one told is the failure."""
+        self._failure = self._failure or error
+        self._lanes.stop(closing=False)
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """What cannot be done again where an error leaves it half done, and ends everything."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def begin(self, task: Task) -> None:
+        """Block until the user's compute `task` may start, and start it."""
+        if not self.device.is_host:
+            task.streams = []
+        if not self._lanes.begin(task, 0.0):
+            self._block(task, partial(self._lanes.begin, task, LOOK_AGAIN_S))
+        self.join(task)
+
+    def join(self, task: Task) -> None:
+        """The user's compute `task`, which has begun, goes on on the current stream as well."""
+        if not self.device.is_host and (stream := self.device.stream()) not in task.streams:
+            task.streams.append(stream)
+
+    def finish(self, task: Task) -> None:
+        """The user's compute is over, or will be when the device is through with it."""
+        if self.device.is_host:
+            self._lanes.finish(task)
+            return
+        self.join(task)
+        streams = map(self.device.handle, task.streams) if self._by_handle else task.streams
+        try:
+            self._lanes.finish(task, list(streams))
+        except RuntimeError as error:  # Of the device's driver.
+            self.fail(error)
+            self._check_lanes()
+
+    def wait(self, tasks: Iterable[Task]) -> None:
+        """Block until all `tasks` are over, on the device too.
+
+        Raises:
+            EngineError: a lane failed, now or before.
+        """
+        for task in tasks:
+            if not task.over:
+                self._block(task, partial(self._lanes.over, task, LOOK_AGAIN_S))
+        self._check_lanes()
+
+    def _block(self, task: Task, come: Callable[[], bool]) -> None:
+        """Block until `come`, which waits for a while itself."""
+        self._check_lanes()
+        since = time.perf_counter()
+        found = False
+        with entry.interruptible():
+            while not found and not self._lanes.failed and self._failure is None:
+                if self.closed:
+                    raise EngineError("the offload engine was closed while it was in use")
+                found = come()
+        self.stats.blame(task, since)
+        if not found:
+            self._check_lanes()
+
+    def drain(self) -> None:
+        """Let the user's thread wait for all that its stream has queued: for compute."""
+        if not self.device.is_host:
+            with self.waited(Lane.COMPUTE):
+                self.device.drain()
+
+    def close(self) -> None:
+        """Stop the lanes after what they are running, drop what has not begun, and let files and
+        memory go."""
+        self.closed = True
+        self._lanes.stop(closing=True)
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of everything, whatever fails on the way."""
+        with ExitStack() as each:
+            if self.share is not None:
+                each.callback(self.share, {})
+            each.callback(self.memory.close)
+            if self.swap_area is not None:
+                each.callback(self.swap_area.close)
+            if self.store is not None:
+                each.callback(self.store.close)
+
+    # -- the user's thread at the homes --------------------------------------------------------
+
+    def quiesce(self, kind: Kind, unit: int, *, to_write: bool = True) -> None:
+        """Block until no task writes the home of a value (nor reads it, with `to_write`)."""
+        use = Use(self.plan.home(kind, unit), Value(kind, unit))
+        touched = tuple(cells([use]))
+        reads, writes = ((), touched) if to_write else (touched, ())
+        self.wait(self.touching(reads, writes))
+
+    def idle(self) -> None:
+        """Block until no task touches any place, homes and slots and what is staged."""
+        self.wait(self.all())
+
+    def read_home(self, value: Value) -> torch.Tensor:
+        """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""
+        home = self.plan.home(value.kind, value.unit)
+        if home.tier != "nvme":
+            return self.memory.at(Use(home, value))
+        assert self.store is not None
+        bounce = host_tensor(self.memory.extent(value)[1])
+        unit = self.plan.profile.units[value.unit].name
+        chunk = None if value.chunk == ALL_CHUNKS else value.chunk
+        self.store.read(value.kind, unit, bounce, chunk)
+        return bounce
+
+    def write_home(self, value: Value, content: torch.Tensor) -> None:
+        """Put the bytes of a value or chunk home."""
+        home = self.plan.home(value.kind, value.unit)
+        if home.tier != "nvme":
+            here = self.memory.at(Use(home, value))
+            if here.data_ptr() != content.data_ptr():
+                self.copy_now(here, content)
+            if self.device.holds(here):  # Else the host has written it, or the copy was waited for.
+                self.drain()
+            return
+        assert self.store is not None
+        if self.device.holds(content):
+            away, content = content, host_tensor(content.numel())
+            self.copy_now(content, away)
+        unit = self.plan.profile.units[value.unit].name
+        part = None if value.chunk == ALL_CHUNKS else value.chunk
+        self.store.write(value.kind, unit, content, int(self.step[0]), part)
+
+    def copy_now(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy on the user's thread; where that is between memories it waits for the bus."""
+        there = self.device.holds(into)
+        if there == self.device.holds(source):
+            into.copy_(source)
+        else:
+            self.drain()  # Which sleeps and is told as compute; a copy spins.
+            with self.waited(Lane.H2D if there else Lane.D2H):
+                into.copy_(source)
+
+    def clear(self, value: Value) -> None:
+        """Put zeros home."""
+        self.write_home(value, host_tensor(self.memory.extent(value)[1]))
+
+
+class ChunkCache:
+    """Reads and writes homes chunk by chunk, for code that goes from parameter to parameter.
+
+    Many small parameters lie in one chunk, and on nvme a chunk is read and checked as a whole. So
+    the chunk read last is kept until another one is read, or it was written.
+    """
+
+    def __init__(self, runner: Runner):
+        """Of the values that `runner` has at home."""
+        self._runner = runner
+        self._last: tuple[Value, object, torch.Tensor] | None = None
+
+    def read(self, value: Value) -> torch.Tensor:
+        """The bytes of a chunk at home as it is now, to be changed only by who writes it next."""
+        written = self._written(value)
+        last, self._last = self._last, None
+        if last is not None and last[0] == value and last[1] == written:
+            found = last[2]
+        else:
+            del last  # Before the next one takes memory.
+            found = self._read(value, written)
+        if written is not None and found.nbytes <= KEPT_BYTES_MAX:
+            self._last = value, written, found
+        return found
+
+    def _read(self, value: Value, written: object) -> torch.Tensor:
+        on_nvme = self._runner.plan.home(value.kind, value.unit).tier == "nvme"
+        if on_nvme and written is None and value.kind == "gradient":  # No backward has come here.
+            return host_tensor(self._runner.memory.extent(value)[1])
+        return self._runner.read_home(value)
+
+    def write(self, value: Value, content: torch.Tensor) -> None:
+        """Put the bytes of a chunk home."""
+        self._last = None
+        self._runner.write_home(value, content)
+
+    def forget(self) -> None:
+        """Keep no chunk."""
+        self._last = None
+
+    def _written(self, value: Value) -> object | None:
+        """What stands for the last write of a chunk on nvme: every write makes another one."""
+        plan, store = self._runner.plan, self._runner.store
+        if store is None or plan.home(value.kind, value.unit).tier != "nvme":
+            return None
+        return store.entry(value.kind, plan.profile.units[value.unit].name, value.chunk)
