@@ -18,7 +18,7 @@ import offload
 from offload.model.active_units import ActiveUnits
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import FlatUnit
-from offload.program.ops import Op, Verb
+from offload.program.ops import Lane, Op, Verb
 from tests.paced_loops import Least, Loop, use_one_block_inside_another
 from tests.small import config
 from tests.structures import STRUCTURES
@@ -412,3 +412,29 @@ def test_only_the_experts_that_are_chosen_are_used(tmp_path: Path) -> None:
             used = [engine.units[unit].spec.name for unit in engine.passes.orders[Verb.FORWARD]]
             assert [name for name in used if "experts" in name] == called
             assert 2 <= len(called) < 8
+
+
+# -- units whose backward needs no weights ------------------------------------------------------
+
+
+class Recomputed(Net):
+    """Embeddings inside checkpoints, more than there are slots."""
+
+    def __init__(self) -> None:
+        super().__init__(width=32, layers=1)
+        self.again = nn.ModuleList(nn.Embedding(50, 32) for _ in range(6))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for one in self.again:
+            x = checkpoint(lambda y, one=one: y * one(tokens), x, use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def test_an_embedding_that_a_backward_recomputes_waits_for_its_fetch(tmp_path: Path) -> None:
+    def pace(op: Op, since: float) -> float:
+        return since + 0.01 * (op.lane in (Lane.H2D, Lane.DISK))
+
+    expected = train_alone(plain, build=Recomputed)
+    for placement in (("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")):
+        assert_same(train(placement, tmp_path, plain, build=Recomputed, pace=pace), expected)

@@ -1,4 +1,4 @@
-"""Take the waits out of the engine one by one and see whether the tests on a paced device notice.
+"""Take the waits out of the engine one by one and see whether the tests on the stand-in notice.
 
     python -m tests.waits [NAME ...]        all of them, or those whose name contains one of these
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.stand_in import library
 from tests.wait_sites import WAITS, Wait
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,9 +34,10 @@ IDLE_LOOKS_MAX = 30
 IDLE_SECONDS = 0.05
 """Processor time between two looks; a blocked wait wakes up ten times in a second."""
 
-IN_LANES = ("test_paced_lanes", "test_paced", "test_lanes", "test_schedule", "test_program")
-ELSEWHERE = ("test_paced", "test_paced_lanes")
+USUAL = ("test_stand_in", "test_paced")
+SEEDS = 30
 
+COMPILED = ("g++", "-std=c++20", "-O1", "-pthread", "-Wno-missing-field-initializers")
 
 _RUN = """
 import sys, pytest
@@ -57,15 +60,13 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) tests/(\S+)\.py::(.+?)(?: - (.*))?$", r
 def verdict(wait: Wait) -> str:
     """What the tests say of the engine without `wait`."""
     where = wait.file if wait.file.startswith("aio/") else f"offload/{wait.file}"
-    source = (ROOT / f"{where}.py").read_text(encoding="utf-8")
+    native = where.endswith((".cpp", ".h"))
+    source = (ROOT / (where if native else f"{where}.py")).read_text(encoding="utf-8")
     if source.count(wait.present) != 1:
         return f"STALE: its text is there {source.count(wait.present)} times"
-    usual = (
-        IN_LANES
-        if wait.file in ("runtime/lanes", "runtime/books", "program/schedule")
-        else ELSEWHERE
-    )
-    tests = [f"tests/{name}.py" for name in (*wait.tests, *usual)]
+    if native:
+        return _verdict_of_native(where, source.replace(wait.present, wait.absent))
+    tests = [f"tests/{name}.py" for name in (*wait.tests, *USUAL)]
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "changed.py"
         path.write_text(source.replace(wait.present, wait.absent), encoding="utf-8")
@@ -89,6 +90,44 @@ def verdict(wait: Wait) -> str:
     if ran.returncode != pytest.ExitCode.TESTS_FAILED or found is None:
         return f"DOES NOT RUN: {output.strip().splitlines()[-1:]}"
     return f"{found[1]}, {found[2]} | {(found[3] or 'fails')[:80]}"
+
+
+def _verdict_of_native(where: str, source: str) -> str:
+    """What the program of `make sanitize` says of a changed file."""
+    for sanitizer in ((), ("-fsanitize=thread", "-g")):
+        with tempfile.TemporaryDirectory() as directory:
+            for folder in ("offload/runtime/src", "aio/src", "cpu_adam/src", "tests/src"):
+                shutil.copytree(ROOT / folder, Path(directory) / folder)
+            (Path(directory) / where).write_text(source, encoding="utf-8")
+            sources = [
+                str(path)
+                for folder in ("offload/runtime/src", "aio/src")
+                for path in sorted((Path(directory) / folder).glob("*.cpp"))
+                if path.name != "module.cpp"
+            ]
+            program = f"{directory}/runner_test"
+            include = f"-I{directory}/offload/runtime/src"
+            made = [
+                *COMPILED,
+                *sanitizer,
+                include,
+                *sources,
+                f"{directory}/tests/src/runner_test.cpp",
+            ]
+            subprocess.run([*made, "-o", program, "-ldl"], check=True, timeout=600)
+            try:
+                ran = subprocess.run(
+                    ["setarch", "-R", program, str(library()), str(SEEDS)],
+                    capture_output=True,
+                    text=True,
+                    timeout=PROCESSOR_SECONDS_MAX,
+                )
+            except subprocess.TimeoutExpired:
+                return "hangs |"
+        if ran.returncode != 0:
+            told = (ran.stderr.strip().splitlines() or [f"ends by signal {-ran.returncode}"])[0]
+            return f"runner_test{', threads' if sanitizer else ''} | {told[:80]}"
+    return "SURVIVES"
 
 
 def _watch(ran: subprocess.Popen[bytes]) -> str | None:
