@@ -103,9 +103,13 @@ def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, 
         device.copy(into, source)
         device.drain()
 
-    with ThreadPoolExecutor(2) as pool:
+    def with_own_stream() -> None:
+        if not device.is_host:
+            torch.accelerator.set_device_index(device.torch_device.index or 0)
+            torch.accelerator.set_stream(torch.Stream(device.torch_device))
+
+    with ThreadPoolExecutor(2, initializer=with_own_stream) as pool:
         # Each direction on a thread and a stream of its own, as the lanes are.
-        list(pool.map(lambda _: (device.enter(), time.sleep(0.05)), range(2)))
         for turn, memory in itertools.product(range(ROUNDS + 1), memories):
             there, back = (up, memory.source), (memory.target, down)
             for name, ways in (("h2d", [there]), ("d2h", [back]), ("both", [there, back])):

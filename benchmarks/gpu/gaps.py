@@ -67,9 +67,6 @@ class Sampler:
 
     def __init__(self) -> None:
         self.samples: list[tuple[int, str]] = []
-        mine = [t for t in threading.enumerate() if t.name.startswith("offload-")]
-        self.lanes = {t.ident for t in mine}, {t.native_id for t in mine}
-        """Threads that do not drive the device, by both their numbers."""
         self._user, self._over = threading.get_ident(), threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
 
@@ -85,8 +82,8 @@ class Sampler:
         while not self._over.wait(SAMPLE_S):
             frames: dict[int, Any] = sys._current_frames()
             mine = frames.pop(self._user, None)
-            others = {*self.lanes[0], self._thread.ident}
-            hooks = [frame for ident, frame in frames.items() if ident not in others]
+            frames.pop(self._thread.ident, None)
+            hooks = list(frames.values())
             # While the user waits for a backward, what autograd's threads run is what counts.
             backward = mine is not None and mine.f_code.co_name == "_engine_run_backward"
             frame = hooks[0] if backward and hooks else mine
@@ -120,7 +117,7 @@ def watched(work: Callable[[], object]) -> dict[str, Any]:
         name, start = event.name(), event.start_ns()
         span = start, start + event.duration_ns()
         here = event.device_type() != DeviceType.CPU
-        if not here and event.device_resource_id() not in sampler.lanes[1]:
+        if not here:
             ops.append((*span, name))
         if event.is_user_annotation() or here != on_device:
             continue
