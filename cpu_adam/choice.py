@@ -52,6 +52,7 @@ _lock = threading.Lock()
 _kernel: Kernel | None = None
 _threads: int | None = None  # as set by `set_threads`
 _configured = False
+_launching = False
 _told_of_versions = False
 
 
@@ -139,8 +140,18 @@ def set_threads(count: int | None) -> None:
         _threads = count
         native, _ = _loaded()
         if native is not None:
-            native.configure(count or default_threads())
+            native.configure(count or default_threads(launching=_launching))
             _configured = True
+
+
+def leave_launching_cores() -> None:
+    """Leave cores to threads that launch work on a device, unless a number of threads was set.
+
+    A launching thread that waits for a core leaves the device idle.
+    """
+    global _launching
+    _launching = True
+    set_threads(_threads)
 
 
 def _loaded() -> tuple[ModuleType | None, str]:
@@ -155,7 +166,7 @@ def _loaded() -> tuple[ModuleType | None, str]:
         assert found.GROUP_ELEMENTS == GROUP_ELEMENTS
         assert found.SUM_BLOCK_ELEMENTS == SUM_BLOCK_ELEMENTS
         assert found.ADDRESS_COLUMNS == ADDRESS_COLUMNS
-        found.configure(_threads or default_threads())
+        found.configure(_threads or default_threads(launching=_launching))
         _configured = True
     return (found, "") if found.kernel_names() else (None, _TOO_OLD)
 

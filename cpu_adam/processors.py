@@ -20,12 +20,17 @@ def threads_most() -> int:
     return max(THREADS_PER_PROCESSOR * (os.cpu_count() or 1), THREADS_LEAST)
 
 
-def default_threads(root: Path = Path("/")) -> int:
+LAUNCHING_MOST = 3
+"""Cores that the update leaves, at most, to the threads that launch work on a device."""
+
+
+def default_threads(root: Path = Path("/"), *, launching: bool = False) -> int:
     """What `CPU_ADAM_THREADS` asks for, else one thread per core of this rank's share.
 
     Cores are counted within the process's affinity mask, two hardware threads of a core as one, and
     no more than the CPU quota of its cgroup; the ranks of a host (`LOCAL_WORLD_SIZE`; one, where
-    that is no count) divide them. Raises ValueError where `CPU_ADAM_THREADS` is no number.
+    that is no count) divide them. Where threads are `launching` work on a device beside it, a quarter
+    of them is left to these, three at most. Raises ValueError where `CPU_ADAM_THREADS` is no number.
     """
     text = os.environ.get(THREADS_VARIABLE)
     if not text:
@@ -33,7 +38,8 @@ def default_threads(root: Path = Path("/")) -> int:
         quota = processor_quota(root)
         cores = cores if quota is None else min(cores, math.ceil(quota))
         ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-        return max(1, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
+        share = max(1, cores // max(1, int(ranks) if ranks.isdecimal() else 1))
+        return share - min(LAUNCHING_MOST, share // 4) * launching
     most = threads_most()
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
         raise ValueError(

@@ -256,8 +256,10 @@ def test_threads_are_one_per_core_within_the_quota(
         files = {f"{topology}/core_id": str(k % 4), f"{topology}/physical_package_id": package}
         lay(tmp_path, files)
     assert processors.default_threads(tmp_path) == 8
+    assert processors.default_threads(tmp_path, launching=True) == 6
     lay(tmp_path, {"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "250000 100000"})
     assert processors.default_threads(tmp_path) == 3
+    assert processors.default_threads(tmp_path, launching=True) == 3
     lay(tmp_path, {"sys/fs/cgroup/a/b/cpu.max": "150000 100000"})
     assert processors.default_threads(tmp_path) == 2
     assert processors.processor_quota(tmp_path) == 1.5

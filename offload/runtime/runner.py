@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpu_adam.choice import leave_launching_cores
 from cpu_adam.device_kernels import ptx
 from offload.planning.layout import Plan
 from offload.planning.profile import Kind
@@ -115,6 +116,8 @@ class Runner:
         if native is not None:
             try:
                 driver = self.device.open(native)
+                if driver is not None:
+                    leave_launching_cores()
                 if driver is not None and memory.workspace() is not None:
                     driver.load(ptx().decode())
             except RuntimeError as error:
