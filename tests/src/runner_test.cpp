@@ -163,6 +163,25 @@ void test_stop_ends_all_waits(unsigned seed) {
     for (std::thread& thread : blocked) thread.join();
 }
 
+// Who comes behind writes that were taken back waits for the one before them.
+void test_what_is_taken_back_hides_nothing() {
+    Model model(0);
+    const auto writes = [&](bool of_user) {
+        auto task = std::make_shared<Task>();
+        task->of_user = of_user;
+        if (!of_user) task->work = std::make_shared<Mix>(&model.cells[0], &model.cells[1]);
+        model.runner.start(task, {}, {0});
+        return task;
+    };
+    const TaskPtr first = writes(true);
+    check(model.runner.begin(*first, LONG_S), "the first begins");
+    model.runner.cancel({writes(false), writes(false)});
+    const TaskPtr last = writes(false);
+    check(!model.runner.over(*last, 0.01), "the last waits for it");
+    model.runner.finish(*first, {});
+    check(model.runner.over(*last, LONG_S), "and runs behind it");
+}
+
 // A sum in the place of a checksum: what is looked for here is who reads what when.
 uint32_t sum_of(uint32_t crc, const Byte* data, int64_t bytes) {
     for (int64_t at = 0; at < bytes; at++) crc = crc * 31 + data[at];
@@ -380,6 +399,7 @@ int main(int count, char** values) {
     const StandIn stand_in(values[1]);
     const unsigned seeds = count > 2 ? unsigned(std::atoi(values[2])) : 100;
     test_what_must_not_be_is_refused();
+    test_what_is_taken_back_hides_nothing();
     for (unsigned seed = 0; seed < seeds; seed++) {
         test_all_is_ordered(seed);
         test_stop_ends_all_waits(seed);
