@@ -311,7 +311,7 @@ def backward(early: EarlyUpdates, *units: int) -> list[int]:
     """A backward that brings one gradient of each; the units that are final at its end."""
     early.backward_began()
     for unit in units:
-        early.gradients_came(unit, [0])
+        early.gradient_came(unit, 0)
     final = sorted(early.final)
     early.backward_ended(finished=True)
     return final
@@ -344,10 +344,10 @@ def test_what_was_begun_is_frozen() -> None:
     backward(early, 0)
     early.stepped({})
     early.backward_began()
-    early.gradients_came(0, [0])
+    early.gradient_came(0, 0)
     assert early.begin(0) is steps
     with pytest.raises(RuntimeError, match="another gradient of unit came in a backward after"):
-        early.gradients_came(0, [0])
+        early.gradient_came(0, 0)
     with pytest.raises(RuntimeError, match="changed between the last backward"):
         early.stepped({0: {}})
     assert early.stepped({0: steps}) == {}

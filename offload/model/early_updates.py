@@ -19,7 +19,7 @@ Whatever would look at half-updated weights, or bring another gradient, is refus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cpu_adam.hyper import Hyper
@@ -84,14 +84,14 @@ class EarlyUpdates:
         self._is_last = self._said or self._finished + 1 == guess
         self._now = [Counter() for _ in self._names]
 
-    def gradients_came(self, unit: int, parameters: Iterable[int]) -> None:
-        """A backward has produced gradients of a unit.
+    def gradient_came(self, unit: int, parameter: int) -> None:
+        """A backward has produced a gradient.
 
         Raises:
             RuntimeError: the unit's update has begun without it.
         """
         self.require_open(unit, "another gradient")
-        self._now[unit].update(parameters)
+        self._now[unit][parameter] += 1
         if self._is_last and self._before is not None:
             complete = self._now[unit] == self._before[unit]
             (self.final.add if complete else self.final.discard)(unit)

@@ -204,9 +204,6 @@ class Engine:
             if self.graph_tasks.running:
                 self._begin_final()
                 return
-            for unit, one in enumerate(self.gradients.units):
-                if one.deferred:  # Without the last of the unit's, with which they are counted.
-                    self.early.gradients_came(unit, list(one.deferred))
             self.end_pass(finished=True)
             for unit in self.early.final:
                 self.snapshots.boundary(unit)  # Snapshots that the backward itself has made.
@@ -217,7 +214,7 @@ class Engine:
         """Take over a gradient; when it completes the unit's, its update begins soon."""
         if self.graph_tasks.current() not in self.graph_tasks:
             self.enter_backward()
-        self.early.gradients_came(unit, (*self.gradients.units[unit].deferred, index))
+        self.early.gradient_came(unit, index)
         passing = self.gradients.collect(unit, index, gradient)
         if passing is not None and self.plan.clips and unit in self.early.final:
             self._sum_squares(unit, passing)
@@ -374,17 +371,14 @@ class Engine:
         self.end_pass(finished=False)
         self.residents.check(step)
         self.snapshots.boundary()
-        viewed = self.gradients.let_go()
+        self.gradients.let_go()
         if not (begun := self.early.begun):
             self.updates.settle()
         due = self.early.stepped(step)
         with self.runner.once() if begun else nullcontext():
             self._begin_updates(due)
-        with self.runner.once():
-            self.steps += 1
-            self.runner.stats.stepped(self.steps, self.passes.misses)
-            for unit in viewed:  # A view could change what the update is still to read.
-                self.runner.quiesce("gradient", unit)
+        self.steps += 1
+        self.runner.stats.stepped(self.steps, self.passes.misses)
 
     def _begin_updates(self, step: Step) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""

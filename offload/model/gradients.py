@@ -6,11 +6,6 @@ copied, each later one is added by one rounding, in the order in which they come
 gradient on its way waits in the unit's device slot until all of the unit's parameters have theirs.
 A parameter that comes twice, or another unit that needs the slot, sends it on earlier.
 
-[Note: Deferred gradients]
-Small gradients stay where autograd has made them until the last of their unit comes: one place is
-taken for all of them, and sent on once. The hook that defers one does nothing else, and is no
-`entry`: cut off by a signal it has deferred the gradient or not.
-
 [Note: p.grad]
 A gradient at home in a memory tier is shown in place: `p.grad` is that home, and a later backward
 adds to it. One on nvme is a snapshot, or at rest. What is assigned is copied in. At `step()`,
@@ -41,22 +36,12 @@ from offload.runtime.runner import Runner, Task
 from offload.runtime.torch_internals import no_trap
 from offload.runtime.works import Work
 
-DEFERRED_BYTES_MAX = 128 << 10
-"""Gradients of a unit that are deferred, if together they are no larger."""
-
-DEFERRED_BYTES_OF_ALL_MAX = 8 << 20
-"""Of so many units: where a unit's last does not come, others stay deferred, in no budget."""
-
 
 @dataclass(slots=True)
 class UnitGradient:
     """The gradient of one unit, as far as it has come."""
 
     trainable: frozenset[int]
-    deferred_max: int
-    """How many of its gradients may be deferred: all but the last; 0 where they are too large."""
-    deferred: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By parameter, what has come and is still where autograd has made it."""
     kept: set[int] = field(default_factory=set)
     """Parameters that have a gradient."""
     arrived: set[int] = field(default_factory=set)
@@ -82,15 +67,10 @@ class Gradients:
         """Units whose gradient is being collected."""
         self._shown: dict[tuple[int, int], Alias] = {}
         """By unit and parameter, what shows a gradient in place."""
-        self.units: list[UnitGradient] = []
-        here = runner.device.is_host  # Elsewhere each comes on a stream of its own.
-        left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
-        for index, unit in enumerate(self._plan.profile.units):
-            trainable = frozenset(i for i, p in enumerate(unit.parameters) if p.trainable)
-            size = self._plan.bytes_of("gradient", index)
-            deferred = len(trainable) - 1 if size <= min(left, DEFERRED_BYTES_MAX) else 0
-            left -= size if deferred else 0
-            self.units.append(UnitGradient(trainable, deferred))
+        self.units = [
+            UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
+            for unit in self._plan.profile.units
+        ]
 
     # -- in backward -----------------------------------------------------------------------------
 
@@ -105,44 +85,36 @@ class Gradients:
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
         one = self.units[unit]
-        if parameter in one.deferred:
-            self._put(one, unit)
         if parameter in one.arrived and self._plan.gradient_slot[unit] is not None:
             self.send(unit)
-        one.deferred[parameter] = gradient
-        self._put(one, unit)
+        self._put(one, unit, parameter, gradient)
         again = bool(one.kept)
         if len(one.arrived) < len(one.trainable):
             return None
         self.send(unit)
         return passing(self._plan, unit, again=again)
 
-    def _put(self, one: UnitGradient, unit: int) -> None:
-        """Put what is deferred to what has arrived."""
+    def _put(self, one: UnitGradient, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Put a gradient where those of its unit are collected."""
         if one.task is None:
             self._acquire(unit)
         else:
             self._runner.join(one.task)
+        if (view := one.views.get(parameter)) is None:
+            there = collected(self._plan, unit)
+            view = one.views[parameter] = self._view(there, unit, parameter)
         at_home = self._plan.gradient_slot[unit] is None
-        while one.deferred:
-            parameter, gradient = one.deferred.popitem()
-            view = one.views.get(parameter)
-            if view is None:
-                there = collected(self._plan, unit)
-                view = one.views[parameter] = self._view(there, unit, parameter)
-            if at_home and parameter in one.kept:
-                accumulate(view, gradient.to(view.dtype))
-            else:
-                view.copy_(gradient)
-            if at_home:
-                one.kept.add(parameter)
-            one.arrived.add(parameter)
+        if at_home and parameter in one.kept:
+            accumulate(view, gradient.to(view.dtype))
+        else:
+            view.copy_(gradient)
+        if at_home:
+            one.kept.add(parameter)
+        one.arrived.add(parameter)
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""
         one = self.units[unit]
-        if one.deferred:
-            self._put(one, unit)
         if one.task is None:
             return
         self._runner.finish(one.task)
@@ -161,7 +133,7 @@ class Gradients:
 
     def send_all(self) -> bool:
         """Send on everything that has come anywhere; whether anything had."""
-        came = [at for at, one in enumerate(self.units) if one.deferred or one.task is not None]
+        came = [at for at, one in enumerate(self.units) if one.task is not None]
         for unit in came:
             self.send(unit)
         return bool(came)
@@ -285,23 +257,18 @@ class Gradients:
             for one in every
         ]
 
-    def let_go(self) -> set[int]:
-        """An update will read the homes, or their memory is given back: show none any more.
-
-        Returns the units of whose gradients somebody still has a view, which cannot move.
-        """
+    def let_go(self) -> None:
+        """An update will read the homes, or their memory is given back: show none any more."""
         if self._shown and not self._runner.device.is_host:
             self._runner.drain()  # The user's stream may still edit them.
-        return {unit for unit, parameter in list(self._shown) if self._let_go(unit, parameter)}
+        for place in list(self._shown):
+            self._let_go(*place)
 
-    def _let_go(self, unit: int, parameter: int) -> bool:
+    def _let_go(self, unit: int, parameter: int) -> None:
         shown = self._shown.pop((unit, parameter), None)
-        if shown is None:
-            return False
-        if (held := shown.tensor()) is not None:
+        if shown is not None and (held := shown.tensor()) is not None:
             self._runner.quiesce("gradient", unit, to_write=False)
             held.data = held.detach().clone()
-        return shown.held
 
     # -- places ----------------------------------------------------------------------------------
 
@@ -322,23 +289,6 @@ class Gradients:
         dtype, shape = spec.gradient_dtype(parameter), spec.parameters[parameter].shape
         flat = self._runner.memory.at(use)
         return typed(flat, dtype, spec.gradient_offset(parameter), shape)
-
-
-def defer(one: UnitGradient, parameter: int, holder: nn.Parameter) -> bool:
-    """Defer a gradient that is not the last of its unit, see [Note: Deferred gradients].
-
-    A parameter's second gradient is not deferred: the first has to be sent on, or added to, before.
-    """
-    if len(one.deferred) + len(one.arrived) >= one.deferred_max:
-        return False
-    if parameter in one.deferred or parameter in one.arrived:
-        return False
-    gradient = _GRAD.__get__(holder)
-    if gradient is None or gradient.layout is not torch.strided:
-        return False
-    _GRAD.__set__(holder, None)
-    one.deferred[parameter] = gradient
-    return True
 
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
