@@ -68,7 +68,7 @@ class Engine:
         self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
         self.runner = runner
-        self.residents = Residents(runner, units, self)
+        self.residents = Residents(runner, units, self.lock, self.check)
         self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)
         self.snapshots = Snapshots(runner, self.passes.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient

@@ -72,10 +72,9 @@ class Hooks:
             keep(module.register_forward_pre_hook(Hook(before, units), with_kwargs=True))
             keep(module.register_forward_hook(Hook(after, units), always_call=True))
         keep(model.register_forward_hook(Hook(entry(self._leave_root)), always_call=True))
-        pending = engine.residents.pending
-        for index, unit in pending.units.items():
+        for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
-                keep(module.register_forward_pre_hook(Hook(pending.called(index))))
+                keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
         self._put_on_state_dict(model)
         for unit in engine.units:
             if unit.index not in engine.residents or not trains:
