@@ -87,7 +87,8 @@ class Engine:
             runner.notice,
             None if runner.store is None else runner.store.notice,
         )
-        self._notices = tuple(filter(None, found))
+        self.notices: tuple[str, ...] = tuple(filter(None, found))
+        """What the user should know, in sentences."""
         self._pid, self._since = os.getpid(), time.perf_counter()
         self._interruptions = len(entries.interruptions())
         engines.add(self)
@@ -109,11 +110,6 @@ class Engine:
 
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What the user should know, in sentences."""
-        return (*self._notices, *filter(None, [self.early.notice]))
 
     # -- whether it can be used --------------------------------------------------------------------
 
