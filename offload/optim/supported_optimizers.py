@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
-from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from offload.planning.tiers import format_bytes
 
-UNHELD_BYTES_TOLD = 64 << 20
-"""So much room for parameters of no group is told."""
+UNHELD_BYTES_TOLD = 16 << 20
+"""Gradients of so much, of parameters of no group, are told."""
 
 HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
     torch.optim.AdamW: CPUAdam.hyper_of,
@@ -92,9 +91,7 @@ def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def of_no_group(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, nn.Parameter]],
-    format_of: Callable[[str], StateFormat],
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
 ) -> str | None:
     """What to tell where parameters that require gradients are in no group of `optimizer`.
 
@@ -102,16 +99,12 @@ def of_no_group(
     """
     held = {one for group in optimizer.param_groups for one in group["params"]}
     rest = {p: name for name, p in named if p.requires_grad and p not in held}
-    kept = 0
-    for one in rest:
-        states = format_of(str(one.dtype).removeprefix("torch.")).record_bytes(one.numel())
-        kept += one.nbytes + states
+    kept = sum(one.nbytes for one in rest)
     if kept < UNHELD_BYTES_TOLD:
         return None
     names = ", ".join([*list(rest.values())[:2], "..."][: len(rest)])
     return (
         f"{len(rest)} parameters that require gradients are in no group of the optimizer "
-        f"({names}): {format_bytes(kept)} are kept for their gradients and states, as "
-        "add_param_group() may bring them; if they are not trained, requires_grad_(False) before "
-        "attach saves the room and the work"
+        f"({names}): room for gradients of {format_bytes(kept)} and their states is kept, as "
+        "add_param_group() may bring them; requires_grad_(False) before attach saves it"
     )
