@@ -15,7 +15,8 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +24,9 @@ import torch
 from torch import nn
 
 from cpu_adam import accumulate
-from offload.model.parameter import ActiveParameter
 from offload.model.passes import Passes
-from offload.model.snapshots import Alias, Key, Snapshots, share
+from offload.model.snapshots import Key, Snapshots, share
 from offload.model.units import refuse_sparse
-from offload.planning.layout import Plan
 from offload.planning.profile import Parameter
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
@@ -65,7 +64,7 @@ class Gradients:
         self._snapshots = snapshots
         self._collecting: set[int] = set()
         """Units whose gradient is being collected."""
-        self._shown: dict[tuple[int, int], Alias] = {}
+        self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         """By unit and parameter, what shows a gradient in place."""
         self.units = [
             UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
@@ -123,20 +122,24 @@ class Gradients:
         arrived, one.arrived = one.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
-        make = add_gradient if one.kept else offload_gradient
-        where, which = (unit, self._passes.position + 1), None
-        if one.kept:
-            which = frozenset(arrived), frozenset(one.kept)
-        phase = self._runner.phase((make, where, which), lambda: self._way(make, where, which))
+        new, kept = frozenset(arrived), frozenset(one.kept)
+        make, works = add_gradient if kept else offload_gradient, self._runner.works
+        position = self._passes.position + 1
+
+        def way() -> Iterator[tuple[Op, Work | None]]:
+            for op in make(self._plan, unit, position):
+                added = op.verb is Verb.ADD and bool(kept)
+                yield op, works.add(op, new, kept) if added else works.of(op)
+
+        key = make, unit, position, kept and (new, kept)
+        phase = self._runner.phase(key, way)
         self._runner.start(phase, self._passes.number)
         one.kept |= arrived
 
-    def send_all(self) -> bool:
-        """Send on everything that has come anywhere; whether anything had."""
-        came = [at for at, one in enumerate(self.units) if one.task is not None]
-        for unit in came:
+    def send_all(self) -> None:
+        """Send on everything that has come anywhere."""
+        for unit in sorted(self._collecting):
             self.send(unit)
-        return bool(came)
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
@@ -146,7 +149,7 @@ class Gradients:
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]
-        for other in sorted(self._collecting) if self._collecting and slot is not None else ():
+        for other in sorted(self._collecting) if slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         phase = self._runner.moves(collect, unit, self._passes.position)
@@ -160,20 +163,6 @@ class Gradients:
             raise
         self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
-
-    def _way(
-        self,
-        make: Callable[[Plan, int, int], list[Op]],
-        where: tuple[int, int],
-        which: tuple[frozenset[int], frozenset[int]] | None,
-    ) -> Iterator[tuple[Op, Work | None]]:
-        """The ops that bring a gradient home; what has arrived is added to what is kept."""
-        works = self._runner.works
-        for op in make(self._plan, *where):
-            if which is not None and op.verb is Verb.ADD:
-                yield op, works.add(op, *which)
-            else:
-                yield op, works.of(op)
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 
@@ -197,10 +186,10 @@ class Gradients:
         if self._on_nvme(unit):
             return self._snapshots.tensor(Key("gradient", unit, parameter))
         self._runner.quiesce("gradient", unit)
-        shown = self._shown.get((unit, parameter))
-        found = None if shown is None else shown.tensor()
+        found = self._shown.get((unit, parameter), lambda: None)()
         if found is None:
-            found, self._shown[unit, parameter] = share(self._at_home(unit, parameter))
+            found = share(self._at_home(unit, parameter))
+            self._shown[unit, parameter] = weakref.ref(found)
         return found
 
     @torch.no_grad()
@@ -217,8 +206,7 @@ class Gradients:
         kept = self._plan.profile.units[unit].gradient_dtype(parameter)
         require_fitting(self._parameter(unit, parameter), gradient, kept)
         self.units[unit].summed = frozenset()
-        shown = self._shown.get((unit, parameter))
-        if shown is not None and shown.tensor() is gradient:
+        if self._shown.get((unit, parameter), lambda: None)() is gradient:
             return  # As `p.grad *= 2` ends.
         if self._on_nvme(unit):
             self._snapshots.put(Key("gradient", unit, parameter), gradient)
@@ -238,23 +226,15 @@ class Gradients:
     @torch.no_grad()
     def zero(self, unit: int, parameters: Collection[int]) -> None:
         """Make gradients zeros, as `zero_grad(set_to_none=False)` does."""
-        kept, self.units[unit].summed = self.units[unit].kept, frozenset()
-        if self._on_nvme(unit) and kept <= set(parameters):
-            for parameter in kept:
-                self._snapshots.drop(Key("gradient", unit, parameter))
-            self._runner.quiesce("gradient", unit)
-            self._runner.clear(Value("gradient", unit))
-            return
         for parameter in parameters:
             if (gradient := self.show(unit, parameter)) is not None:
                 gradient.zero_()
 
     def take_all(self, unit: int) -> list[torch.Tensor | None]:
         """The gradients of a unit, by parameter, in memory of their own; None where none is."""
-        every = range(len(self._plan.profile.units[unit].parameters))
         return [
             self._snapshots.read(Key("gradient", unit, one)) if self.has(unit, one) else None
-            for one in every
+            for one in range(len(self._plan.profile.units[unit].parameters))
         ]
 
     def let_go(self) -> None:
@@ -265,8 +245,7 @@ class Gradients:
             self._let_go(*place)
 
     def _let_go(self, unit: int, parameter: int) -> None:
-        shown = self._shown.pop((unit, parameter), None)
-        if shown is not None and (held := shown.tensor()) is not None:
+        if (held := self._shown.pop((unit, parameter), lambda: None)()) is not None:
             self._runner.quiesce("gradient", unit, to_write=False)
             held.data = held.detach().clone()
 
@@ -293,13 +272,8 @@ class Gradients:
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
-    gradient: torch.Tensor | None
-    if type(parameter) is ActiveParameter:  # It has no trap.
-        gradient = _GRAD.__get__(parameter)
-        _GRAD.__set__(parameter, None)
-        return gradient
     with no_trap():
-        gradient = _GRAD.__get__(parameter)
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
 
@@ -309,24 +283,18 @@ def require_fitting(one: Parameter, gradient: object, kept: str) -> None:
 
     Raises:
         TypeError: it is no tensor.
-        ValueError: it is of another shape or dtype, or sparse, or the parameter was frozen at
-            attach.
+        ValueError: it is of another form, or the parameter was frozen at attach.
     """
     what = f"to {one.name}.grad was assigned"
     if not isinstance(gradient, torch.Tensor):
         raise TypeError(f"{what} a {type(gradient).__name__}: a tensor is needed, or None")
     if gradient.layout is not torch.strided:
         refuse_sparse(f"{what} a gradient that")
-    if tuple(gradient.shape) != one.shape:
-        raise ValueError(f"{what} a tensor of shape {tuple(gradient.shape)}, not {one.shape}")
-    if str(gradient.dtype).removeprefix("torch.") not in (one.dtype, kept):
+    shape, dtype = tuple(gradient.shape), str(gradient.dtype).removeprefix("torch.")
+    if shape != one.shape or dtype not in (one.dtype, kept) or not one.trainable:
         raise ValueError(
-            f"{what} a tensor of {gradient.dtype}, but its gradients are of {one.dtype}, and torch "
-            f"converts none either: assign it .to(torch.{one.dtype})"
-        )
-    if not one.trainable:
-        raise ValueError(
-            f"{what} a gradient, but it was frozen at attach, and has no place for one"
+            f"{what} a tensor of shape {shape} and {dtype}, but one of {one.shape} and {one.dtype} "
+            f"is needed{'' if one.trainable else ', and it was frozen at attach'}"
         )
 
 
