@@ -328,7 +328,7 @@ class Engine:
         with self.lock:
             self.end_broken_pass()
             if unit in self.residents:
-                return self.residents.value(unit, index)
+                return self.units[unit].parameters[index].detach().clone()
             if (used := self.units[unit]).buffer is not None:
                 return used.views[index].clone()
             self.snapshots.boundary(unit)

@@ -123,11 +123,7 @@ class Residents:
         mine = self._units[unit].parameters
         zero_all(mine[parameter].grad for parameter in parameters)
 
-    # -- weights and the step --------------------------------------------------------------------
-
-    def value(self, unit: int, parameter: int) -> torch.Tensor:
-        """The values of a parameter in memory of their own."""
-        return self._units[unit].parameters[parameter].detach().clone()
+    # -- the step ---------------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
         """Look whether what is to be updated is still what the states are for.
