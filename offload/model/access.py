@@ -159,11 +159,7 @@ class ParameterAccess:
 
 
 def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    """Refuse a tensor that is not of the form that a parameter had at attach.
-
-    Raises:
-        ValueError: it has another shape, dtype, device, or order of its elements.
-    """
+    """Refuse a tensor that is not of the form that a parameter had at attach."""
     same = found.device.type == wanted.device.type and (found.dim() < 2 or found.is_contiguous())
     if not (same and _alike(wanted, found)):
         form, kept = (

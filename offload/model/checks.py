@@ -14,11 +14,7 @@ from offload.model.units import Group
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
-    """Refuse arguments of `attach` that are not what they should be.
-
-    Raises:
-        TypeError: one is of a kind that cannot serve.
-    """
+    """Refuse arguments of `attach` that are not what they should be."""
     kinds: dict[str, tuple[Any, Any]] = {
         "model": (model, nn.Module),
         "optimizer": (optimizer, torch.optim.Optimizer | None),
@@ -35,11 +31,7 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that would not be the same afterwards.
-
-    Raises:
-        ValueError: see the message.
-    """
+    """Refuse parameters that would not be the same afterwards."""
     for name, parameter in model.named_parameters():
         why = None
         if isinstance(parameter, nn.UninitializedParameter):
@@ -54,11 +46,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Refuse parameters on the meta device whose module has no way to give them values.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse parameters on the meta device whose module has no way to give them values."""
     for module in model.modules():
         fresh = any(one.is_meta for one in module.parameters(recurse=False))
         if fresh and not hasattr(module, "reset_parameters"):
@@ -71,11 +59,7 @@ def check_initialised(model: nn.Module) -> None:
 def check_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]
 ) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        ValueError: see the message.
-    """
+    """Refuse by name what cannot be attached."""
     named = {p: name for group in groups for name, p in group.named.items()}
     if not named:
         raise ValueError("the model has no parameters: there is nothing to offload")
@@ -133,11 +117,7 @@ def _fault(name: str, module: nn.Module) -> str | None:
 
 
 def _check_memory(model: nn.Module, *, trains: bool) -> None:
-    """Refuse parameters whose memory, gradients or hooks offloaded ones could not have.
-
-    Raises:
-        ValueError: see the message; `CPU_ADAM_KERNEL` names no kernel that runs here.
-    """
+    """Refuse parameters whose memory, gradients or hooks offloaded ones could not have."""
     kernel()
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.dim() > 1 and not parameter.is_contiguous():

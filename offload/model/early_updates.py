@@ -124,11 +124,7 @@ class EarlyUpdates:
     # -- what is refused -------------------------------------------------------------------------
 
     def require_open(self, unit: int, what: str) -> None:
-        """Refuse `what`, which is of a unit and comes inside a backward.
-
-        Raises:
-            RuntimeError: the unit's update has begun.
-        """
+        """Refuse `what`, which is of a unit and comes inside a backward."""
         if unit in self.begun:
             raise RuntimeError(
                 f"{what} of {self._names[unit]} came in a backward after its update had begun, as "
@@ -137,11 +133,7 @@ class EarlyUpdates:
             )
 
     def require_step(self, what: str) -> None:
-        """Refuse `what`, which makes no sense between an early update and its step.
-
-        Raises:
-            RuntimeError: `step()` has to come first.
-        """
+        """Refuse `what`, which makes no sense between an early update and its step."""
         if self.begun:
             raise RuntimeError(
                 f"{what} came before step(), but updates of {len(self.begun)} of "

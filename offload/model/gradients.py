@@ -279,12 +279,7 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def require_fitting(one: Parameter, gradient: object, kept: str) -> None:
-    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it is of another form, or the parameter was frozen at attach.
-    """
+    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`."""
     what = f"to {one.name}.grad was assigned"
     if not isinstance(gradient, torch.Tensor):
         raise TypeError(f"{what} a {type(gradient).__name__}: a tensor is needed, or None")

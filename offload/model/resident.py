@@ -100,11 +100,7 @@ class Residents:
         return True
 
     def require_place(self, unit: int, parameter: int) -> None:
-        """Refuse a parameter that would be updated, or will be, and has no state.
-
-        Raises:
-            RuntimeError: it was frozen at attach, and now it has, or gets, a gradient.
-        """
+        """Refuse a parameter that would be updated, or will be, and has no state."""
         spec, mine = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
         if not spec.trainable and (
             mine[parameter].requires_grad or mine[parameter].grad is not None
@@ -126,12 +122,7 @@ class Residents:
     # -- the step ---------------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
-        """Look whether what is to be updated is still what the states are for.
-
-        Raises:
-            RuntimeError: a parameter is not.
-            ValueError: a gradient is not, or is sparse.
-        """
+        """Look whether what is to be updated is still what the states are for."""
         for unit in self._units.keys() & step.keys():
             # Lanes have a place for gradients of the parameter's dtype alone.
             of_any = () if unit in self.in_lanes else GRADIENT_DTYPES
@@ -257,12 +248,7 @@ def give_memory(
 def _check_form(
     unit: FlatUnit, index: int, device: Device, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """Raise where a parameter, or its gradient (of `dtypes`, too), is not what its states are for.
-
-    Raises:
-        RuntimeError: the parameter is not.
-        ValueError: its gradient is not.
-    """
+    """Refuse a parameter, or a gradient (of `dtypes`, too), that its states are not for."""
     one, parameter = unit.spec.parameters[index], unit.parameters[index]
     form = (tuple(parameter.shape), parameter.dtype, parameter.device)
     attached = (one.shape, getattr(torch, one.dtype), device.torch_device)

@@ -131,11 +131,7 @@ class States:
 
 
 def check_state(rule: str, of: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a parameter, by its name and shape, under the update's `rule`.
-
-    Raises:
-        ValueError: it is of another model or optimizer, or not whole.
-    """
+    """Refuse what is no state of a parameter, by its name and shape, under the update's `rule`."""
     given = [name for name, value in state.items() if value is not None]
     check_rule(rule, state)
     needed = [slot.name for slot in format_for("float32", rule=rule).slots]

@@ -45,12 +45,7 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], 
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        TypeError: no optimizer of `HYPER_OF`, and none that inherits its `step`.
-        ValueError: an option that is not offered.
-    """
+    """Refuse by name what cannot be attached."""
     if known_class(optimizer) is None:
         names = ", ".join(
             f"{known.__module__.rpartition('.')[0]}.{known.__name__}" for known in HYPER_OF
@@ -65,11 +60,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:
-    """Refuse what a parameter group asks for and is not offered.
-
-    Raises:
-        ValueError: an option is not offered.
-    """
+    """Refuse what a parameter group asks for and is not offered."""
     for option in _REFUSED:
         if group.get(option):
             raise ValueError(
