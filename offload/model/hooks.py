@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from offload.model.engine import Engine
 from offload.model.gradients import take_gradient
-from offload.model.parameter import AttachedParameter
+from offload.model.parameter import ActiveParameter, OffloadedParameter
 from offload.model.running import in_backward
 from offload.model.saved_tensors import SavingGuard
 from offload.model.snapshots import Key
@@ -319,7 +319,8 @@ def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: objec
     if prefix:  # Of a submodule, inside a call of the user's.
         return
     engine.boundary()
-    needed = sum(one.nbytes for one in module.parameters() if isinstance(one, AttachedParameter))
+    streamed = ActiveParameter, OffloadedParameter
+    needed = sum(one.nbytes for one in module.parameters() if isinstance(one, streamed))
     if needed > (free := host_free_bytes()):
         raise MemoryError(
             f"state_dict() copies {format_bytes(needed, up=True)} of offloaded weights to CPU "

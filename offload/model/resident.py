@@ -22,7 +22,6 @@ lands; `p.grad` stays, and is assigned or given up without a wait.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from torch import nn
 
 from cpu_adam.checks import GRADIENT_DTYPES
 from offload.model.early_updates import Step
-from offload.model.parameter import TRUE_AT_REST, find
+from offload.model.parameter import TRUE_AT_REST, AttachedParameter, find
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
 from offload.program.compile import collect
 from offload.runtime.device import Device
@@ -194,7 +193,7 @@ class Residents:
         return uncompiled(hook)
 
 
-class PendingParameter(nn.Parameter):
+class PendingParameter(AttachedParameter):
     """A parameter whose update is under way: any use of it waits for that."""
 
     @classmethod
@@ -207,21 +206,9 @@ class PendingParameter(nn.Parameter):
             with no_trap():
                 return func(*args, **kwargs)
         for parameter in list(find((args, kwargs), PendingParameter)):
-            _wait(parameter)
+            # Another thread may have waited meanwhile.
+            vars(parameter).get("_offload_wait", lambda: None)()
         return func(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return copy.deepcopy(_wait(self), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        waited: Any = _wait(self)
-        return waited.__reduce_ex__(protocol)
-
-
-def _wait(parameter: nn.Parameter) -> nn.Parameter:
-    """The parameter, once it is plain; another thread may have waited meanwhile."""
-    vars(parameter).get("_offload_wait", lambda: None)()
-    return parameter
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:

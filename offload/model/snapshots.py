@@ -10,10 +10,9 @@ model's.
 
 The memory is the engine's. The user gets aliases of it through DLPack, each a storage of its own,
 and torch tells through a weak reference when a storage is gone. So copies that are held count
-against `exposed_memory`, and one that nobody holds any more makes room for the next. Gradients on
-nvme that are more than that are at rest until their values are needed, see [Note: Gradients at
-rest] of `parameter`, or the next boundary comes. One for which there is no room is shown in a file
-without a name beside the store's, mapped, which the kernel keeps in memory as far as it can.
+against `exposed_memory`, and one that nobody holds any more makes room for the next. For gradients
+on nvme that are more than that see [Note: Gradients at rest] of `parameter`. One for which there is
+no room even so is shown in a file without a name beside the store's, mapped.
 """
 
 from __future__ import annotations
