@@ -30,7 +30,7 @@ from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
 from offload.planning.planner import plan, remarks
-from offload.planning.profile import ParameterSpec, StateChoice, Unit, lay_out_unit, profile_of
+from offload.planning.profile import ParameterSpec, Unit, lay_out_unit, profile_of
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
 from offload.runtime import entry as entries
@@ -111,7 +111,7 @@ def attach(
     rule = rule_of(optimizer)
     if optimizer is not None:
         named = (pair for group in groups for pair in group.named.items())
-        if told := of_no_group(optimizer, named, StateChoice(rule, config.states).format):
+        if told := of_no_group(optimizer, named):
             warn_user(told)
     placed = plan(profile_of(specs), config, found, rule=rule)
     for remark in remarks(placed, config, found):

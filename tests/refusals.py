@@ -69,18 +69,6 @@ def _scripted() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _graphed() -> nn.Module:
-    """As torch.cuda.make_graphed_callables leaves it, which needs a device to do so."""
-    model: Any = Shell(Layers(2))
-
-    def new_fwd(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    new_fwd.__qualname__ = "make_graphed_callables.<locals>.make_graphed_forward.<locals>.new_fwd"
-    model.middle.layers[0].forward = new_fwd
-    return model  # type: ignore[no-any-return]
-
-
 def _adapter_on_parameter() -> nn.Module:
     import peft
 
@@ -135,12 +123,6 @@ REFUSED: dict[str, Refusal] = {
         r"middle\.layers\.0 is a TorchScript module",
         "they take no hooks",
         "the Python module",
-    ),
-    "modules of `torch.cuda.make_graphed_callables`": Refusal(
-        _graphed,
-        r"middle\.layers\.0 was captured by make_graphed_callables",
-        "a replay reads weights where they lay when it was captured",
-        "attach without it",
     ),
     "LoRA on parameters (PEFT's `target_parameters`, and `all-linear` on fused experts)": Refusal(
         _adapter_on_parameter,

@@ -207,25 +207,6 @@ def test_with_clipping_nothing_begins_early(tmp_path: Path) -> None:
         run.step()
 
 
-def test_another_number_of_backward_calls_is_told_once(tmp_path: Path) -> None:
-    """Else updates never begin early, in silence; a single step may be the end of an epoch."""
-    with attached(PLACEMENT, tmp_path, micro_batches=3) as run:
-
-        def steps(*counts: int) -> None:
-            for count in counts:
-                for _ in range(count):
-                    run.loss().backward()
-                run.optimizer.step()
-                run.optimizer.zero_grad()
-
-        steps(3, 2, 3, 1, 3)
-        assert run.engine.early.notice is None
-        with pytest.warns(RuntimeWarning, match=r"had another number \(2\): no update"):
-            steps(2, 2)
-        steps(2, 2)  # Warnings are errors here.
-        assert run.engine.notices[-1] == run.engine.early.notice
-
-
 def last_of_two(run: Run, number: int) -> None:
     """A second micro-batch that is said to be the last: its gradients are with the updates."""
     run.loss().backward()
@@ -311,7 +292,7 @@ def backward(early: EarlyUpdates, *units: int) -> list[int]:
     """A backward that brings one gradient of each; the units that are final at its end."""
     early.backward_began()
     for unit in units:
-        early.gradients_came(unit, [0])
+        early.gradient_came(unit, 0)
     final = sorted(early.final)
     early.backward_ended(finished=True)
     return final
@@ -344,10 +325,10 @@ def test_what_was_begun_is_frozen() -> None:
     backward(early, 0)
     early.stepped({})
     early.backward_began()
-    early.gradients_came(0, [0])
+    early.gradient_came(0, 0)
     assert early.begin(0) is steps
     with pytest.raises(RuntimeError, match="another gradient of unit came in a backward after"):
-        early.gradients_came(0, [0])
+        early.gradient_came(0, 0)
     with pytest.raises(RuntimeError, match="changed between the last backward"):
         early.stepped({0: {}})
     assert early.stepped({0: steps}) == {}

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.model import gradients
 from tests.covering import by_turns
 from tests.training import (
     RESIDENT,
@@ -155,7 +154,7 @@ def test_one_that_was_given_up_is_its_holders(run: Run) -> None:
         run.step()
 
 
-# -- deferred: small ones stay where autograd has made them, until the last of their unit comes ----
+# -- parameters that come alone, twice, or before their unit is used ------------------------------
 
 
 class Scaled(nn.Module):
@@ -201,7 +200,6 @@ def gradients_of(
         (loss + sum(of) if penalty else loss).backward()  # What was made last comes first.
     found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     if config is not None:
-        assert all(one.deferred_max == 2 for one in optimizer.engine.gradients.units)
         optimizer.engine.close()
     return found
 
@@ -213,7 +211,7 @@ USES = [(False,), (True, False), (False, True), (False, False)]
     ("penalty", "uses", "recompute", "tier"),
     by_turns(["", "scale", "shift", "blocks"], USES, [False, True], ["cpu", "device"]),
 )
-def test_deferred_ones_are_those_of_torch(
+def test_gradients_are_those_of_torch(
     penalty: str, uses: tuple[bool, ...], recompute: bool, tier: Any
 ) -> None:
     """One may come without the other, twice before it, and before the unit is used (of a penalty,
@@ -223,18 +221,6 @@ def test_deferred_ones_are_those_of_torch(
     for found, alone in zip(gradients_of(uses, recompute, config, penalty), expected, strict=True):
         assert (found is None) == (alone is None)
         assert found is None or torch.equal(found, alone)
-
-
-@pytest.mark.parametrize(("limit", "deferred"), [(12287, 0), (12288, 2)])  # Of three, padded.
-def test_large_ones_are_not_deferred(
-    limit: int, deferred: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gradients, "DEFERRED_BYTES_MAX", limit)
-    model = Twice()
-    config = offload.Config(**CONFIG)  # type: ignore[arg-type]
-    _, optimizer = offload.attach(model, torch.optim.AdamW(model.parameters()), config)
-    assert {one.deferred_max for one in optimizer.engine.gradients.units} == {deferred}
-    optimizer.engine.close()
 
 
 @pytest.mark.parametrize("home", ["cpu", "nvme"])

@@ -17,7 +17,7 @@ from torch import nn
 
 import offload
 from cpu_adam import CPUAdam
-from offload.model.pending import PendingParameter
+from offload.model.resident import PendingParameter
 from offload.program.ops import Op, Verb
 from tests.small import adamw, config, small, tokens, torch_step
 from tests.training import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -31,9 +31,6 @@ class ParameterAccess:
         self.unit = unit
         self.index = index
 
-    def __reduce__(self) -> Any:
-        return (type(None), ())  # A pickled parameter is attached to nothing.
-
     @property
     def _flat(self) -> FlatUnit:
         return self.engine.units[self.unit]
@@ -49,7 +46,7 @@ class ParameterAccess:
         function: Callable[..., Any],
         resting: list[OffloadedParameter],
         args: Any,
-        kwargs: Mapping[str, Any],
+        kwargs: Any,
     ) -> Any:
         """Call `function` while all of `resting` show their true values.
 
@@ -57,7 +54,7 @@ class ParameterAccess:
             RuntimeError: it is being recorded, or gave a parameter other storage.
         """
         refuse_recording("an offloaded parameter was used")
-        touched: list[ParameterAccess] = [p._offload_access for p in resting]  # type: ignore[misc]
+        touched: list[ParameterAccess] = [one._offload_access for one in resting]
         with ExitStack() as stack:
             for one in touched:
                 stack.enter_context(one.engine.lock)
@@ -86,8 +83,8 @@ class ParameterAccess:
             flat.unlend(self.index)
             if not kept:
                 raise RuntimeError(
-                    f"{self._spec.name} was given other storage, shape or dtype, but it is "
-                    "offloaded and only its values can change: detach() first"
+                    f"{self._spec.name} was given other storage, shape or dtype, and of an "
+                    "offloaded parameter only the values can change: detach() first"
                 )
 
     @entry
@@ -128,8 +125,8 @@ class ParameterAccess:
         """
         if wanted and not self._spec.trainable:
             raise RuntimeError(
-                f"{self._spec.name} was frozen when the model was attached, so no gradient or "
-                "state has a place: detach(), unfreeze, and attach again"
+                f"{self._spec.name} was frozen when the model was attached, so no gradient has a "
+                "place: detach(), unfreeze, and attach again"
             )
         with no_trap():
             parameter.requires_grad = wanted
@@ -162,23 +159,17 @@ class ParameterAccess:
 
 
 def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
-    """Refuse a tensor that is not of the form that a parameter had at attach.
-
-    Raises:
-        ValueError: it has another shape, dtype, device, or order of its elements.
-    """
-    place = found.device.type == wanted.device.type
-    if _alike(wanted, found) and place and (found.dim() < 2 or found.is_contiguous()):
-        return
-
-    def form(one: torch.Tensor) -> str:
-        return f"{tuple(one.shape)} of {one.dtype} on {one.device}, strides {one.stride()}"
-
-    raise ValueError(
-        f"{name} was given values of shape {form(found)}, but was attached as {form(wanted)}; "
-        "likely the model was resized, converted or moved after attach: do that before attach, or "
-        "after offload.detach(model), and attach it again"
-    )
+    """Refuse a tensor that is not of the form that a parameter had at attach."""
+    same = found.device.type == wanted.device.type and (found.dim() < 2 or found.is_contiguous())
+    if not (same and _alike(wanted, found)):
+        form, kept = (
+            f"{tuple(one.shape)} of {one.dtype} on {one.device}, strides {one.stride()}"
+            for one in (found, wanted)
+        )
+        raise ValueError(
+            f"{name} was given values of shape {form}, but was attached as {kept}: resize, convert "
+            "or move the model before attach, or after offload.detach(model)"
+        )
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:

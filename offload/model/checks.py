@@ -10,15 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpu_adam import kernel
 from offload.config import Config
-from offload.model.units import Group, refuse_sparse
+from offload.model.units import Group
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
-    """Refuse arguments of `attach` that are not what they should be.
-
-    Raises:
-        TypeError: one is of a kind that cannot serve.
-    """
+    """Refuse arguments of `attach` that are not what they should be."""
     kinds: dict[str, tuple[Any, Any]] = {
         "model": (model, nn.Module),
         "optimizer": (optimizer, torch.optim.Optimizer | None),
@@ -35,36 +31,22 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that would not be the same afterwards.
-
-    Raises:
-        ValueError: see the message.
-    """
+    """Refuse parameters that would not be the same afterwards."""
     for name, parameter in model.named_parameters():
+        why = None
         if isinstance(parameter, nn.UninitializedParameter):
-            raise ValueError(
-                f"parameter {name} has no shape yet (a Lazy module): run one batch through the "
-                "model before attach"
-            )
-        if parameter.is_inference():
-            raise ValueError(
-                f"parameter {name} was made under torch.inference_mode() and can be used in it "
-                "only: build the model outside it"
-            )
-        if type(parameter) is not nn.Parameter:
-            kind = f"{type(parameter).__module__}.{type(parameter).__qualname__}"
-            raise ValueError(
-                f"parameter {name} is of class {kind}, whose ways an offloaded one would lose: "
-                "make it a plain torch.nn.Parameter"
-            )
+            why = "has no shape yet (a Lazy module): run one batch through the model before attach"
+        elif parameter.is_inference():
+            why = "was made under torch.inference_mode(): build the model outside it"
+        elif (kind := type(parameter)) is not nn.Parameter:
+            kind_name = f"{kind.__module__}.{kind.__qualname__}"
+            why = f"is of class {kind_name}, and only torch.nn.Parameter can be offloaded"
+        if why:
+            raise ValueError(f"parameter {name} {why}")
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Refuse parameters on the meta device whose module has no way to give them values.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse parameters on the meta device whose module has no way to give them values."""
     for module in model.modules():
         fresh = any(one.is_meta for one in module.parameters(recurse=False))
         if fresh and not hasattr(module, "reset_parameters"):
@@ -77,63 +59,19 @@ def check_initialised(model: nn.Module) -> None:
 def check_model(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]
 ) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        ValueError: see the message.
-    """
+    """Refuse by name what cannot be attached."""
     named = {p: name for group in groups for name, p in group.named.items()}
     if not named:
         raise ValueError("the model has no parameters: there is nothing to offload")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ValueError(
-                f"buffer {name} is on the meta device and attach does not know its values: build "
-                "the model under offload.empty_weights(), which leaves buffers real, in place of "
-                "torch.device('meta')"
+                f"buffer {name} is on the meta device, and attach does not know its values: build "
+                "the model under offload.empty_weights(), which leaves buffers real"
             )
     for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise ValueError(
-                f"{name or 'the model'} is a DistributedDataParallel, which sums gradients over "
-                "ranks before the engine sees them: every rank would train alone. Attach the model "
-                "without it, and between backward() and step() average p.grad over the ranks with "
-                "torch.distributed.all_reduce"
-            )
-        if hasattr(module, "_hf_hook"):
-            raise ValueError(
-                f"{name or 'the model'} was dispatched by accelerate (device_map, cpu_offload), "
-                "which moves weights in its own hooks and leaves empty ones on the meta device: "
-                "load the model without device_map, and let Config say where its weights live"
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name or 'the model'} is a TorchScript module, which takes no hooks: attach the "
-                "Python module that it was made from"
-            )
-        forward = getattr(vars(module).get("forward"), "__qualname__", "")
-        if forward.startswith("make_graphed_callables."):
-            raise ValueError(
-                f"{name or 'the model'} was captured by make_graphed_callables, and a replay reads "
-                "its weights where they lay then, wherever they are now: attach the model without "
-                "that"
-            )
-        kind = type(module)
-        if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
-            raise ValueError(
-                f"parameter {name}.{module.parameter_name} has an adapter of its own (PEFT's "
-                "target_parameters; all-linear takes fused experts for such), and PEFT gives it "
-                "its storage anew in every forward, where an offloaded one cannot change: name "
-                "target_modules instead, those of attention for example"
-            )
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
-            refuse_sparse(f"{name or 'the model'} has sparse gradients")
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
-            raise ValueError(
-                f"{name or 'the model'} changes its weight inside its own forward (max_norm="
-                f"{module.max_norm}), and an offloaded one can change between forwards only: build "
-                f"the {type(module).__name__} without max_norm and renormalise after step()"
-            )
+        if why := _fault(name, module):
+            raise ValueError(f"{name or 'the model'} {why}")
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for parameter in group["params"]:
             if parameter not in named and parameter.numel():
@@ -145,27 +83,54 @@ def check_model(
     _check_memory(model, trains=optimizer is not None)
 
 
-def _check_memory(model: nn.Module, *, trains: bool) -> None:
-    """Refuse parameters whose memory, gradients or hooks offloaded ones could not have.
+def _fault(name: str, module: nn.Module) -> str | None:
+    """Why a module cannot be offloaded, and what to do; None where it can."""
+    kind = type(module)
+    if isinstance(module, DistributedDataParallel):
+        return (
+            "is a DistributedDataParallel, which sums gradients over ranks before the engine sees "
+            "them: attach the model without it, and average p.grad over the ranks with "
+            "torch.distributed.all_reduce between backward() and step()"
+        )
+    if hasattr(module, "_hf_hook"):
+        return (
+            "was dispatched by accelerate (device_map, cpu_offload), which moves weights itself: "
+            "load the model without device_map, and let Config say where its weights live"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a TorchScript module, which takes no hooks: attach the Python module"
+    if kind.__name__ == "ParamWrapper" and kind.__module__.startswith("peft."):
+        return (
+            f"adapts {name}.{module.parameter_name} (PEFT's target_parameters, or "
+            "all-linear on fused experts), which then gets other storage in every forward: name "
+            "target_modules instead"
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        if module.sparse:
+            return "has sparse gradients, and only dense ones have a place: pass sparse=False"
+        if module.max_norm is not None:
+            return (
+                "changes its weight inside its own forward, where an offloaded one is read-only: "
+                "build it without max_norm, and renormalise after step()"
+            )
+    return None
 
-    Raises:
-        ValueError: see the message; `CPU_ADAM_KERNEL` names no kernel that runs here.
-    """
+
+def _check_memory(model: nn.Module, *, trains: bool) -> None:
+    """Refuse parameters whose memory, gradients or hooks offloaded ones could not have."""
     kernel()
     for name, parameter in model.named_parameters():
         if not parameter.is_meta and parameter.dim() > 1 and not parameter.is_contiguous():
             raise ValueError(
                 f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
-                f"{parameter.stride()} (channels_last, transposed, part of another), and offloaded "
-                "ones are contiguous, with which torch computes other bits: call "
+                f"{parameter.stride()} (channels_last, transposed, part of another): call "
                 "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
             )
         if parameter.grad is not None and not (trains and parameter.requires_grad):
             found = "it is frozen" if trains else "the model is attached without an optimizer"
             raise ValueError(
-                f"parameter {name} has a gradient and {found}, so no step would use it and no "
-                "place is for it: set its grad to None (model.zero_grad()) before attach, or "
-                "unfreeze it"
+                f"parameter {name} has a gradient and {found}, so no step would use it: call "
+                "model.zero_grad() before attach, or unfreeze it"
             )
     _check_sharing(model)
 
@@ -187,9 +152,8 @@ def _check_sharing(model: nn.Module) -> None:
     for start, stop, name, is_parameter in extents:
         if start < reach and (is_parameter or of_parameter):
             raise ValueError(
-                f"{before} and {name} share memory but are two, and offloaded they would part: "
-                "make them one parameter, take a buffer or a view from its parameter in forward, "
-                "or give one of them a clone()"
+                f"{before} and {name} share memory, and offloaded they would part: make them one "
+                "parameter, take a view from its parameter in forward, or give one a clone()"
             )
         if stop > reach:
             reach, before, of_parameter = stop, name, is_parameter

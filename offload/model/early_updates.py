@@ -19,11 +19,10 @@ Whatever would look at half-updated weights, or bring another gradient, is refus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from cpu_adam.hyper import Hyper
-from offload.config import warn_user
 
 
 class ParameterStep(NamedTuple):
@@ -38,10 +37,6 @@ Step = Mapping[int, Mapping[int, ParameterStep]]
 """By unit and parameter, those that take part in a step."""
 
 
-MISMATCHES_TOLD = 2
-"""So many steps in a row with another number of backwards than was declared are told."""
-
-
 class EarlyUpdates:
     """The backwards since the last step, and the updates begun before the next."""
 
@@ -53,10 +48,10 @@ class EarlyUpdates:
         """Updates begun before `step()`, by unit."""
         self.final: set[int] = set()
         """Units whose gradient is complete, in the last backward of a step."""
-        self.notice: str | None = None
-        """What the user was told of a declared number that is not kept."""
         self._number = micro_batches
         self._clips = clips
+        self.begins_early = not clips and micro_batches is not None
+        """Whether updates begin inside backwards."""
         self._names = names
         self._finished = self._finished_before = 0
         """Backwards since the last step, or since gradients were given up; those before that."""
@@ -65,12 +60,6 @@ class EarlyUpdates:
         """By unit and parameter, how often a gradient came in the backward under way."""
         self._before: list[Counter[int]] | None = None
         """The same of the last backward that was finished."""
-        self._mismatches = 0
-
-    @property
-    def begins_early(self) -> bool:
-        """Whether updates begin inside backwards."""
-        return not self._clips and self._number is not None
 
     def last_micro_batch(self) -> None:
         """The next backward is the last before a step."""
@@ -84,14 +73,14 @@ class EarlyUpdates:
         self._is_last = self._said or self._finished + 1 == guess
         self._now = [Counter() for _ in self._names]
 
-    def gradients_came(self, unit: int, parameters: Iterable[int]) -> None:
-        """A backward has produced gradients of a unit.
+    def gradient_came(self, unit: int, parameter: int) -> None:
+        """A backward has produced a gradient.
 
         Raises:
             RuntimeError: the unit's update has begun without it.
         """
         self.require_open(unit, "another gradient")
-        self._now[unit].update(parameters)
+        self._now[unit][parameter] += 1
         if self._is_last and self._before is not None:
             complete = self._now[unit] == self._before[unit]
             (self.final.add if complete else self.final.discard)(unit)
@@ -125,55 +114,30 @@ class EarlyUpdates:
         if any(step.get(unit, {}) != steps for unit, steps in begun.items()):
             raise RuntimeError(
                 "learning rate, decay or another hyper-parameter changed between the last backward "
-                "and step(), but updates had begun with the earlier values. Put them back and call "
-                "step() again; change them after step(), or leave Config.micro_batches out"
+                "and step(), but updates had begun with the earlier values: put them back, call "
+                "step() again and change them after it, or leave Config.micro_batches out"
             )
-        self._tell_of_another_number()
         self.begun, self._finished_before, self._finished = {}, self._finished, 0
         self._said = False
         return {unit: steps for unit, steps in step.items() if unit not in begun}
 
-    def _tell_of_another_number(self) -> None:
-        if self._number is None or self.begun or self._finished in (0, self._number):
-            self._mismatches = 0
-            return
-        self._mismatches += 1
-        if self._mismatches == MISMATCHES_TOLD:
-            self.notice = (
-                f"Config.micro_batches={self._number} backward calls were declared for each step, "
-                f"and the last {MISMATCHES_TOLD} steps had another number ({self._finished}): no "
-                "update begins inside backward; declare the number that your loop has"
-            )
-            warn_user(self.notice)
-
     # -- what is refused -------------------------------------------------------------------------
 
     def require_open(self, unit: int, what: str) -> None:
-        """Refuse `what`, which is of a unit and comes inside a backward.
-
-        Raises:
-            RuntimeError: the unit's update has begun.
-        """
+        """Refuse `what`, which is of a unit and comes inside a backward."""
         if unit in self.begun:
             raise RuntimeError(
                 f"{what} of {self._names[unit]} came in a backward after its update had begun, as "
-                "Config.micro_batches declares that backward the last of the step. step() "
-                "completes the step with the gradients that came before. Declare the number of "
-                "backward calls that your loop has, or leave micro_batches out"
+                "that backward was said to be the last of the step: call step(), which completes "
+                "it without, and declare the micro_batches that your loop has, or none"
             )
 
     def require_step(self, what: str) -> None:
-        """Refuse `what`, which makes no sense between an early update and its step.
-
-        Raises:
-            RuntimeError: `step()` has to come first.
-        """
+        """Refuse `what`, which makes no sense between an early update and its step."""
         if self.begun:
             raise RuntimeError(
                 f"{what} came before step(), but updates of {len(self.begun)} of "
-                f"{len(self._names)} units have begun, as Config.micro_batches={self._number} "
-                "or last_micro_batch() said that step() follows; likely the loop, or the trainer, "
-                "accumulates another number of batches, looks at gradients before step() (to clip "
-                "them, which Config.max_grad_norm does inside step()), or its last backward "
-                "raised: call step() first, declare that number, or leave micro_batches out"
+                f"{len(self._names)} units have begun, as the backward before it was said to be "
+                "the last: call step() first, declare the micro_batches that your loop, or "
+                "trainer, has, or none (to clip, use Config.max_grad_norm)"
             )

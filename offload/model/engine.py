@@ -68,7 +68,7 @@ class Engine:
         self.plan, self.nvme_path = runner.plan, nvme_path
         self.units, self.lock = units, threading.RLock()
         self.runner = runner
-        self.residents = Residents(runner, units, self)
+        self.residents = Residents(runner, units, self.lock, self.check)
         self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)
         self.snapshots = Snapshots(runner, self.passes.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
@@ -87,7 +87,8 @@ class Engine:
             runner.notice,
             None if runner.store is None else runner.store.notice,
         )
-        self._notices = tuple(filter(None, found))
+        self.notices: tuple[str, ...] = tuple(filter(None, found))
+        """What the user should know, in sentences."""
         self._pid, self._since = os.getpid(), time.perf_counter()
         self._interruptions = len(entries.interruptions())
         engines.add(self)
@@ -109,11 +110,6 @@ class Engine:
 
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """What the user should know, in sentences."""
-        return (*self._notices, *filter(None, [self.early.notice]))
 
     # -- whether it can be used --------------------------------------------------------------------
 
@@ -204,9 +200,6 @@ class Engine:
             if self.graph_tasks.running:
                 self._begin_final()
                 return
-            for unit, one in enumerate(self.gradients.units):
-                if one.deferred:  # Without the last of the unit's, with which they are counted.
-                    self.early.gradients_came(unit, list(one.deferred))
             self.end_pass(finished=True)
             for unit in self.early.final:
                 self.snapshots.boundary(unit)  # Snapshots that the backward itself has made.
@@ -217,7 +210,7 @@ class Engine:
         """Take over a gradient; when it completes the unit's, its update begins soon."""
         if self.graph_tasks.current() not in self.graph_tasks:
             self.enter_backward()
-        self.early.gradients_came(unit, (*self.gradients.units[unit].deferred, index))
+        self.early.gradient_came(unit, index)
         passing = self.gradients.collect(unit, index, gradient)
         if passing is not None and self.plan.clips and unit in self.early.final:
             self._sum_squares(unit, passing)
@@ -335,7 +328,7 @@ class Engine:
         with self.lock:
             self.end_broken_pass()
             if unit in self.residents:
-                return self.residents.value(unit, index)
+                return self.units[unit].parameters[index].detach().clone()
             if (used := self.units[unit]).buffer is not None:
                 return used.views[index].clone()
             self.snapshots.boundary(unit)
@@ -374,17 +367,14 @@ class Engine:
         self.end_pass(finished=False)
         self.residents.check(step)
         self.snapshots.boundary()
-        viewed = self.gradients.let_go()
+        self.gradients.let_go()
         if not (begun := self.early.begun):
             self.updates.settle()
         due = self.early.stepped(step)
         with self.runner.once() if begun else nullcontext():
             self._begin_updates(due)
-        with self.runner.once():
-            self.steps += 1
-            self.runner.stats.stepped(self.steps, self.passes.misses)
-            for unit in viewed:  # A view could change what the update is still to read.
-                self.runner.quiesce("gradient", unit)
+        self.steps += 1
+        self.runner.stats.stepped(self.steps, self.passes.misses)
 
     def _begin_updates(self, step: Step) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""

@@ -6,11 +6,6 @@ copied, each later one is added by one rounding, in the order in which they come
 gradient on its way waits in the unit's device slot until all of the unit's parameters have theirs.
 A parameter that comes twice, or another unit that needs the slot, sends it on earlier.
 
-[Note: Deferred gradients]
-Small gradients stay where autograd has made them until the last of their unit comes: one place is
-taken for all of them, and sent on once. The hook that defers one does nothing else, and is no
-`entry`: cut off by a signal it has deferred the gradient or not.
-
 [Note: p.grad]
 A gradient at home in a memory tier is shown in place: `p.grad` is that home, and a later backward
 adds to it. One on nvme is a snapshot, or at rest. What is assigned is copied in. At `step()`,
@@ -20,7 +15,8 @@ its own first, so it keeps what it showed; a view of it does not, and shows late
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import weakref
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +24,9 @@ import torch
 from torch import nn
 
 from cpu_adam import accumulate
-from offload.model.parameter import ActiveParameter
 from offload.model.passes import Passes
-from offload.model.snapshots import Alias, Key, Snapshots, share
+from offload.model.snapshots import Key, Snapshots, share
 from offload.model.units import refuse_sparse
-from offload.planning.layout import Plan
 from offload.planning.profile import Parameter
 from offload.program.compile import add_gradient, collect, collected, offload_gradient, passing
 from offload.program.ops import Op, Use, Value, Verb
@@ -41,22 +35,12 @@ from offload.runtime.runner import Runner, Task
 from offload.runtime.torch_internals import no_trap
 from offload.runtime.works import Work
 
-DEFERRED_BYTES_MAX = 128 << 10
-"""Gradients of a unit that are deferred, if together they are no larger."""
-
-DEFERRED_BYTES_OF_ALL_MAX = 8 << 20
-"""Of so many units: where a unit's last does not come, others stay deferred, in no budget."""
-
 
 @dataclass(slots=True)
 class UnitGradient:
     """The gradient of one unit, as far as it has come."""
 
     trainable: frozenset[int]
-    deferred_max: int
-    """How many of its gradients may be deferred: all but the last; 0 where they are too large."""
-    deferred: dict[int, torch.Tensor] = field(default_factory=dict)
-    """By parameter, what has come and is still where autograd has made it."""
     kept: set[int] = field(default_factory=set)
     """Parameters that have a gradient."""
     arrived: set[int] = field(default_factory=set)
@@ -80,17 +64,12 @@ class Gradients:
         self._snapshots = snapshots
         self._collecting: set[int] = set()
         """Units whose gradient is being collected."""
-        self._shown: dict[tuple[int, int], Alias] = {}
+        self._shown: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
         """By unit and parameter, what shows a gradient in place."""
-        self.units: list[UnitGradient] = []
-        here = runner.device.is_host  # Elsewhere each comes on a stream of its own.
-        left = DEFERRED_BYTES_OF_ALL_MAX if here else 0
-        for index, unit in enumerate(self._plan.profile.units):
-            trainable = frozenset(i for i, p in enumerate(unit.parameters) if p.trainable)
-            size = self._plan.bytes_of("gradient", index)
-            deferred = len(trainable) - 1 if size <= min(left, DEFERRED_BYTES_MAX) else 0
-            left -= size if deferred else 0
-            self.units.append(UnitGradient(trainable, deferred))
+        self.units = [
+            UnitGradient(frozenset(i for i, p in enumerate(unit.parameters) if p.trainable))
+            for unit in self._plan.profile.units
+        ]
 
     # -- in backward -----------------------------------------------------------------------------
 
@@ -105,44 +84,36 @@ class Gradients:
         if gradient.layout is not torch.strided:
             refuse_sparse(f"the gradient of {self._parameter(unit, parameter).name}")
         one = self.units[unit]
-        if parameter in one.deferred:
-            self._put(one, unit)
         if parameter in one.arrived and self._plan.gradient_slot[unit] is not None:
             self.send(unit)
-        one.deferred[parameter] = gradient
-        self._put(one, unit)
+        self._put(one, unit, parameter, gradient)
         again = bool(one.kept)
         if len(one.arrived) < len(one.trainable):
             return None
         self.send(unit)
         return passing(self._plan, unit, again=again)
 
-    def _put(self, one: UnitGradient, unit: int) -> None:
-        """Put what is deferred to what has arrived."""
+    def _put(self, one: UnitGradient, unit: int, parameter: int, gradient: torch.Tensor) -> None:
+        """Put a gradient where those of its unit are collected."""
         if one.task is None:
             self._acquire(unit)
         else:
             self._runner.join(one.task)
+        if (view := one.views.get(parameter)) is None:
+            there = collected(self._plan, unit)
+            view = one.views[parameter] = self._view(there, unit, parameter)
         at_home = self._plan.gradient_slot[unit] is None
-        while one.deferred:
-            parameter, gradient = one.deferred.popitem()
-            view = one.views.get(parameter)
-            if view is None:
-                there = collected(self._plan, unit)
-                view = one.views[parameter] = self._view(there, unit, parameter)
-            if at_home and parameter in one.kept:
-                accumulate(view, gradient.to(view.dtype))
-            else:
-                view.copy_(gradient)
-            if at_home:
-                one.kept.add(parameter)
-            one.arrived.add(parameter)
+        if at_home and parameter in one.kept:
+            accumulate(view, gradient.to(view.dtype))
+        else:
+            view.copy_(gradient)
+        if at_home:
+            one.kept.add(parameter)
+        one.arrived.add(parameter)
 
     def send(self, unit: int) -> None:
         """Send what has arrived on to the unit's home; nothing to do when nothing has."""
         one = self.units[unit]
-        if one.deferred:
-            self._put(one, unit)
         if one.task is None:
             return
         self._runner.finish(one.task)
@@ -151,20 +122,24 @@ class Gradients:
         arrived, one.arrived = one.arrived, set()
         if self._plan.gradient_slot[unit] is None:
             return
-        make = add_gradient if one.kept else offload_gradient
-        where, which = (unit, self._passes.position + 1), None
-        if one.kept:
-            which = frozenset(arrived), frozenset(one.kept)
-        phase = self._runner.phase((make, where, which), lambda: self._way(make, where, which))
+        new, kept = frozenset(arrived), frozenset(one.kept)
+        make, works = add_gradient if kept else offload_gradient, self._runner.works
+        position = self._passes.position + 1
+
+        def way() -> Iterator[tuple[Op, Work | None]]:
+            for op in make(self._plan, unit, position):
+                added = op.verb is Verb.ADD and bool(kept)
+                yield op, works.add(op, new, kept) if added else works.of(op)
+
+        key = make, unit, position, kept and (new, kept)
+        phase = self._runner.phase(key, way)
         self._runner.start(phase, self._passes.number)
         one.kept |= arrived
 
-    def send_all(self) -> bool:
-        """Send on everything that has come anywhere; whether anything had."""
-        came = [at for at, one in enumerate(self.units) if one.deferred or one.task is not None]
-        for unit in came:
+    def send_all(self) -> None:
+        """Send on everything that has come anywhere."""
+        for unit in sorted(self._collecting):
             self.send(unit)
-        return bool(came)
 
     def forget_places(self) -> None:
         """The memory of the tiers is given back: keep no views of it."""
@@ -174,7 +149,7 @@ class Gradients:
     def _acquire(self, unit: int) -> None:
         """Wait until the collecting place of a unit is free, and begin to collect."""
         slot = self._plan.gradient_slot[unit]
-        for other in sorted(self._collecting) if self._collecting and slot is not None else ():
+        for other in sorted(self._collecting) if slot is not None else ():
             if self._plan.gradient_slot[other] == slot:
                 self.send(other)
         phase = self._runner.moves(collect, unit, self._passes.position)
@@ -188,20 +163,6 @@ class Gradients:
             raise
         self.units[unit].task, self.units[unit].summed = task, frozenset()
         self._collecting.add(unit)
-
-    def _way(
-        self,
-        make: Callable[[Plan, int, int], list[Op]],
-        where: tuple[int, int],
-        which: tuple[frozenset[int], frozenset[int]] | None,
-    ) -> Iterator[tuple[Op, Work | None]]:
-        """The ops that bring a gradient home; what has arrived is added to what is kept."""
-        works = self._runner.works
-        for op in make(self._plan, *where):
-            if which is not None and op.verb is Verb.ADD:
-                yield op, works.add(op, *which)
-            else:
-                yield op, works.of(op)
 
     # -- what `p.grad` does ----------------------------------------------------------------------
 
@@ -225,10 +186,10 @@ class Gradients:
         if self._on_nvme(unit):
             return self._snapshots.tensor(Key("gradient", unit, parameter))
         self._runner.quiesce("gradient", unit)
-        shown = self._shown.get((unit, parameter))
-        found = None if shown is None else shown.tensor()
+        found = self._shown.get((unit, parameter), lambda: None)()
         if found is None:
-            found, self._shown[unit, parameter] = share(self._at_home(unit, parameter))
+            found = share(self._at_home(unit, parameter))
+            self._shown[unit, parameter] = weakref.ref(found)
         return found
 
     @torch.no_grad()
@@ -245,8 +206,7 @@ class Gradients:
         kept = self._plan.profile.units[unit].gradient_dtype(parameter)
         require_fitting(self._parameter(unit, parameter), gradient, kept)
         self.units[unit].summed = frozenset()
-        shown = self._shown.get((unit, parameter))
-        if shown is not None and shown.tensor() is gradient:
+        if self._shown.get((unit, parameter), lambda: None)() is gradient:
             return  # As `p.grad *= 2` ends.
         if self._on_nvme(unit):
             self._snapshots.put(Key("gradient", unit, parameter), gradient)
@@ -266,42 +226,28 @@ class Gradients:
     @torch.no_grad()
     def zero(self, unit: int, parameters: Collection[int]) -> None:
         """Make gradients zeros, as `zero_grad(set_to_none=False)` does."""
-        kept, self.units[unit].summed = self.units[unit].kept, frozenset()
-        if self._on_nvme(unit) and kept <= set(parameters):
-            for parameter in kept:
-                self._snapshots.drop(Key("gradient", unit, parameter))
-            self._runner.quiesce("gradient", unit)
-            self._runner.clear(Value("gradient", unit))
-            return
         for parameter in parameters:
             if (gradient := self.show(unit, parameter)) is not None:
                 gradient.zero_()
 
     def take_all(self, unit: int) -> list[torch.Tensor | None]:
         """The gradients of a unit, by parameter, in memory of their own; None where none is."""
-        every = range(len(self._plan.profile.units[unit].parameters))
         return [
             self._snapshots.read(Key("gradient", unit, one)) if self.has(unit, one) else None
-            for one in every
+            for one in range(len(self._plan.profile.units[unit].parameters))
         ]
 
-    def let_go(self) -> set[int]:
-        """An update will read the homes, or their memory is given back: show none any more.
-
-        Returns the units of whose gradients somebody still has a view, which cannot move.
-        """
+    def let_go(self) -> None:
+        """An update will read the homes, or their memory is given back: show none any more."""
         if self._shown and not self._runner.device.is_host:
             self._runner.drain()  # The user's stream may still edit them.
-        return {unit for unit, parameter in list(self._shown) if self._let_go(unit, parameter)}
+        for place in list(self._shown):
+            self._let_go(*place)
 
-    def _let_go(self, unit: int, parameter: int) -> bool:
-        shown = self._shown.pop((unit, parameter), None)
-        if shown is None:
-            return False
-        if (held := shown.tensor()) is not None:
+    def _let_go(self, unit: int, parameter: int) -> None:
+        if (held := self._shown.pop((unit, parameter), lambda: None)()) is not None:
             self._runner.quiesce("gradient", unit, to_write=False)
             held.data = held.detach().clone()
-        return shown.held
 
     # -- places ----------------------------------------------------------------------------------
 
@@ -324,59 +270,26 @@ class Gradients:
         return typed(flat, dtype, spec.gradient_offset(parameter), shape)
 
 
-def defer(one: UnitGradient, parameter: int, holder: nn.Parameter) -> bool:
-    """Defer a gradient that is not the last of its unit, see [Note: Deferred gradients].
-
-    A parameter's second gradient is not deferred: the first has to be sent on, or added to, before.
-    """
-    if len(one.deferred) + len(one.arrived) >= one.deferred_max:
-        return False
-    if parameter in one.deferred or parameter in one.arrived:
-        return False
-    gradient = _GRAD.__get__(holder)
-    if gradient is None or gradient.layout is not torch.strided:
-        return False
-    _GRAD.__set__(holder, None)
-    one.deferred[parameter] = gradient
-    return True
-
-
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
-    gradient: torch.Tensor | None
-    if type(parameter) is ActiveParameter:  # It has no trap.
-        gradient = _GRAD.__get__(parameter)
-        _GRAD.__set__(parameter, None)
-        return gradient
     with no_trap():
-        gradient = _GRAD.__get__(parameter)
+        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
         _GRAD.__set__(parameter, None)
     return gradient
 
 
 def require_fitting(one: Parameter, gradient: object, kept: str) -> None:
-    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`.
-
-    Raises:
-        TypeError: it is no tensor.
-        ValueError: it is of another shape or dtype, or sparse, or the parameter was frozen at
-            attach.
-    """
+    """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`."""
     what = f"to {one.name}.grad was assigned"
     if not isinstance(gradient, torch.Tensor):
         raise TypeError(f"{what} a {type(gradient).__name__}: a tensor is needed, or None")
     if gradient.layout is not torch.strided:
         refuse_sparse(f"{what} a gradient that")
-    if tuple(gradient.shape) != one.shape:
-        raise ValueError(f"{what} a tensor of shape {tuple(gradient.shape)}, not {one.shape}")
-    if str(gradient.dtype).removeprefix("torch.") not in (one.dtype, kept):
+    shape, dtype = tuple(gradient.shape), str(gradient.dtype).removeprefix("torch.")
+    if shape != one.shape or dtype not in (one.dtype, kept) or not one.trainable:
         raise ValueError(
-            f"{what} a tensor of {gradient.dtype}, but its gradients are of {one.dtype}, and torch "
-            f"converts none either: assign it .to(torch.{one.dtype})"
-        )
-    if not one.trainable:
-        raise ValueError(
-            f"{what} a gradient, but it was frozen at attach, and has no place for one"
+            f"{what} a tensor of shape {shape} and {dtype}, but one of {one.shape} and {one.dtype} "
+            f"is needed{'' if one.trainable else ', and it was frozen at attach'}"
         )
 
 

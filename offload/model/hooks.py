@@ -13,16 +13,16 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from offload.model.engine import Engine
-from offload.model.gradients import UnitGradient, defer, take_gradient
-from offload.model.parameter import ActiveParameter, AttachedParameter
-from offload.model.running import GraphTasks, in_backward
+from offload.model.gradients import take_gradient
+from offload.model.parameter import ActiveParameter, OffloadedParameter
+from offload.model.running import in_backward
 from offload.model.saved_tensors import SavingGuard
 from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes
-from offload.runtime.entry import Hook, entry, refuse_recording, uncompiled
-from offload.runtime.torch_internals import data_parallel, graph_task, no_trap
+from offload.runtime.entry import Hook, entry, refuse_recording
+from offload.runtime.torch_internals import data_parallel, no_trap
 
 
 class _Running(NamedTuple):
@@ -72,10 +72,9 @@ class Hooks:
             keep(module.register_forward_pre_hook(Hook(before, units), with_kwargs=True))
             keep(module.register_forward_hook(Hook(after, units), always_call=True))
         keep(model.register_forward_hook(Hook(entry(self._leave_root)), always_call=True))
-        pending = engine.residents.pending
-        for index, unit in pending.units.items():
+        for index, unit in engine.residents.in_lanes.items():
             for module in filter(None, (ref() for ref in unit.modules)):
-                keep(module.register_forward_pre_hook(Hook(pending.called(index))))
+                keep(module.register_forward_pre_hook(Hook(engine.residents.called(index))))
         self._put_on_state_dict(model)
         for unit in engine.units:
             if unit.index not in engine.residents or not trains:
@@ -124,14 +123,10 @@ class Hooks:
     def _put_on_gradients(self, unit: FlatUnit, *, trains: bool) -> None:
         # Torch hides what such a hook holds from the garbage collector.
         engine = weakref.ref(self._engine)
-        one = self._engine.gradients.units[unit.index]
         for index, parameter in enumerate(unit.parameters):
             if not (unit.spec.parameters[index].trainable or parameter.requires_grad):
                 continue
             collect = Hook(entry(_collect), engine, trains, unit.index, index)
-            if trains and one.deferred_max:
-                tasks = self._engine.graph_tasks
-                collect = Hook(uncompiled(_defer), collect, tasks, one, index)
             register: Any = parameter.register_post_accumulate_grad_hook
             with no_trap():
                 self._handles.append(register(collect))
@@ -260,15 +255,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 # -- gradients ---------------------------------------------------------------------------------
 
 
-def _defer(
-    collect: Hook, tasks: GraphTasks, one: UnitGradient, index: int, parameter: nn.Parameter
-) -> None:
-    """See [Note: Deferred gradients] of `gradients`; `tasks` are those that the engine knows of."""
-    plain = type(parameter) is ActiveParameter and not torch.is_grad_enabled()
-    if not (plain and graph_task() in tasks and defer(one, index, parameter)):
-        collect(parameter)
-
-
 def _collect(
     ref: Callable[[], Engine | None],
     trains: bool,
@@ -333,7 +319,8 @@ def _before_state_dict(engine: Engine, module: nn.Module, prefix: str, *_: objec
     if prefix:  # Of a submodule, inside a call of the user's.
         return
     engine.boundary()
-    needed = sum(one.nbytes for one in module.parameters() if isinstance(one, AttachedParameter))
+    streamed = ActiveParameter, OffloadedParameter
+    needed = sum(one.nbytes for one in module.parameters() if isinstance(one, streamed))
     if needed > (free := host_free_bytes()):
         raise MemoryError(
             f"state_dict() copies {format_bytes(needed, up=True)} of offloaded weights to CPU "

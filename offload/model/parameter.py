@@ -22,10 +22,9 @@ version counter or the function's name (unscaling counts none). After what is no
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -38,35 +37,11 @@ Found = TypeVar("Found")
 _T: Any = torch.Tensor
 
 
-class Access(Protocol):
-    """What a parameter asks of its engine; its own unit and index are inside."""
-
-    def lend(
-        self,
-        function: Callable[..., Any],
-        resting: list[OffloadedParameter],
-        args: Any,
-        kwargs: Mapping[str, Any],
-    ) -> Any:
-        """Call `function` while all of `resting` show their true values."""
-
-    def gradient(self) -> torch.Tensor | None:
-        """The gradient kept for the parameter."""
-
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Replace the gradient kept for the parameter."""
-
-    def set_data(self, data: torch.Tensor) -> None:
-        """Replace the parameter's values."""
-
-    def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:
-        """Freeze or unfreeze the parameter."""
-
-
 class AttachedParameter(nn.Parameter):
     """A parameter of an attached model, at rest or in use. Copies and pickles of it are plain."""
 
-    _offload_access: Access
+    _offload_access: Any
+    """Its `access.ParameterAccess`."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) in memo:
@@ -74,22 +49,8 @@ class AttachedParameter(nn.Parameter):
         memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
         return copied
 
-    def __copy__(self) -> nn.Parameter:
-        return copy.deepcopy(self)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (nn.Parameter, (self.data, self.requires_grad))
-
-    def set_(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
-        """Refused. Torch does not send this one to the trap.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError(
-            "an offloaded parameter cannot be given other storage: copy_() values into it, or "
-            "detach() first"
-        )
 
 
 class ActiveParameter(AttachedParameter):
@@ -100,7 +61,7 @@ class ActiveParameter(AttachedParameter):
         """The gradient kept for the parameter; None inside a backward."""
         if torch.compiler.is_compiling():  # Dynamo reads every attribute, and uses none.
             return None
-        return self._offload_access.gradient()
+        return self._offload_access.gradient()  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
@@ -186,12 +147,7 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     for name in (outputs, "inputs"):
         if given[name] is not None:
             given[name] = tuple(edge.get(id(one), one) for one in given[name])
-    zeros = given.pop("materialize_grads", False)
-    found = function(**given)
-    if not zeros or all(one is not None for one in found):
-        return found
-    alike = (torch.zeros(one.shape, dtype=one.dtype, device=one.device) for one in inputs)
-    return tuple(zero if one is None else one for one, zero in zip(found, alike))
+    return function(**given)
 
 
 # -- what the engine answers -----------------------------------------------------------------------
@@ -199,9 +155,8 @@ def _differentiate(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 def _refuse_hook(parameter: OffloadedParameter, hook: object) -> None:
     raise RuntimeError(
-        "register_post_accumulate_grad_hook of an offloaded parameter: its gradient is accumulated "
-        "where it lives, and p.grad shows none inside a backward. p.register_hook() changes each "
-        "gradient as it comes; after backward p.grad may be changed"
+        "register_post_accumulate_grad_hook of an offloaded parameter, whose gradient is "
+        "accumulated where it lives: use p.register_hook(), or p.grad after backward"
     )
 
 

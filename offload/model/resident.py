@@ -4,45 +4,82 @@
 A unit is resident if its weights and gradients live on the device, or if its weights do and it is
 not trained: nothing of it arrives or leaves in a pass. Its parameters are plain ones in memory of
 their own, counted in the budget: no hook announces their use, no trap answers for them, and passes
-do not know them. Autograd accumulates into `p.grad` by the engine's own rule: the first gradient is
-taken, each later one is added by one rounding.
-
-With its states on the device too, `step()` reads `p.grad` and queues the update on the user's
-stream, as any optimizer does. `step()` waits for the device only for the norm, once, and where a
-lane uses the same workspace. With its states elsewhere lanes do the update, see [Note: Pending
-updates] of `pending`.
+do not know them. The user may do anything with one; at the next step one of another shape, dtype or
+device than its states are for is refused. With its states on the device too, `step()` reads
+`p.grad` and queues the update on the user's stream, as any optimizer does.
 
 A unit whose gradients are of another dtype than its weights is not resident, as the engine sums
 them; nor is one with `micro_batches` and states elsewhere, as its updates begin inside backward.
-The user may do anything with a resident parameter. At the next step one of another shape, dtype or
-device than its states are for is refused.
+
+[Note: Pending updates]
+Of a resident whose states live elsewhere lanes do the update, in the memory that is the
+parameter's. `step()` returns at once, and the unit is pending: its parameters are of class
+`PendingParameter`. Any touch, and a hook on each module that uses the unit, waits for its weights
+and makes the parameters plain again. So the first use after a step pays for the step, and every
+later pass is torch's own. An alias of such a weight from before `step()` shows the update when it
+lands; `p.grad` stays, and is assigned or given up without a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from cpu_adam.checks import GRADIENT_DTYPES
 from offload.model.early_updates import Step
-from offload.model.pending import Owner, PendingUpdates, in_torch
+from offload.model.parameter import TRUE_AT_REST, AttachedParameter, find
 from offload.model.units import FlatUnit, refuse_sparse, zero_all
+from offload.program.compile import collect
 from offload.runtime.device import Device
-from offload.runtime.runner import Runner
+from offload.runtime.entry import entry, uncompiled
+from offload.runtime.runner import Runner, Task
+from offload.runtime.torch_internals import no_trap
 from offload.runtime.works import Flat
+
+_T: Any = torch.Tensor
+
+
+@dataclass(slots=True, eq=False)
+class PendingUnit:
+    """What lanes update of one unit: parameters, and their weights and gradients, flat."""
+
+    parameters: list[nn.Parameter]
+    flat: Flat
+    task: Task | None = None
+    """The update, once it is queued."""
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where these are: torch may give the same memory in each step."""
+        return tuple(one.data_ptr() for kind in self.flat.values() for one in kind.values())
 
 
 class Residents:
     """The resident units of an engine."""
 
-    def __init__(self, runner: Runner, units: Sequence[FlatUnit], owner: Owner):
-        """Of all `units` of an engine, those that the plan says are."""
-        self._runner = runner
-        self._plan = runner.plan
-        self._units = {u: units[u] for u in sorted(runner.plan.residents)}
-        self.pending = PendingUpdates(runner, self._units.values(), owner)
+    def __init__(
+        self,
+        runner: Runner,
+        units: Sequence[FlatUnit],
+        lock: AbstractContextManager[object],
+        check: Callable[[], None],
+    ):
+        """Of all `units` of an engine, which `check` says can be used, those that the plan says."""
+        self._runner, self._lock, self._check = runner, lock, check
+        self._units = {unit: units[unit] for unit in sorted(runner.plan.residents)}
+        self.in_lanes = {
+            at: unit
+            for at, unit in self._units.items()
+            if unit.spec.trainable and runner.plan.home("state", at).tier != "device"
+        }
+        """Those that lanes update."""
+        self._pending: dict[int, PendingUnit] = {}
 
     def __contains__(self, unit: object) -> bool:
         return unit in self._units
@@ -55,24 +92,20 @@ class Residents:
         Raises:
             RuntimeError: it was frozen at attach.
         """
-        self.pending.wait([unit])
+        self.wait([unit])
         if self._units[unit].parameters[parameter].grad is None:
             return False
         self.require_place(unit, parameter)
         return True
 
     def require_place(self, unit: int, parameter: int) -> None:
-        """Refuse a parameter that would be updated, or will be, and has no state.
-
-        Raises:
-            RuntimeError: it was frozen at attach, and now it has, or gets, a gradient.
-        """
-        one, mine = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
-        if not one.trainable and (
+        """Refuse a parameter that would be updated, or will be, and has no state."""
+        spec, mine = self._units[unit].spec.parameters[parameter], self._units[unit].parameters
+        if not spec.trainable and (
             mine[parameter].requires_grad or mine[parameter].grad is not None
         ):
             raise RuntimeError(
-                f"{one.name} has a gradient, or requires one, but was frozen when the model was "
+                f"{spec.name} has a gradient, or requires one, but was frozen when the model was "
                 "attached, so no state has a place: detach(), unfreeze, and attach again"
             )
 
@@ -85,29 +118,102 @@ class Residents:
         mine = self._units[unit].parameters
         zero_all(mine[parameter].grad for parameter in parameters)
 
-    # -- weights ---------------------------------------------------------------------------------
-
-    def value(self, unit: int, parameter: int) -> torch.Tensor:
-        """The values of a parameter in memory of their own."""
-        return self._units[unit].parameters[parameter].detach().clone()
-
-    # -- the step --------------------------------------------------------------------------------
+    # -- the step ---------------------------------------------------------------------------------
 
     def check(self, step: Step) -> None:
-        """Look whether what is to be updated is still what the states are for.
-
-        Raises:
-            RuntimeError: a parameter is not.
-            ValueError: a gradient is not, or is sparse.
-        """
+        """Look whether what is to be updated is still what the states are for."""
         for unit in self._units.keys() & step.keys():
+            # Lanes have a place for gradients of the parameter's dtype alone.
+            of_any = () if unit in self.in_lanes else GRADIENT_DTYPES
             for at in step[unit]:
-                in_lanes = unit in self.pending.units
-                _check(self._units[unit], at, self._runner.device, in_lanes=in_lanes)
+                _check_form(self._units[unit], at, self._runner.device, of_any)
 
     def flat(self, unit: int, step: Step) -> Flat:
-        """What the update of a unit works on."""
-        return in_torch({index: self._units[unit].parameters[index] for index in step[unit]})
+        """What the update of a unit works on: weights and gradients, in torch's memory."""
+        mine = {index: self._units[unit].parameters[index] for index in step[unit]}
+        return {
+            "weight": {index: one.detach().view(-1) for index, one in mine.items()},
+            "gradient": {i: _gradient(one).contiguous().view(-1) for i, one in mine.items()},
+        }
+
+    # -- pending updates -------------------------------------------------------------------------
+
+    def prepare(self, units: Sequence[int], step: Step, pass_number: int) -> dict[int, PendingUnit]:
+        """What lanes update of `units`, none of them pending any more, is given to the lanes."""
+        self.wait(units)
+        runner, found = self._runner, dict[int, PendingUnit]()
+        for unit in units:
+            mine = self._units[unit].parameters
+            found[unit] = PendingUnit([mine[index] for index in step[unit]], self.flat(unit, step))
+            if not runner.device.is_host:  # For what the user's stream has still to do with them.
+                (task,) = runner.start(runner.moves(collect, unit, -1), pass_number)
+                runner.begin(task)
+                runner.finish(task)
+        return found
+
+    def start(self, prepared: Mapping[int, PendingUnit]) -> None:
+        """The updates are queued: from here on the units are pending."""
+        for unit, one in prepared.items():
+            self._pending[unit] = one
+            for parameter in one.parameters:
+                parameter._offload_wait = partial(self._touched, unit)  # type: ignore[attr-defined]
+                parameter.__class__ = PendingParameter  # type: ignore[assignment]
+
+    def wait(self, units: Iterable[int] | None = None) -> None:
+        """Wait for those of `units`, or of all, that are pending, and let them be plain again.
+
+        Raises:
+            EngineError: a lane failed, or the engine was closed.
+        """
+        if not self._pending:
+            return
+        with self._lock:
+            for unit in list(self._pending) if units is None else units:
+                if (one := self._pending.get(unit)) is None:
+                    continue
+                self._check()
+                assert one.task is not None
+                self._runner.wait([one.task])
+                for parameter in one.parameters:
+                    parameter.__class__ = nn.Parameter
+                    vars(parameter).pop("_offload_wait", None)
+                self._pending.pop(unit, None)
+
+    @entry
+    def _touched(self, unit: int) -> None:
+        self.wait([unit])
+
+    def called(self, unit: int) -> Callable[..., None]:
+        """The hook of a module that uses a unit: costs little where nothing is pending."""
+
+        def hook(*_: Any) -> None:
+            if unit in self._pending:
+                self._touched(unit)
+
+        return uncompiled(hook)
+
+
+class PendingParameter(AttachedParameter):
+    """A parameter whose update is under way: any use of it waits for that."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Answer what no update changes; else wait, and let torch answer."""
+        kwargs = kwargs or {}
+        if func in TRUE_AT_REST or func in (_T.grad.__set__, _T.grad.__delete__):
+            with no_trap():
+                return func(*args, **kwargs)
+        for parameter in list(find((args, kwargs), PendingParameter)):
+            # Another thread may have waited meanwhile.
+            vars(parameter).get("_offload_wait", lambda: None)()
+        return func(*args, **kwargs)
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.detach()
 
 
 @torch.no_grad()
@@ -126,28 +232,23 @@ def give_memory(
     device.drain()
 
 
-def _check(unit: FlatUnit, index: int, device: Device, *, in_lanes: bool) -> None:
-    """Raise where a parameter, or its gradient, is not what its states are for.
-
-    Lanes have a place for gradients of the parameter's dtype alone.
-    """
+def _check_form(
+    unit: FlatUnit, index: int, device: Device, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    """Refuse a parameter, or a gradient (of `dtypes`, too), that its states are not for."""
     one, parameter = unit.spec.parameters[index], unit.parameters[index]
     form = (tuple(parameter.shape), parameter.dtype, parameter.device)
     attached = (one.shape, getattr(torch, one.dtype), device.torch_device)
     if form != attached or not parameter.is_contiguous():
         raise RuntimeError(
             f"{one.name} is {form} with strides {parameter.stride()} now, but its states are for "
-            f"{attached}, contiguous: likely the model was resized, converted or moved after "
-            "attach: do that before attach, or after detach(), and attach it again"
+            f"{attached}, contiguous: resize, convert or move the model before attach"
         )
-    gradient = parameter.grad
-    assert gradient is not None
+    gradient = _gradient(parameter)
     if gradient.layout is not torch.strided:
         refuse_sparse(f"the gradient of {one.name}")
-    dtypes = (parameter.dtype,) if in_lanes else GRADIENT_DTYPES
-    if gradient.shape != parameter.shape or gradient.dtype not in dtypes:
+    if gradient.shape != parameter.shape or gradient.dtype not in (parameter.dtype, *dtypes):
         raise ValueError(
             f"the gradient of {one.name} is {tuple(gradient.shape)} of {gradient.dtype}, and its "
-            f"states are for {one.shape} of {one.dtype}: likely its data or p.grad_dtype was set; "
-            "assign a gradient of the parameter's form"
+            f"states are for {one.shape} of {one.dtype}: assign one of the parameter's form"
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -32,9 +33,7 @@ def in_backward() -> bool:
 class ForwardCall:
     """The outermost call of a hooked module that is under way."""
 
-    def __init__(self) -> None:
-        """None is."""
-        self._frame: FrameType | None = None
+    _frame: FrameType | None = None
 
     def begin(self) -> None:
         """A module's hook is called; nothing new inside another module's call."""
@@ -57,13 +56,11 @@ class ForwardCall:
     @property
     def broken_off(self) -> bool:
         """Whether the call is over, and nothing has said so."""
-        if self._frame is None:
-            return False
-        try:
-            self._frame.clear()
-        except RuntimeError:  # A frame that is executing cannot be cleared.
-            return False
-        return True
+        with suppress(RuntimeError):  # A frame that is executing cannot be cleared.
+            if self._frame is not None:
+                self._frame.clear()
+                return True
+        return False
 
 
 class GraphTasks:

@@ -10,10 +10,9 @@ model's.
 
 The memory is the engine's. The user gets aliases of it through DLPack, each a storage of its own,
 and torch tells through a weak reference when a storage is gone. So copies that are held count
-against `exposed_memory`, and one that nobody holds any more makes room for the next. Gradients on
-nvme that are more than that are at rest until their values are needed, see [Note: Gradients at
-rest] of `parameter`, or the next boundary comes. One for which there is no room is shown in a file
-without a name beside the store's, mapped, which the kernel keeps in memory as far as it can.
+against `exposed_memory`, and one that nobody holds any more makes room for the next. For gradients
+on nvme that are more than that see [Note: Gradients at rest] of `parameter`. One for which there is
+no room even so is shown in a file without a name beside the store's, mapped.
 """
 
 from __future__ import annotations
@@ -45,25 +44,13 @@ class Key(NamedTuple):
     parameter: int
 
 
-class Alias(NamedTuple):
-    """Watches a tensor over memory of the engine's."""
-
-    storage: Any
-    tensor: Callable[[], torch.Tensor | None]
-    """The tensor itself, None once nobody holds that."""
-
-    @property
-    def held(self) -> bool:
-        """Whether anybody holds the tensor, a view of it, or an array over its memory."""
-        return not self.storage.expired()
-
-
-def share(memory: torch.Tensor) -> tuple[torch.Tensor, Alias]:
-    """A tensor over `memory` by a storage of its own, and what watches it."""
+def share(memory: torch.Tensor) -> torch.Tensor:
+    """A tensor over `memory`, by a storage of its own."""
     with torch.inference_mode(False):
-        made = from_dlpack(memory)
-    watch: Any = StorageWeakRef
-    return made, Alias(watch(made.untyped_storage()), weakref.ref(made))
+        return from_dlpack(memory)  # type: ignore[no-any-return]
+
+
+_WATCH: Any = StorageWeakRef
 
 
 @dataclass(slots=True)
@@ -71,19 +58,21 @@ class _Snapshot:
     memory: torch.Tensor
     in_file: bool = False
     edited: bool | None = False  # Since it was made; None where that is not known.
-    aliases: list[Alias] = field(default_factory=list)
+    aliases: list[tuple[Any, Callable[[], torch.Tensor | None]]] = field(default_factory=list)
+    """What watches each storage, and the tensor that was given of it."""
 
     @property
     def held(self) -> bool:
-        self.aliases = [alias for alias in self.aliases if alias.held]
+        """Whether anybody holds a tensor, a view of it, or an array over its memory."""
+        self.aliases = [(storage, one) for storage, one in self.aliases if not storage.expired()]
         return bool(self.aliases)
 
     def tensor(self) -> torch.Tensor:
         """The tensor that was given last where it is held, else another alias."""
-        found = self.aliases[-1].tensor() if self.held else None
+        found = self.aliases[-1][1]() if self.held else None
         if found is None:
-            found, alias = share(self.memory)
-            self.aliases.append(alias)
+            found = share(self.memory)
+            self.aliases.append((_WATCH(found.untyped_storage()), weakref.ref(found)))
         return found
 
     def take_back(self, edited: bool | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -24,20 +23,10 @@ _hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyD
 """By optimizer that was given to `attach`, the handle of the engine's hook before its step."""
 
 
-class _SteppedElsewhere(RuntimeError):
-    """Why an optimizer that was given to `attach` takes no step of its own."""
-
-
 def _refuse_step(*_: object, **__: object) -> None:
-    raise _SteppedElsewhere(
+    raise RuntimeError(
         "this optimizer was handed to offload.attach: step the optimizer that attach returned"
     )
-
-
-def _tell_schedulers(original: torch.optim.Optimizer) -> None:
-    """Let schedulers built before attach see a step: they note it as its `step` is called."""
-    with contextlib.suppress(_SteppedElsewhere):
-        original.step()
 
 
 def _hook(original: torch.optim.Optimizer, before_step: Callable[..., None]) -> None:
@@ -81,14 +70,9 @@ class Optimizer(torch.optim.Optimizer):
         places: Mapping[nn.Parameter, tuple[int, int]],
         check_model: Callable[[], None],
     ):
-        """Take over `original`.
+        """Take over `original`, whose parameters have the units and indices of `places`.
 
-        Args:
-            original: the user's.
-            engine: what updates the parameters.
-            states: of all of them.
-            places: by parameter, its unit and index.
-            check_model: raises where the model has other parameters than at attach.
+        `check_model` raises where the model has other parameters than at attach.
         """
         self.engine = engine
         self._states = states
@@ -126,10 +110,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of all groups, but those without elements, which have no home."""
-        return (parameter for parameter in self._all() if parameter in self._places)
-
-    def _all(self) -> Iterator[nn.Parameter]:
-        return (parameter for group in self.param_groups for parameter in group["params"])
+        every = (one for group in self.param_groups for one in group["params"])
+        return (one for one in every if one in self._places)
 
     def in_places(self) -> list[nn.Parameter]:
         """`parameters()`, in the order in which their states lie."""
@@ -179,27 +161,24 @@ class Optimizer(torch.optim.Optimizer):
         """
         refuse_inside("zero_grad()")
         with self.engine.lock:
-            self._zero_grad(set_to_none)
-
-    def _zero_grad(self, set_to_none: bool) -> None:
-        self.engine.end_broken_pass()
-        self.engine.early.require_step("zero_grad()")
-        self.engine.early.gave_up()
-        self.engine.snapshots.boundary()
-        mine: dict[int, list[int]] = {}
-        for parameter in self._all():
-            if parameter in self._places:
-                unit, index = self._places[parameter]
-                mine.setdefault(unit, []).append(index)
-            elif set_to_none:  # An empty one: zeros it has none.
-                parameter.grad = None
-        for unit, indices in mine.items():
-            gradients = self.engine.gradients_of(unit)
-            if not set_to_none:
-                gradients.zero(unit, indices)
-                continue
-            for index in indices:
-                gradients.give_up(unit, index)
+            self.engine.end_broken_pass()
+            self.engine.early.require_step("zero_grad()")
+            self.engine.early.gave_up()
+            self.engine.snapshots.boundary()
+            mine: dict[int, list[int]] = {}
+            for parameter in (one for group in self.param_groups for one in group["params"]):
+                if parameter in self._places:
+                    unit, index = self._places[parameter]
+                    mine.setdefault(unit, []).append(index)
+                elif set_to_none:  # An empty one: zeros it has none.
+                    parameter.grad = None
+            for unit, indices in mine.items():
+                gradients = self.engine.gradients_of(unit)
+                if not set_to_none:
+                    gradients.zero(unit, indices)
+                    continue
+                for index in indices:
+                    gradients.give_up(unit, index)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Freeze one step and return; the update runs after it, see `updates`.
@@ -225,8 +204,8 @@ class Optimizer(torch.optim.Optimizer):
             for unit, steps in frozen.items():
                 for index, step in steps.items():
                     self._states.stepped((unit, index), step.hyper)
-            if self.engine.steps == 1:
-                _tell_schedulers(self._original)
+            self._original._opt_called = True  # type: ignore[attr-defined]
+            # Schedulers that were built before attach look there whether a step came before theirs.
 
     def _freeze(self) -> dict[int, dict[int, ParameterStep]]:
         """What a step taken now does to every parameter with a gradient."""
@@ -289,8 +268,7 @@ class Optimizer(torch.optim.Optimizer):
     @entry
     def grad_norm(self) -> float | None:
         """The 2-norm of the last step's gradient before clipping; None without max_grad_norm."""
-        norm: float | None = self.engine.updates.grad_norm()
-        return norm
+        return self.engine.updates.grad_norm()  # type: ignore[no-any-return]
 
     @entry
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -300,21 +278,24 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: the groups or shapes are of another model; nothing is changed.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in saved]:
+        theirs, mine = ([len(group["params"]) for group in all_] for all_ in (saved, groups))
+        if theirs != mine:
             raise ValueError(
-                f"the state has parameter groups of {[len(g['params']) for g in saved]} parameters,"
-                f" this optimizer of {[len(g['params']) for g in groups]}: it is of another model"
+                f"the state has parameter groups of {theirs} parameters, this optimizer of {mine}: "
+                "it is of another model"
             )
         options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
         for number, (group, changes) in enumerate(zip(groups, options)):
             check_kind(group, changes)
             check_group(number, {**group, **changes})
             self._hyper_of({**group, **changes})  # Refuses what is no number.
-        found: list[tuple[nn.Parameter, Mapping[str, Any]]] = []
-        for group, old in zip(groups, saved):
-            for parameter, key in zip(group["params"], old["params"]):
-                found.append((parameter, state_dict["state"].get(key, {})))
-        self.replace_states(found)
+        self.replace_states(
+            [
+                (parameter, state_dict["state"].get(key, {}))
+                for group, old in zip(groups, saved)
+                for parameter, key in zip(group["params"], old["params"])
+            ]
+        )
         for group, changes in zip(groups, options):
             group.update(changes)
         # A kind may insist on options of its own, as AdamW does on its decay.
@@ -328,8 +309,6 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: one is of another model or optimizer; nothing is changed.
         """
         self.engine.settle()
-        for parameter, state in found:
-            check_state(rule_of(self._original), parameter, state)
         begun = self._states.steps
         self.import_states(
             [
@@ -340,13 +319,20 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def import_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:
-        """Take over the states of parameters, and make those fresh that are empty."""
-        given = []
+        """Take over the states of parameters, and make those fresh that are empty.
+
+        Raises:
+            ValueError: one is of another model or optimizer; nothing is changed.
+        """
+        given, rule = [], rule_of(self._original)
         for parameter, state in found:
+            unit, index = self._places[parameter]
+            one = self.engine.plan.profile.units[unit].parameters[index]
+            check_state(rule, one.name, one.shape, state)
             slots = {k: v for k, v in state.items() if k != "step" and v is not None}
             # torch's SGD counts no steps; what a buffer holds came of one at least.
             steps = int(state.get("step", 1 if slots else 0))
-            given.append((self._places[parameter], slots, steps))
+            given.append(((unit, index), slots, steps))
         self._states.write(given)
 
 

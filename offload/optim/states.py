@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from cpu_adam.checks import check_residue
 from cpu_adam.formats import StateFormat, format_for
@@ -88,42 +86,26 @@ class States:
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
     def write(self, given: Sequence[Given]) -> None:
-        """Replace states of parameters; what is lacking in one becomes zero. Once per chunk.
-
-        Raises:
-            ValueError: a slot of another shape than its parameter; nothing is written.
-        """
+        """Replace states that `check_state` let pass; what is lacking in one becomes zero. Each
+        chunk is written once."""
         self._chunks.forget()
         parts: dict[Value, list[tuple[Given, Piece]]] = {}
-        for (unit, parameter), state, _ in given:
-            self._check(unit, parameter, state)
         for one in given:
-            owner, state, steps = one
-            unit, parameter = owner
+            (unit, parameter), state, _ = one
             if not self._plan.profile.units[unit].parameters[parameter].trainable:
-                self._idle[owner] = {
+                self._idle[unit, parameter] = {
                     name: value.detach().to("cpu", copy=True) for name, value in state.items()
                 }
-                self._written(owner, state, steps)
             for piece in self._pieces(unit, parameter):
                 parts.setdefault(Value("state", unit, piece.chunk), []).append((one, piece))
         whole = {unit: self._plan.profile.by_chunk(unit) for unit in {v.unit for v in parts}}
-        due = Counter(one[0] for each in parts.values() for one, _ in each)
         for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
             self._write_chunk(value, parts[value], len(whole[value.unit][value.chunk]))
-            for (owner, state, steps), _ in parts[value]:
-                due[owner] -= 1
-                if not due[owner]:
-                    self._written(owner, state, steps)
-
-    def _check(self, unit: int, parameter: int, state: Mapping[str, torch.Tensor]) -> None:
-        one = self._plan.profile.units[unit].parameters[parameter]
-        for name in plain_dtypes(self.format(unit, parameter)):
-            if name in state and tuple(state[name].shape) != one.shape:
-                raise ValueError(
-                    f"state {name} of {one.name} has shape {tuple(state[name].shape)}, "
-                    f"the parameter {one.shape}: the state is of another model"
-                )
+        for owner, state, steps in given:
+            self.steps[owner] = steps
+            self.buffers.discard(owner)
+            if "momentum_buffer" in state:
+                self.buffers.add(owner)
 
     def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, Piece]], pieces: int) -> None:
         """Put parts of states in their places of a chunk of so many `pieces`, which is read where
@@ -139,12 +121,6 @@ class States:
             from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
         self._chunks.write(value, record)
 
-    def _written(self, owner: ParameterKey, state: Mapping[str, torch.Tensor], steps: int) -> None:
-        self.steps[owner] = steps
-        self.buffers.discard(owner)
-        if "momentum_buffer" in state:
-            self.buffers.add(owner)
-
     def clear(self) -> None:
         """Write zeros where a state has never been written: on nvme."""
         for unit, spec in enumerate(self._plan.profile.units):
@@ -154,12 +130,8 @@ class States:
                 self._runner.clear(Value("state", unit, chunk))
 
 
-def check_state(rule: str, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a parameter under the update's `rule`.
-
-    Raises:
-        ValueError: it is of another model or optimizer, or not whole.
-    """
+def check_state(rule: str, of: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a parameter, by its name and shape, under the update's `rule`."""
     given = [name for name, value in state.items() if value is not None]
     check_rule(rule, state)
     needed = [slot.name for slot in format_for("float32", rule=rule).slots]
@@ -175,10 +147,10 @@ def check_state(rule: str, parameter: nn.Parameter, state: Mapping[str, Any]) ->
     for name, value in state.items():
         if name == "step" or value is None:
             continue
-        if tuple(value.shape) != tuple(parameter.shape):
+        if tuple(value.shape) != shape:
             raise ValueError(
-                f"state {name} has shape {tuple(value.shape)} for a parameter of shape "
-                f"{tuple(parameter.shape)}: it is of another model; nothing was loaded"
+                f"state {name} of {of} has shape {tuple(value.shape)}, the parameter {shape}: it "
+                "is of another model; nothing was loaded"
             )
         if name == "residue" and not value.is_floating_point():
             check_residue(value)

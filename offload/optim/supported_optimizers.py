@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from cpu_adam import CPUSGD, CPUAdam, CPULion
-from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from offload.planning.tiers import format_bytes
 
-UNHELD_BYTES_TOLD = 64 << 20
-"""So much room for parameters of no group is told."""
+UNHELD_BYTES_TOLD = 16 << 20
+"""Gradients of so much, of parameters of no group, are told."""
 
 HYPER_OF: dict[type[torch.optim.Optimizer], Callable[[Mapping[str, Any]], Hyper]] = {
     torch.optim.AdamW: CPUAdam.hyper_of,
@@ -46,12 +45,7 @@ def hyper_of(optimizer: torch.optim.Optimizer) -> Callable[[Mapping[str, Any]], 
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse by name what cannot be attached.
-
-    Raises:
-        TypeError: no optimizer of `HYPER_OF`, and none that inherits its `step`.
-        ValueError: an option that is not offered.
-    """
+    """Refuse by name what cannot be attached."""
     if known_class(optimizer) is None:
         names = ", ".join(
             f"{known.__module__.rpartition('.')[0]}.{known.__name__}" for known in HYPER_OF
@@ -66,11 +60,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_group(number: int, group: Mapping[str, Any]) -> None:
-    """Refuse what a parameter group asks for and is not offered.
-
-    Raises:
-        ValueError: an option is not offered.
-    """
+    """Refuse what a parameter group asks for and is not offered."""
     for option in _REFUSED:
         if group.get(option):
             raise ValueError(
@@ -92,9 +82,7 @@ def rule_of(optimizer: torch.optim.Optimizer | None) -> str:
 
 
 def of_no_group(
-    optimizer: torch.optim.Optimizer,
-    named: Iterable[tuple[str, nn.Parameter]],
-    format_of: Callable[[str], StateFormat],
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
 ) -> str | None:
     """What to tell where parameters that require gradients are in no group of `optimizer`.
 
@@ -102,16 +90,12 @@ def of_no_group(
     """
     held = {one for group in optimizer.param_groups for one in group["params"]}
     rest = {p: name for name, p in named if p.requires_grad and p not in held}
-    kept = 0
-    for one in rest:
-        states = format_of(str(one.dtype).removeprefix("torch.")).record_bytes(one.numel())
-        kept += one.nbytes + states
+    kept = sum(one.nbytes for one in rest)
     if kept < UNHELD_BYTES_TOLD:
         return None
     names = ", ".join([*list(rest.values())[:2], "..."][: len(rest)])
     return (
         f"{len(rest)} parameters that require gradients are in no group of the optimizer "
-        f"({names}): {format_bytes(kept)} are kept for their gradients and states, as "
-        "add_param_group() may bring them; if they are not trained, requires_grad_(False) before "
-        "attach saves the room and the work"
+        f"({names}): room for gradients of {format_bytes(kept)} and their states is kept, as "
+        "add_param_group() may bring them; requires_grad_(False) before attach saves it"
     )

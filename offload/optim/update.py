@@ -7,15 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cpu_adam.hyper import Hyper
 from offload.model.early_updates import Step
-from offload.model.pending import PendingUnit
-from offload.model.resident import Residents
+from offload.model.resident import PendingUnit, Residents
 from offload.planning.layout import Plan
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
@@ -23,17 +22,6 @@ from offload.program.ops import Lane, Op, Use
 from offload.runtime.device import Fence
 from offload.runtime.runner import Runner, Task
 from offload.runtime.works import Job, Work
-
-
-@dataclass(slots=True)
-class _Due:
-    """The units of a step by what updates them, in the order in which they are needed."""
-
-    at_once: list[int] = field(default_factory=list)
-    """Residents with states on the device: the user's stream updates them."""
-    pending: list[int] = field(default_factory=list)
-    """Residents with states elsewhere: lanes update them."""
-    streamed: list[int] = field(default_factory=list)
 
 
 class Updates:
@@ -67,7 +55,7 @@ class Updates:
             with self._runner.waited(Lane.COMPUTE):
                 self._queued.synchronize()
             self._queued = None
-        self._residents.pending.wait()
+        self._residents.wait()
 
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the last step, before clipping; None without clipping."""
@@ -99,8 +87,12 @@ class Updates:
         An error before the first op is queued leaves the step to be taken again. A later one ends
         the engine.
         """
-        due, pending, runner = self._due(step), self._residents.pending, self._runner
-        if self._lane_shares and (due.at_once or due.pending):
+        runner, residents = self._runner, self._residents
+        due = [unit for unit in self._ops if unit in step]
+        streamed = [unit for unit in due if unit not in residents]
+        pending = [unit for unit in due if unit in residents.in_lanes]
+        at_once = [unit for unit in due if unit in residents and unit not in residents.in_lanes]
+        if self._lane_shares and (at_once or pending):
             self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
@@ -108,40 +100,29 @@ class Updates:
             summed = {unit: of for unit, of in summed.items() if unit in begun}
             if clip is None or any(not of <= step.get(u, {}).keys() for u, of in begun.items()):
                 clip, summed = runner.clip(self._max_grad_norm), {}
-            self._squares_at_once([*due.at_once, *due.pending], step, clip)
+            self._squares_at_once([*at_once, *pending], step, clip)
         steps, members = _numbered(step)
         settings = runner.settings(steps, clip)
-        prepared = pending.prepare(due.pending, step)
+        prepared = residents.prepare(pending, step, pass_number)
         try:
-            pending.hand_over(prepared, pass_number)
-            taking = {unit: frozenset(step[unit]) for unit in due.streamed}
+            taking = {unit: frozenset(step[unit]) for unit in streamed}
             squared = [(unit, of) for unit, of in taking.items() if summed.get(unit) != of]
             squared = [] if clip is None else squared
-            updated = {unit: members[unit] for unit in self._ops if unit in {*due.pending, *taking}}
+            updated = {unit: members[unit] for unit in self._ops if unit in {*pending, *taking}}
             phase = self._phase(clip is not None, tuple(taking), tuple(squared), updated, prepared)
             tasks = runner.start(phase, pass_number, settings)
             if clip is not None:
                 self._clip, self._normed = clip, tasks[len(squared)]
                 tasks = tasks[len(squared) + 1 :]
-            self._update_at_once(due.at_once, step, members, settings)
+            self._update_at_once(at_once, step, members, settings)
             self._pending += tasks
             for unit, task in zip(updated, tasks):
                 if unit in prepared:
                     prepared[unit].task = task
-            pending.start(prepared)
+            residents.start(prepared)
         except BaseException as error:
             runner.fail(error)  # Half of the weights would be of another step.
             raise
-
-    def _due(self, step: Step) -> _Due:
-        """The units that take part, split by who updates them."""
-        due, in_lanes = _Due(), self._residents.pending.units
-        for unit in (unit for unit in self._ops if unit in step):
-            if unit not in self._residents:
-                due.streamed.append(unit)
-            else:
-                (due.pending if unit in in_lanes else due.at_once).append(unit)
-        return due
 
     # -- what the user's thread does itself --------------------------------------------------------
 
