@@ -38,7 +38,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -182,10 +181,6 @@ class Accelerator(Device):
     def unpin(self, address: int) -> None:
         """Undo `pin` at this address."""
 
-    def numa_node(self) -> int | None:
-        """The host's NUMA node that is nearest; None if unknown, or if there is only one."""
-        return None
-
     def drain(self) -> None:
         """Wait, on the host, for what is queued on the calling thread's current stream."""
         self.fence(self.stream()).synchronize()
@@ -304,22 +299,10 @@ class _Cuda(Accelerator):
                 "Capture nothing that the attached model takes part in"
             )
 
-    def numa_node(self) -> int | None:
-        found: Any = torch.cuda.get_device_properties(self.torch_device)
-        try:
-            name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-            node = int((_PCI_DEVICES / name / "numa_node").read_text())
-        except (AttributeError, OSError, ValueError):
-            return None
-        return node if node >= 0 else None
-
     def _clear_error(self) -> None:
         """Clear the error of the last call, see [Note: Pending errors]."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device).add_(1)
-
-
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def _runtime() -> Any:
