@@ -226,7 +226,7 @@ class SwapArea:
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
         self.bytes = sum(self._plan.bytes_of(one.kind, one.unit) for one in self.values())
-        layout = file_layout(self._plan.profile, self._placements(), self._plan.states)
+        layout = file_layout(self._plan.profile, self._placements(), self._plan.sizes)
         if in_file := bool(directories and self.bytes):
             self.bytes = layout.bytes
         self._check()

@@ -27,7 +27,6 @@ from offload.planning.profile import (
     BLOCK_BYTES,
     ITEM_BYTES,
     KINDS,
-    Chunk,
     Kind,
     Profile,
     StateChoice,
@@ -171,10 +170,7 @@ class Plan:
     """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
     in_place: bool = False
     """Whether gradients in CPU memory are collected there, as the device is the CPU."""
-    _record_offsets: dict[int, tuple[int, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """Cache of `record_offset`, by unit."""
+    sizes: Sizes = field(kw_only=True, repr=False, compare=False)
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -182,21 +178,15 @@ class Plan:
 
     def record_bytes(self, unit: int, chunk: int) -> int:
         """Size of the record of a chunk, padded to blocks."""
-        one = self.profile.units[unit]
-        return record_bytes(one, one.chunks[chunk], self.states)
+        return self.sizes.chunks["state"][unit][chunk]
 
     def record_offset(self, unit: int, chunk: int) -> int:
         """Offset of a chunk's record in the home of the unit's state."""
-        if unit not in self._record_offsets:
-            sizes = (
-                self.record_bytes(unit, one) for one in range(len(self.profile.units[unit].chunks))
-            )
-            self._record_offsets[unit] = (0, *itertools.accumulate(sizes))
-        return self._record_offsets[unit][chunk]
+        return self.sizes.record_offsets[unit][chunk]
 
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
-        return value_bytes(self.profile.units[unit], kind, self.states)
+        return self.sizes.value[kind][unit]
 
     def reordered(self, profile: Profile) -> Plan:
         """The same plan for a profile of the same units in another order of use."""
@@ -282,12 +272,13 @@ def lay_out(
             None if in_place and placement.gradient == "cpu" else slot
             for placement, slot in zip(placements, memory.gradient_slot)
         ),
-        file=file_layout(profile, placements, states),
+        file=file_layout(profile, placements, sizes),
         budgets=dict(budgets),
         clips=clips,
         states=states,
         residents=memory.residents,
         in_place=in_place,
+        sizes=sizes,
     )
 
 
@@ -418,40 +409,48 @@ class _Rings:
         return largest
 
 
-def file_layout(
-    profile: Profile, placements: Sequence[Placement], states: StateChoice
-) -> FileLayout:
+def file_layout(profile: Profile, placements: Sequence[Placement], sizes: Sizes) -> FileLayout:
     """The layout of the store's file: the values whose home is nvme, in order of kind and unit."""
     return FileLayout.of(
         [
-            (kind, unit.name, _stored_bytes(unit, kind, states))
+            (kind, unit.name, sizes.chunks[kind][u])
             for kind in KINDS
-            for unit, placement in zip(profile.units, placements)
-            if placement.of(kind) == "nvme" and value_bytes(unit, kind, states)
+            for u, (unit, placement) in enumerate(zip(profile.units, placements))
+            if placement.of(kind) == "nvme" and sizes.value[kind][u]
         ]
     )
 
 
 class Sizes:
-    """Bytes by unit. `value`, its largest `chunk`, and what torch takes if the unit is resident
-    (`allocated`) are by kind. `scratch` and `squares` are the workspace of an update and of a norm
-    for one chunk on the device."""
+    """Bytes by unit.
+
+    By kind: those of a `value`, of its `chunks` as they are stored, of the largest `chunk` that is
+    updated, and what torch takes if the unit is resident (`allocated`). `scratch` and `squares` are
+    the workspace of an update and of a norm for one chunk on the device.
+    """
 
     def __init__(self, profile: Profile, states: StateChoice):
-        pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
+        units, on_device = profile.units, states.on_accelerator
+        pairs = [(u, u.chunks if on_device else ()) for u in units]
         self.scratch = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
         self.squares = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
-        self.value = {k: [value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
-        self.allocated = self.value
-        if states.on_accelerator:
-            self.allocated = {k: [allocated_bytes(u, k) for u in profile.units] for k in KINDS}
-        self.chunk = {
-            kind: [
-                max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
-                for unit in profile.units
-            ]
-            for kind in KINDS
+        record = functools.cache(
+            lambda dtype, count: round_up(states.format(dtype).record_bytes(count), BLOCK_BYTES)
+        )
+        updated: dict[Kind, list[list[int]]] = {
+            "weight": [[c.weight_bytes for c in u.chunks] for u in units],
+            "gradient": [[c.gradient_bytes for c in u.chunks] for u in units],
+            "state": [
+                [record(u.segments[c.segment].dtype, c.elements) for c in u.chunks] for u in units
+            ],
         }
+        self.chunk = {k: [max(n, default=0) for n in chunks] for k, chunks in updated.items()}
+        self.chunks = {**updated, "weight": [[n for _, n in u.weight_chunks] for u in units]}
+        self.value = {kind: [*map(sum, chunks)] for kind, chunks in self.chunks.items()}
+        self.allocated = self.value
+        if on_device:
+            self.allocated = {k: [allocated_bytes(u, k) for u in units] for k in KINDS}
+        self.record_offsets = [[*itertools.accumulate(n, initial=0)] for n in self.chunks["state"]]
 
     def in_file(self, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
@@ -461,38 +460,6 @@ class Sizes:
             for kind in KINDS
             if placement.of(kind) == "nvme"
         )
-
-
-def value_bytes(unit: Unit, kind: Kind, states: StateChoice) -> int:
-    """Size of a value in memory."""
-    if kind == "weight":
-        return unit.weight_bytes
-    if kind == "gradient":
-        return unit.gradient_bytes
-    return sum(record_bytes(unit, chunk, states) for chunk in unit.chunks)
-
-
-def record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
-    """Size of the record of a chunk, padded to blocks."""
-    return _padded_record_bytes(unit.segments[chunk.segment].dtype, states, chunk.elements)
-
-
-@functools.lru_cache(maxsize=1024)
-def _padded_record_bytes(dtype: str, states: StateChoice, elements: int) -> int:
-    return round_up(states.format(dtype).record_bytes(elements), BLOCK_BYTES)
-
-
-def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: StateChoice) -> int:
-    if kind == "weight":
-        return chunk.weight_bytes
-    return chunk.gradient_bytes if kind == "gradient" else record_bytes(unit, chunk, states)
-
-
-def _stored_bytes(unit: Unit, kind: Kind, states: StateChoice) -> list[int]:
-    """Bytes of each chunk in which a value is stored."""
-    if kind == "weight":
-        return [size for _, size in unit.weight_chunks]
-    return [_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks]
 
 
 def allocator_bytes(size: int) -> int:
