@@ -82,13 +82,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a value lies in the file: its chunks in order. Bytes, multiples of 4 KiB."""
+    """Where a value lies in the file: its chunks one after the other. Bytes, multiples of 4 KiB."""
 
     kind: Kind
     unit: str
     offset: int
-    chunk_offsets: tuple[int, ...]
-    """Relative to `offset`."""
     chunk_bytes: tuple[int, ...]
 
     @property
@@ -110,9 +108,8 @@ class FileLayout:
         extents, at = [], 0
         for kind, unit, sizes in values:
             assert all(size > 0 and size % BLOCK_BYTES == 0 for size in sizes), (kind, unit, sizes)
-            offsets = tuple(itertools.accumulate(sizes, initial=0))
-            extents.append(Extent(kind, unit, at, offsets[:-1], tuple(sizes)))
-            at += offsets[-1]
+            extents.append(Extent(kind, unit, at, tuple(sizes)))
+            at += sum(sizes)
         return cls(tuple(extents), at)
 
     def index(self) -> dict[tuple[str, str], Extent]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import warnings
@@ -339,19 +338,12 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
         OSError: the file cannot be written, or is another program's and is left as it is.
     """
     saved = profile_path()
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(saved.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # Some network file systems have no locks.
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        drives, wrong = _read_speeds()
-        if wrong:
-            raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
-        drives[mount_point(path)] = speed
-        content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
-        replace_file(saved, json.dumps(content, indent=2) + "\n")
-    finally:
-        os.close(folder)
+    drives, wrong = _read_speeds()
+    if wrong:
+        raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
+    drives[mount_point(path)] = speed
+    content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
+    replace_file(saved, json.dumps(content, indent=2) + "\n")
     return saved
 
 

@@ -9,7 +9,6 @@ gradient when autograd has made it, an update when its gradient is whole. By the
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -30,21 +29,12 @@ from offload.program.ops import (
     cells,
     part_of,
 )
-from offload.program.schedule import Scoreboard
+from offload.program.schedule import Scoreboard, uncollected
 
 
+@uncollected()
 def compile_program(plan: Plan) -> Program:
     """The phases of a model under `plan`, with every wait."""
-    collecting = gc.isenabled()
-    gc.disable()  # Hundreds of thousands of ops, no garbage: scanning takes half the time.
-    try:
-        return _compile(plan)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _compile(plan: Plan) -> Program:
     profile = plan.profile
     forward = compute_phase(plan, "forward", profile.forward, {})
     backward = [

@@ -22,7 +22,6 @@ changed, lane after lane, beside the other pieces. The user's compute takes the 
 
 from __future__ import annotations
 
-import gc
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from offload.planning.layout import CHUNK_STAGES
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
-from offload.program.schedule import Schedule, Scoreboard, State, Task
+from offload.program.schedule import Schedule, Scoreboard, State, Task, uncollected
 
 ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
@@ -85,6 +84,7 @@ class Timeline:
         return sum(span.op.bytes for span in self.spans if span.lane is lane)
 
 
+@uncollected()
 def simulate(
     program: Program,
     machine: Machine,
@@ -117,14 +117,7 @@ def simulate(
             "there must be at least one step and one micro-batch, and no negative time"
         )
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)
-    early = updates_in_backward and not program.plan.clips
-    collecting = gc.isenabled()
-    gc.disable()  # See `compile_program`.
-    try:
-        return simulation.run(steps, micro_batches, early)
-    finally:
-        if collecting:
-            gc.enable()
+    return simulation.run(steps, micro_batches, updates_in_backward and not program.plan.clips)
 
 
 def seconds_of(op: Op, machine: Machine) -> float:
