@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.layout import CHUNK_STAGES
@@ -33,7 +33,7 @@ from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
 from offload.program.schedule import Schedule, Scoreboard, State, Task, uncollected
 
-ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
+ComputeSeconds = Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
 
 
@@ -69,19 +69,6 @@ class Timeline:
     def exposed(self) -> float:
         """Seconds of `step_seconds` in which the user's thread was blocked."""
         return self.waited[-1]
-
-    def busy(self, lane: Lane) -> float:
-        """Seconds in which at least one op ran on `lane`."""
-        total, until = 0.0, 0.0
-        for span in self.spans:
-            if span.lane is lane and span.stop > until:
-                total += span.stop - max(span.start, until)
-                until = span.stop
-        return total
-
-    def bytes(self, lane: Lane) -> int:
-        """The sum of `Op.bytes` on `lane`."""
-        return sum(span.op.bytes for span in self.spans if span.lane is lane)
 
 
 @uncollected()
@@ -161,7 +148,7 @@ class _Simulation:
         order = program.plan.profile.forward
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
-        self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
+        self._compute = seconds
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule()
