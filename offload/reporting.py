@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,9 +132,7 @@ def keep(run: Run) -> Path:
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
     """Writes a run to a file. Raises OSError where it cannot be written."""
-    content = {field.name: getattr(run, field.name) for field in fields(run)}
-    content["prediction"] = run.prediction and asdict(run.prediction)
-    replace_file(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **content}))
+    replace_file(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **asdict(run)}))
 
 
 def load(path: str | os.PathLike[str]) -> Run:

@@ -142,7 +142,6 @@ def test_updates_come_in_the_order_of_the_next_forward() -> None:
 def test_phases_and_step() -> None:
     program = program_of(blocks(3))
     assert list(program.phases) == NAMES
-    assert [phase.name for phase in program.step] == ["forward", "backward_first", "norm", "update"]
     assert program.phases["norm"].ops == ()
     assert turns(program.phases["forward"], Verb.FORWARD) == [0, 1, 2]
     assert turns(program.phases["backward_next"], Verb.BACKWARD) == [2, 1, 0]

@@ -307,15 +307,24 @@ def lay_out_memory(
         away = [placement.of(kind) != "device" for placement in placements]
         slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
     memory.weight_slot, memory.gradient_slot = slots
-    rings = _Rings(placements, sizes, tuple(reserve))
+    reserved = tuple(reserve)
+
+    def ring(use: str, kind: Kind, *tiers: Tier) -> None:
+        """On the cpu, for values of units whose `kind` has one of these homes."""
+        pairs = zip(sizes.value[kind], placements)
+        memory.ring(
+            "cpu", use, max((n for n, p in pairs if p.of(kind) in tiers), default=0), STAGES
+        )
+
     updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
-    memory.ring("cpu", "weight", rings.unit_bytes("weight", ("nvme",)), STAGES)
-    memory.ring("cpu", "gradient", rings.unit_bytes("gradient", ("cpu", "nvme")), STAGES)
-    memory.ring("cpu", "deposit", rings.unit_bytes("gradient", ("nvme",)), STAGES)
+    ring("weight", "weight", "nvme")
+    ring("gradient", "gradient", "cpu", "nvme")
+    ring("deposit", "gradient", "nvme")
     for kind, tier in itertools.product(KINDS, TIERS[:2]):
-        memory.ring(tier, f"{kind}_chunk", rings.chunk_bytes(kind, tier, clips), CHUNK_STAGES)
+        size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
+        memory.ring(tier, f"{kind}_chunk", size, CHUNK_STAGES)
     for kind, u in itertools.product(KINDS, residents):  # Counted behind the end of the arena.
         if kind != "state":
             place_home(kind, u, max(sizes.allocated[kind][u], sizes.value[kind][u]))
@@ -380,30 +389,17 @@ class _Memory:
         return tuple(places)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rings:
-    """Slot sizes of the staging rings: of the largest value that passes through."""
-
-    placements: Sequence[Placement]
-    sizes: Sizes
-    reserve: tuple[Kind, ...]
-
-    def unit_bytes(self, kind: Kind, homes: tuple[Tier, ...]) -> int:
-        """For values of units whose `kind` has one of `homes`."""
-        pairs = zip(self.sizes.value[kind], self.placements)
-        return max((size for size, placement in pairs if placement.of(kind) in homes), default=0)
-
-    def chunk_bytes(self, kind: Kind, tier: Tier, clips: bool) -> int:
-        """For chunks of `kind` that pass through `tier` on their way to the update and back."""
-        largest = 0
-        for size, placement in zip(self.sizes.chunk[kind], self.placements):
-            home, at = placement.of(kind), site(placement)
-            passes = tier in route(home, at)[1:]
-            squared = clips and kind == "gradient" and home == "nvme" and tier == "cpu"
-            reserved = kind in self.reserve and tier == at == "cpu"
-            if passes or squared or reserved:
-                largest = max(largest, size)
-        return largest
+def _staged_bytes(
+    kind: Kind, tier: Tier, placements: Sequence[Placement], sizes: Sizes, *, reserved: bool
+) -> int:
+    """The largest chunk of `kind` that passes through `tier` on its way to the update and back;
+    with `reserved` also of those that would if their home were slower."""
+    largest = 0
+    for size, placement in zip(sizes.chunk[kind], placements):
+        at = site(placement)
+        if tier in route(placement.of(kind), at)[1:] or (reserved and tier == at == "cpu"):
+            largest = max(largest, size)
+    return largest
 
 
 def file_layout(profile: Profile, placements: Sequence[Placement], sizes: Sizes) -> FileLayout:

@@ -254,11 +254,6 @@ class DriveSpeed:
     others_percent: int = 0
     """Share of all processors that other programs used meanwhile; 0 if negligible."""
 
-    def __post_init__(self) -> None:
-        figures = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
-        if not all(figure > 0 for figure in (*figures, self.block_bytes, self.depth)):
-            raise ValueError(f"measured speeds, blocks and depths are positive: {self}")
-
 
 def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
     """The measured speed of each directory's drive, or None.

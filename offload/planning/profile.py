@@ -61,11 +61,6 @@ class Parameter:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
-    def stop(self) -> int:
-        """One past its last element in the segment's numbering."""
-        return self.start + self.elements
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
