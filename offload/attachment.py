@@ -125,8 +125,8 @@ def attach(
 def empty_weights() -> Iterator[None]:
     """Let modules that are built inside have their parameters on the meta device, without memory.
 
-    Buffers are real, so that models which compute some when they are built (rotary positions) can
-    be attached. `attach` then gives each unit its memory, and `initialize` its values:
+    Buffers are real, as models compute some when they are built (rotary positions). `attach` then
+    gives each unit its memory, and `initialize` its values:
 
         with offload.empty_weights():
             model = LlamaForCausalLM(config)
@@ -151,10 +151,8 @@ def empty_weights() -> Iterator[None]:
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
 
-    Returns the model and the optimizer that was given to `attach`. The model must fit the compute
-    device whole, gradients too where there are any, beside what the engine has taken there, which
-    it gives back at the very end: to detach a model that needs the room itself, attach it with less
-    `device_memory`.
+    Returns the model and the optimizer that was given to `attach`. The model, with gradients where
+    there are any, must fit the compute device beside what the engine has there until the very end.
 
     Raises:
         ValueError: the model is not attached.

@@ -112,8 +112,7 @@ def folder() -> Path:
 
 def kept() -> list[Path]:
     """The files of kept runs, the last one first. Raises OSError where there is no cache."""
-    found = folder().iterdir() if folder().is_dir() else ()
-    runs = (path for path in found if path.suffixes == [".json"])
+    runs = (path for path in folder().glob("*.json") if path.suffixes == [".json"])
     return sorted(runs, key=lambda path: path.stem, reverse=True)
 
 

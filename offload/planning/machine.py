@@ -310,7 +310,6 @@ def unreadable_speeds() -> str | None:
 
 
 def _read_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
-    """Measured speeds by mount point, and what is wrong with the file."""
     try:
         path = profile_path()
         text = path.read_text("utf-8")

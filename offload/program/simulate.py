@@ -85,11 +85,9 @@ def simulate(
     """Run `steps` steps of `micro_batches` each, see [Note: The model of time].
 
     Args:
-        program: what to run.
         machine: speeds of the lanes; its capacities are ignored.
         compute_seconds: of the user's compute, by unit and `Verb.FORWARD` or `BACKWARD`.
         steps: of which the first one or two differ from the steady state.
-        micro_batches: forward and backward passes in a step.
         host_seconds: spent by the user's thread after each `step()`.
         updates_in_backward: issue a unit's update after its last backward, as with
             Config.micro_batches, instead of at `step()`. Ignored if the program clips: as in the

@@ -212,21 +212,17 @@ def compute_device() -> Device:
 
 
 class PinError(OSError):
-    """Memory was not registered; the message has the driver's answer, `likely` cause and cure."""
-
-    def __init__(self, message: str, likely: str = ""):
-        super().__init__(message)
-        self.likely = likely
+    """Memory was not registered; the message has the driver's answer, likely cause and cure."""
 
 
 _LIKELY = {
-    1: "memory of this kind cannot be registered here, as under WSL or in some virtual machines",
     2: "no memory, or no page tables for so much, is left to pin: other programs or ranks hold "
     "it, or a container's limit is near; lower Config.cpu_memory",
     712: "another library has registered this memory already",
-    801: "this platform registers no memory, as under WSL or in some virtual machines",
 }
 """The likely cause by error code, the same in CUDA and ROCm."""
+
+_LIKELY_OTHERWISE = "none can be registered here, as under WSL or in some virtual machines"
 
 
 def built_for() -> str | None:
@@ -282,9 +278,11 @@ class _Cuda(Accelerator):
             code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
             if int(code) != 0:
                 self._clear_error()
-                why = f"returned {int(code)}, {runtime.cudaGetErrorString(code)}"
-                likely = _LIKELY.get(int(code), "")
-                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}", likely)
+                raise PinError(
+                    f"cudaHostRegister of {format_bytes(size)} returned {int(code)}, "
+                    f"{runtime.cudaGetErrorString(code)}; likely "
+                    f"{_LIKELY.get(int(code), _LIKELY_OTHERWISE)}"
+                )
 
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self.torch_device):

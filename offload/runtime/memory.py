@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
+from math import prod
 
 import torch
 
@@ -55,19 +56,14 @@ class Memory:
         Raises:
             MemoryError: the memory is not there.
         """
-        homes = {
-            key: b
-            for key, b in self._plan.homes.items()
-            if b.tier == tier and self._plan.in_arena(*key)
-        }
-        slots = {place: b for place, b in self._plan.slots.items() if b.tier == tier}
-        if tier == "cpu":
-            edges = [b.offset for b in (*homes.values(), *slots.values())]
-            edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
-            driver = self._device.driver
-            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
-        else:
-            arena = Arena(self._plan.arena_bytes(tier), self._device)
+        plan, device = self._plan, CPU if tier == "cpu" else self._device
+        homes = {k: b for k, b in plan.homes.items() if b.tier == tier and plan.in_arena(*k)}
+        slots = {place: b for place, b in plan.slots.items() if b.tier == tier}
+        driver = self._device.driver if tier == "cpu" else None
+        edges = [
+            b.offset for b in (*homes.values(), *slots.values()) if b.offset % _PAGE_BYTES == 0
+        ]
+        arena = Arena(plan.arena_bytes(tier), device, driver=driver, edges=edges)
         self.arenas[tier] = arena
         self.taken += 1
         self._homes |= {key: arena.view(home) for key, home in homes.items()}
@@ -76,10 +72,9 @@ class Memory:
     def give_back(self, tier: Tier) -> None:
         """Free the arena of a tier, with everything in it."""
         self._views.clear()
-        for key in [key for key in self._homes if self._plan.homes[key].tier == tier]:
-            del self._homes[key]
-        for place in [place for place in self._slots if place.tier == tier]:
-            del self._slots[place]
+        homes = self._homes.items()
+        self._homes = {key: home for key, home in homes if self._plan.homes[key].tier != tier}
+        self._slots = {place: slot for place, slot in self._slots.items() if place.tier != tier}
         if tier == "device":
             self._device.drain_all()
         self.arenas.pop(tier).close()
@@ -194,8 +189,7 @@ class Arena:
                 left = self.bytes - self.pinned_bytes
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
-                    f"pinned ({error}): copies of it block the lanes and are slower"
-                    f"{error.likely and f'; likely {error.likely}'}"
+                    f"pinned, so copies of it block the lanes and are slower: {error}"
                 )
                 return
 
@@ -273,7 +267,4 @@ def typed(flat: torch.Tensor, dtype: str, offset: int, shape: Sequence[int]) -> 
         with torch.inference_mode(False):  # Autograd refuses to save inference tensors.
             return typed(flat, dtype, offset, shape)
     kind: torch.dtype = getattr(torch, dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    return flat[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape))
+    return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape))

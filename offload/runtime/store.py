@@ -84,36 +84,20 @@ class Store:
         return self._volume.notice
 
     def read(self, kind: str, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
-        """Fill `into` with a chunk, or all chunks, of a value as last written.
+        """Fill `into` with a chunk, or all chunks, of a value as last written, see `Chunks.read`.
 
         Args:
             kind, unit: which value; KeyError if the layout has none.
             into: uint8, one dimension, contiguous, on the CPU, 4096-aligned, of the chunks' size.
-                After an error its content is undefined.
             chunk: its index, or None for all.
-
-        Raises:
-            ValueError: a chunk was never, or not completely, written.
-            OSError: with path and offset; EIO for a checksum mismatch. No transfer is in flight
-                when it is raised.
         """
         self.chunks.read(*self._chunks_of(kind, unit, chunk, into))
 
     def write(
         self, kind: str, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
     ) -> None:
-        """Store `source` as a chunk, or all chunks, of a value.
-
-        A chunk whose write fails cannot be read until a later write succeeds.
-
-        Args:
-            kind, unit, chunk: as for `read`.
-            source: as `into` of `read`, with its padding.
-            step: whose result this is.
-
-        Raises:
-            OSError: with path and offset.
-        """
+        """Store `source`, the result of a step, as a chunk, or all chunks, of a value, see `read`
+        and `Chunks.write`."""
         self.chunks.write(*self._chunks_of(kind, unit, chunk, source), step)
 
     def entry(self, kind: str, unit: str, chunk: int) -> aio.ChunkEntry | None:
