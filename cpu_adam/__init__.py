@@ -3,10 +3,10 @@
 `formats` says which slots the optimizer state of a chunk has and where they lie in its record;
 `reference` is the update itself as readable torch ops, the definition, with `rules` (Adam, Lion,
 SGD) and the codes of `compact`. What is imported here equals it bit for bit: compiled kernels
-(`native`) where they are built and the tensors lie in CPU memory, a device's (`device_kernels`)
-where somebody launches them, the reference elsewhere. `kernel` tells which of the first is in use
-and why. `crc32c` is for whoever stores records and wants to know that they came back; `CPUAdam` and
-its like are optimizers for torch, of their own.
+(`native`) where they are built and the tensors lie in CPU memory, a device's where somebody
+launches them, the reference elsewhere. `kernel` tells which of the first is in use and why.
+`crc32c` is for whoever stores records and wants to know that they came back; `CPUAdam` and its like
+are optimizers for torch, of their own.
 """
 
 from cpu_adam.checksum import crc32c

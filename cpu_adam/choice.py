@@ -6,6 +6,9 @@ that the processor can run, or the one that `CPU_ADAM_KERNEL` names. All give th
 compiled kernels the reference serves, with one warning: an installation without a compiler is a
 choice, one whose compiler failed a mistake that pip does not show. So it does on an x86 processor
 of 2011 or before that lacks SSE4.1, as the least of the kernels has it.
+
+Those of a CUDA device, with the same arithmetic, are text for its driver (`ptx`). Whoever has one
+launches them: [Note: Launches] of src/device/table.cuh.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,19 +37,33 @@ KERNEL_VARIABLE = "CPU_ADAM_KERNEL"
 KERNEL_NAMES = ("avx512", "avx2", "neon", "portable", "python")
 """Every kernel there is; `python` is the reference."""
 
+SQUARES = "squares_of_blocks"
+"""The device's entry that leaves the sum of squares of each leaf of a norm."""
+
+
+def ptx() -> bytes:
+    """The text of a device's kernels, in the PTX of CUDA 12.4, for compute capability 7.0 on."""
+    return (Path(__file__).parent / "device.ptx").read_bytes()
+
+
+def block_elements(entry: str) -> int:
+    """How many elements a block of a device's kernel takes at a time: a grid needs no more."""
+    whole = {"compact": 8 * GROUP_ELEMENTS, SQUARES: 8 * SUM_BLOCK_ELEMENTS}
+    return whole.get(entry, 1024)
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """The kernel that serves in this process."""
 
     name: str
-    """One of `KERNEL_NAMES`, or `device`."""
+    """One of `KERNEL_NAMES`."""
     reason: str
     """Why it is this one."""
     native: Any = None
-    """The module of compiled kernels, or a device's (`device_kernels`); None for the reference."""
+    """The module of compiled kernels; None for the reference."""
     index: int = -1
-    """Number of the kernel within that module, or of the device."""
+    """Number of the kernel within that module."""
 
 
 _lock = threading.Lock()

@@ -1,8 +1,7 @@
 """The update by compiled kernels: the same functions as `reference`, the same bits, faster.
 
-Each function checks its arguments and hands addresses to the kernel in use (see [Note: Choice]), or
-to those of the tensors' device (`device_kernels`). Strided tensors, and everything where no kernel
-serves, go to the reference.
+Each function checks its arguments and hands addresses to the kernel in use (see [Note: Choice]).
+Strided tensors, and everything where no kernel serves, go to the reference.
 
 [Note: Rows]
 A native call takes a table of integers, a row for each span: its number of elements, the row of
@@ -21,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cpu_adam import device_kernels, reference
+from cpu_adam import reference
 from cpu_adam.checks import GRADIENT_DTYPES, check_dtypes, check_span
 from cpu_adam.choice import Kernel, kernel
-from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat
+from cpu_adam.formats import StateFormat
 from cpu_adam.hyper import Hyper
 from cpu_adam.memory import are_native
 from cpu_adam.spans import ADDRESS_COLUMNS, Part, Span, Steps, check_parts, check_steps
@@ -189,8 +188,8 @@ def square_sums(
     """
     check_dtypes((gradient, GRADIENT_DTYPES))
     chosen = _kernel_for(gradient)
-    if chosen is None or chosen.native is None or chosen.name == "device":
-        return reference.square_sums(gradient, first_leaf, workspace, wait, _leaf_sums)
+    if chosen is None or chosen.native is None:
+        return reference.square_sums(gradient, first_leaf, workspace, wait)
     at = GRADIENT_NUMBERS[gradient.dtype], gradient.data_ptr(), gradient.numel()
     return cast("list[reference.Node]", chosen.native.square_sums(chosen.index, *at, first_leaf))
 
@@ -200,22 +199,8 @@ def sum_of_squares(gradient: Tensor) -> float:
     return reference.total(square_sums(gradient))
 
 
-def _leaf_sums(gradient: Tensor, workspace: Tensor | None) -> Tensor:
-    """`reference.leaf_sums`, by the kernels of a device that has such."""
-    chosen = device_kernels.kernel_of([gradient])
-    if chosen is None or not gradient.numel():
-        return reference.leaf_sums(gradient, workspace)
-    size, on = 8 * -(-gradient.numel() // SUM_BLOCK_ELEMENTS), gradient.device
-    memory = torch.empty(size, dtype=torch.uint8, device=on) if workspace is None else workspace
-    sums = memory[:size].view(torch.float64)
-    _run_on(chosen, device_kernels.SQUARES, gradient, sums, gradient=gradient.dtype)
-    return sums
-
-
 def _kernel_for(*tensors: Tensor) -> Kernel | None:
     """The compiled kernel for these tensors, or None where the reference serves them."""
-    if found := device_kernels.kernel_of(tensors):
-        return found
     chosen = kernel()
     return chosen if are_native(tensors) and chosen.native is not None else None
 

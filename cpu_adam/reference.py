@@ -235,7 +235,6 @@ def square_sums(
     first_leaf: int = 0,
     workspace: Tensor | None = None,
     wait: Callable[[], None] | None = None,
-    by: Callable[[Tensor, Tensor | None], Tensor] | None = None,
 ) -> list[Node]:
     """The sum of the squares of part of a gradient: the largest subtrees in it, from the left.
 
@@ -247,9 +246,9 @@ def square_sums(
     pushed in order, have the same `total` wherever the parameter is cut. NaN and infinity
     propagate. workspace: memory for temporaries, uint8 on the same device, of `squares_bytes`; else
     it is made. wait: lets the host wait for what this thread has queued on the device; without it,
-    reading the sums does, and may spin a core. by: in place of `leaf_sums`.
+    reading the sums does, and may spin a core.
     """
-    sums, nodes = (by or leaf_sums)(gradient, workspace), list[Node]()
+    sums, nodes = leaf_sums(gradient, workspace), list[Node]()
     if wait is not None:
         wait()
     for leaf in enumerate(sums[: -(-gradient.numel() // SUM_BLOCK_ELEMENTS)].tolist(), first_leaf):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,14 +48,9 @@ EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
 
 
-class _Attached(NamedTuple):
-    """What else is attached to a model, beside its engine."""
-
-    hooks: Hooks
-    optimizer: Optimizer | None
-
-
-_attached: weakref.WeakKeyDictionary[nn.Module, _Attached] = weakref.WeakKeyDictionary()
+_attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Optimizer | None]]
+_attached = weakref.WeakKeyDictionary()
+"""What else is attached to a model, beside its engine."""
 
 
 def attach(
@@ -118,16 +114,19 @@ def attach(
         warn_user(remark)
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
         shares = found.nvme_shares
-        attaching = _Attaching(model, optimizer, config, groups, placed, device, shares, budget)
-        return attaching.run(initialize or methodcaller("reset_parameters"), pace)
+        initialize = initialize or methodcaller("reset_parameters")
+        attaching = _Attaching(
+            model, optimizer, config, groups, placed, device, shares, budget, initialize
+        )
+        return attaching.run(pace)
 
 
 @contextmanager
 def empty_weights() -> Iterator[None]:
     """Let modules that are built inside have their parameters on the meta device, without memory.
 
-    Buffers are real, so that models which compute some when they are built (rotary positions) can
-    be attached. `attach` then gives each unit its memory, and `initialize` its values:
+    Buffers are real, as models compute some when they are built (rotary positions). `attach` then
+    gives each unit its memory, and `initialize` its values:
 
         with offload.empty_weights():
             model = LlamaForCausalLM(config)
@@ -152,10 +151,8 @@ def empty_weights() -> Iterator[None]:
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
 
-    Returns the model and the optimizer that was given to `attach`. The model must fit the compute
-    device whole, gradients too where there are any, beside what the engine has taken there, which
-    it gives back at the very end: to detach a model that needs the room itself, attach it with less
-    `device_memory`.
+    Returns the model and the optimizer that was given to `attach`. The model, with gradients where
+    there are any, must fit the compute device beside what the engine has there until the very end.
 
     Raises:
         ValueError: the model is not attached.
@@ -204,13 +201,8 @@ def _refuse_attached(model: nn.Module) -> None:
 def _spec_of(group: Group, config: Config, *, trains: bool) -> Unit:
     """The layout of a unit whose parameters are known."""
     wanted = [
-        ParameterSpec(
-            name,
-            tuple(parameter.shape),
-            str(parameter.dtype).removeprefix("torch."),
-            trains and parameter.requires_grad,
-        )
-        for name, parameter in group.named.items()
+        ParameterSpec(name, tuple(p.shape), str(p.dtype)[6:], trains and p.requires_grad)
+        for name, p in group.named.items()
     ]
     return lay_out_unit(
         group.name,
@@ -226,54 +218,42 @@ def _same_parameters(model: nn.Module) -> Callable[[], None]:
     ref, known = weakref.ref(model), list(map(id, model.parameters()))
 
     def check() -> None:
-        """Look for other parameters than at attach.
-
-        Raises:
-            RuntimeError: there are such.
-        """
         model = ref()
         if model is not None and list(map(id, model.parameters())) != known:
             new = [name for name, one in model.named_parameters() if id(one) not in set(known)]
             raise RuntimeError(
                 f"the model has other parameters than at attach ({', '.join(new[:3]) or 'fewer'}): "
-                "they would not be offloaded, trained or given back. Change what a model consists "
-                "of (resized embeddings, added adapters, pruned or sharded weights) before attach, "
-                "or offload.detach(model), change it, build the optimizer anew and attach again"
+                "they would not be offloaded, trained or given back. Change a model (embeddings, "
+                "adapters, pruning, shards) before attach, or offload.detach(model), change it, "
+                "build the optimizer anew and attach again"
             )
 
     return check
 
 
+@dataclass
 class _Attaching:
     """One attach under way: take the memory, move unit by unit, hook the model; or undo it all."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        config: Config,
-        groups: list[Group],
-        placed: Plan,
-        device: Device,
-        nvme_shares: tuple[float, ...],
-        budget: SharedBudget | None,
-    ):
-        self.model, self.optimizer, self.config = model, optimizer, config
-        self.groups = groups
-        self.plan = placed
-        self.device = device
-        self.shares = nvme_shares or None
-        self.budget = budget
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    config: Config
+    groups: list[Group]
+    plan: Plan
+    device: Device
+    shares: tuple[float, ...]
+    budget: SharedBudget | None
+    initialize: Callable[[nn.Module], object]
+
+    def __post_init__(self) -> None:
         self._units: list[FlatUnit] = []
         # As it was, to be that again where the attach fails.
-        self._devices = {x: x.device for x in (*model.parameters(), *model.buffers())}
-        self._gradients = {p: p.grad for p in model.parameters()}
+        self._devices = {x: x.device for x in (*self.model.parameters(), *self.model.buffers())}
+        self._gradients = {p: p.grad for p in self.model.parameters()}
         self._replaced: dict[nn.Parameter, nn.Parameter] = {}
         """By the new parameter, the one on the meta device in whose place it is."""
 
-    def run(
-        self, initialize: Callable[[nn.Module], object], pace: Pace | None
-    ) -> tuple[nn.Module, Optimizer | None]:
+    def run(self, pace: Pace | None) -> tuple[nn.Module, Optimizer | None]:
         """Take the memory and the file, move everything, hook the model."""
         runner = self._take(pace)
         try:
@@ -281,7 +261,7 @@ class _Attaching:
                 share = self.budget.share()
                 share({tier: self.plan.taken_bytes(tier) for tier in TIERS})
                 runner.share = share
-            self._fill(runner, initialize)
+            self._fill(runner)
             made = self._start(runner)
         except BaseException:
             try:
@@ -302,7 +282,8 @@ class _Attaching:
         store = None
         if self.plan.file.extents:
             speeds = measured_speeds(self.config.nvme_path)
-            store = Store(self.config.nvme_path, self.plan.file, weights=self.shares, speeds=speeds)
+            weights = self.shares or None
+            store = Store(self.config.nvme_path, self.plan.file, weights=weights, speeds=speeds)
         try:
             if store is not None and any(map(is_memory, self.config.nvme_path)):
                 # Other notices are good to know; this one says that what was asked is not had.
@@ -320,7 +301,7 @@ class _Attaching:
 
     # -- moving the values -------------------------------------------------------------------------
 
-    def _fill(self, runner: Runner, initialize: Callable[[nn.Module], object]) -> None:
+    def _fill(self, runner: Runner) -> None:
         """Move all weights, and put zeros in the place of states that are not yet there."""
         self._materialise()
         on = self.device.torch_device
@@ -335,7 +316,7 @@ class _Attaching:
         for unit in self._units:
             values = [parameter.data for parameter in unit.parameters]
             try:
-                self._move(unit, values, runner, initialize)
+                self._move(unit, values, runner)
             except BaseException:
                 for parameter, value in zip(unit.parameters, values):
                     make_plain(parameter, value)
@@ -364,19 +345,18 @@ class _Attaching:
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
             param_group["params"] = [others.get(p, p) for p in param_group["params"]]
 
-    def _move(
-        self,
-        unit: FlatUnit,
-        values: Sequence[torch.Tensor],
-        runner: Runner,
-        initialize: Callable[[nn.Module], object],
-    ) -> None:
+    def _move(self, unit: FlatUnit, values: Sequence[torch.Tensor], runner: Runner) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
 
         That is on the device unless neither are they nor is their home: then nothing crosses it.
         """
         new = {p for p in unit.parameters if p in self._replaced}
-        start = partial(_initialize_fresh, self.model, new, initialize, unit.parameters)
+
+        def start() -> None:
+            for module in self.model.modules() if new else ():
+                if not new.isdisjoint(module.parameters(recurse=False)):
+                    _initialize(module, self.initialize, unit.parameters)
+
         if unit.index in self.plan.residents:
             give_memory(unit, self.device, new, start)
             return
@@ -412,7 +392,7 @@ class _Attaching:
                 owner.grad = gradient.to(self.device.torch_device)
         hooks = Hooks(engine, self.model)
         hooks.put_on(self.model, self._announcers(), trains=self.optimizer is not None)
-        attached[self.model], _attached[self.model] = engine, _Attached(hooks, optimizer)
+        attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
         return self.model, optimizer
 
     def _build_engine(self, runner: Runner) -> Engine:
@@ -475,18 +455,6 @@ class _Attaching:
 
 
 # -- parameters that were on the meta device -------------------------------------------------------
-
-
-def _initialize_fresh(
-    model: nn.Module,
-    fresh: Collection[nn.Parameter],
-    initialize: Callable[[nn.Module], object],
-    present: Sequence[nn.Parameter],
-) -> None:
-    """Initialise the modules of a model that own `fresh` parameters; `present` have memory."""
-    for module in model.modules() if fresh else ():
-        if any(p in fresh for p in module.parameters(recurse=False)):
-            _initialize(module, initialize, present)
 
 
 def _initialize(

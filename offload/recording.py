@@ -27,8 +27,7 @@ SIMULATED_STEPS = 3
 """From the third on, steps are alike."""
 
 SIMULATED_OPS_MAX = 400_000
-"""Ops of all simulations of a run: about ten seconds. With large steps, fewer lanes are simulated
-twice as fast; still larger steps are not simulated."""
+"""Ops of all simulations of a run: about ten seconds. Of large steps fewer lanes are simulated."""
 
 
 def _speeds(lane: Lane) -> list[str]:

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,8 +112,7 @@ def folder() -> Path:
 
 def kept() -> list[Path]:
     """The files of kept runs, the last one first. Raises OSError where there is no cache."""
-    found = folder().iterdir() if folder().is_dir() else ()
-    runs = (path for path in found if path.suffixes == [".json"])
+    runs = (path for path in folder().glob("*.json") if path.suffixes == [".json"])
     return sorted(runs, key=lambda path: path.stem, reverse=True)
 
 
@@ -132,9 +131,7 @@ def keep(run: Run) -> Path:
 
 def save(run: Run, path: str | os.PathLike[str]) -> None:
     """Writes a run to a file. Raises OSError where it cannot be written."""
-    content = {field.name: getattr(run, field.name) for field in fields(run)}
-    content["prediction"] = run.prediction and asdict(run.prediction)
-    replace_file(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **content}))
+    replace_file(Path(path), json.dumps({"format": FORMAT, "version": VERSION, **asdict(run)}))
 
 
 def load(path: str | os.PathLike[str]) -> Run:

@@ -12,7 +12,7 @@ taken leaves it asleep. Graphs from before are invalid: torch refuses their back
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Literal
 
 import torch
@@ -57,8 +57,7 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     if tier == "nvme" and not directories:
         raise ValueError(
             "offload.sleep: tier is nvme, but the model was attached without nvme_path: attach it "
-            "with Config(nvme_path=...), which alone puts nothing there that fits elsewhere, or "
-            "let it sleep in cpu memory"
+            "with Config(nvme_path=...), or let it sleep in cpu memory"
         )
     with engine.lock:  # A step of another thread's comes before, or finds it asleep.
         engine.settle()
@@ -87,10 +86,14 @@ def wake(model: nn.Module) -> None:
 @entry
 def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
     runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
-    for unit in residents:
-        _check_gradients(unit)
+    gradients = {
+        parameter
+        for unit in residents
+        for index, parameter in enumerate(unit.parameters)
+        if engine.residents.has(unit.index, index)
+    }
     _let_go_of_all(engine)
-    area = SwapArea(runner, given, directories)
+    area = SwapArea(runner, given, directories, gradients)
     try:
         for value in area.values():
             in_arena = engine.plan.in_arena(value.kind, value.unit)
@@ -99,7 +102,6 @@ def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[st
         area.close()
         raise
     for unit in residents:
-        area.gradients |= {one for one in unit.parameters if one.grad is not None}
         _rest(engine, unit)
     for tier in given:
         runner.memory.give_back(tier)
@@ -167,30 +169,23 @@ def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[i
 
 @torch.no_grad()
 def _gathered(engine: Engine, value: Value) -> torch.Tensor:
-    """The weights or gradients of a resident unit, laid out as in an arena."""
+    """The weights or gradients of a resident unit, laid out as in an arena.
+
+    Raises:
+        RuntimeError: a gradient is of another dtype than its parameter.
+    """
     unit, flat = engine.units[value.unit], host_tensor(engine.plan.bytes_of(value.kind, value.unit))
     for index, view in _views(unit, value, flat):
         parameter = unit.parameters[index]
         source = parameter if value.kind == "weight" else parameter.grad
+        if source is not None and source.dtype != view.dtype:
+            raise RuntimeError(
+                f"offload.sleep: the gradient of {unit.spec.parameters[index].name} is of "
+                f"{source.dtype}, and has no place to sleep: optimizer.zero_grad() goes first"
+            )
         if source is not None:
             view.copy_(source)
     return flat
-
-
-def _check_gradients(unit: FlatUnit) -> None:
-    """Refuse gradients of a resident unit that have no place in the swap area.
-
-    Raises:
-        RuntimeError: there is one of another dtype than its parameter's, or of a frozen parameter.
-    """
-    for parameter, one in zip(unit.parameters, unit.spec.parameters):
-        gradient = parameter.grad
-        if gradient is not None and not (one.trainable and gradient.dtype == parameter.dtype):
-            raise RuntimeError(
-                f"offload.sleep: the gradient of {one.name} is of {gradient.dtype}, or of a "
-                "parameter that was frozen at attach, and has no place to sleep: let it go first, "
-                "with optimizer.zero_grad() or p.grad = None"
-            )
 
 
 def _rest(engine: Engine, unit: FlatUnit) -> None:
@@ -210,26 +205,39 @@ def _rest(engine: Engine, unit: FlatUnit) -> None:
 class SwapArea:
     """Where the values of a sleeping engine lie: in CPU memory, or in a file of their own."""
 
-    def __init__(self, runner: Runner, given: tuple[Tier, ...], directories: tuple[str, ...]):
-        """Of what lives in the tiers `given`: in `directories`, or in CPU memory.
+    def __init__(
+        self,
+        runner: Runner,
+        given: tuple[Tier, ...],
+        directories: tuple[str, ...],
+        gradients: Container[nn.Parameter],
+    ):
+        """Of what lives in the tiers `given`: in `directories`, or in CPU memory. `gradients` are
+        the parameters of resident units that have one.
 
         Raises:
             BudgetError: there is no budget for it, of the plan or of those that share one.
             OSError: there is no room for it.
         """
-        self.given = given
-        self.gradients: set[nn.Parameter] = set()
-        """The parameters of resident units that have one."""
+        self.given, self.gradients = given, gradients
         self._plan: Plan = runner.plan
         self._runner = runner
         self._tier: Tier = "nvme" if directories else "cpu"
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
         self.bytes = sum(self._plan.bytes_of(one.kind, one.unit) for one in self.values())
-        layout = file_layout(self._plan.profile, self._placements(), self._plan.states)
+        layout = file_layout(self._plan.profile, self._placements(), self._plan.sizes)
         if in_file := bool(directories and self.bytes):
             self.bytes = layout.bytes
-        self._check()
+        kept, budget = self._plan.taken_bytes(self._tier), self._plan.budgets[self._tier]
+        if kept + self.bytes > budget:
+            field, needed = BUDGETS[self._tier], format_bytes(kept + self.bytes, up=True)
+            raise BudgetError(
+                f"sleeping in the {self._tier} tier takes {format_bytes(self.bytes, up=True)} of "
+                f"it beside the {format_bytes(kept)} that are taken, and {field} is "
+                f"{format_bytes(budget)}: attach with {field} of {needed} or more, or sleep in the "
+                "other tier"
+            )
         self.hold(awake=True)
         try:
             if in_file:
@@ -251,22 +259,6 @@ class SwapArea:
             Placement(*("nvme" if Value(kind, unit) in asleep else "device" for kind in KINDS))
             for unit in range(len(self._plan.placements))
         ]
-
-    def _check(self) -> None:
-        """Whether the plan's own budget has room.
-
-        Raises:
-            BudgetError: it has none.
-        """
-        kept, budget = self._plan.taken_bytes(self._tier), self._plan.budgets[self._tier]
-        if kept + self.bytes > budget:
-            field = BUDGETS[self._tier]
-            raise BudgetError(
-                f"sleeping in the {self._tier} tier takes {format_bytes(self.bytes, up=True)} of "
-                f"it beside the {format_bytes(kept)} that are taken, and {field} is "
-                f"{format_bytes(budget)}: attach with {field} of "
-                f"{format_bytes(kept + self.bytes, up=True)} or more, or sleep in the other tier"
-            )
 
     def hold(self, *, awake: bool) -> None:
         """Take of a shared budget the swap area, and what the plan has in the tiers that are there:

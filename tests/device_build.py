@@ -7,10 +7,23 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-from cpu_adam import choice, device_kernels
+import numpy as np
+import numpy.typing as npt
+import torch
 
-SOURCE = Path(device_kernels.__file__).parent / "src" / "device" / "device.cu"
+from cpu_adam import FORMATS, choice, native
+from cpu_adam.choice import SQUARES, Kernel, block_elements
+from cpu_adam.memory import are_native
+
+TOTAL = "sum_of_blocks"
+OPERATIONS = (*FORMATS, "accumulate_float32", "accumulate_bfloat16", "split", "join")
+ROWS, COLUMNS_MOST = 29, 4096
+ROW = np.dtype([("elements", "i8"), ("first", "i8"), ("arrays", "i8", 7), ("factors", "f4", 16)])
+TABLE = np.dtype([("scale", "u8"), ("gradient", "i4"), ("count", "i4"), ("rows", ROW, ROWS)])
+SOURCE = Path(choice.__file__).parent / "src" / "device" / "device.cu"
 OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing")
 
 
@@ -43,27 +56,63 @@ def blocks_of(library: ctypes.CDLL) -> Blocks:
 
 
 class Launches:
-    """See `device_kernels.Launch`; `launched` has the entry and grid of each launch."""
+    """Launches of kernels, as a driver makes them; `launched` has the entry and rows of each.
+
+    It has the face of the module of the CPU's kernels: see [Note: Launches] of table.cuh.
+    """
+
+    OPERATIONS = OPERATIONS
+    FACTORS = ROW["factors"].shape[0]
 
     def __init__(self, blocks: Blocks, columns: int | None = None) -> None:
         """columns: of all grids, in place of what is asked for."""
         self._blocks, self._columns = blocks, columns
-        self.launched: list[tuple[str, tuple[int, int]]] = []
+        self.launched: list[tuple[str, int]] = []
 
-    def __call__(
-        self, device: int, entry: str, grid: tuple[int, int], block: int, arguments: bytes
+    def run(
+        self,
+        _: int,
+        operation: int,
+        gradient: int,
+        rows: npt.NDArray[np.int64],
+        factors: npt.NDArray[np.float32],
+        scale: int = 0,
     ) -> None:
-        assert block == device_kernels.BLOCK_THREADS
-        self.launched.append((entry, grid))
-        columns = self._columns if self._columns and entry != device_kernels.TOTAL else grid[0]
-        self._blocks(entry, (columns, grid[1]), arguments)
+        """An operation on many spans, as the CPU's kernels do it; scale: the address of another."""
+        for some in (rows[start : start + ROWS] for start in range(0, len(rows), ROWS)):
+            self.launch(OPERATIONS[operation], gradient, some, factors, scale)
+
+    def launch(
+        self, entry: str, gradient: int, rows: npt.NDArray[np.int64], factors: Any, scale: int = 0
+    ) -> None:
+        """One launch."""
+        table = np.zeros((), TABLE)
+        table["scale"], table["gradient"], table["count"] = scale, gradient, len(rows)
+        into = table["rows"][: len(rows)]
+        into["elements"], into["first"] = rows[:, 0], rows[:, 2]
+        into["arrays"][:, : rows.shape[1] - 3] = rows[:, 3:]
+        into["factors"] = factors[rows[:, 1]]
+        blocks = -(-int(rows[:, 0].max()) // block_elements(entry))
+        columns = min(max(blocks, 1), self._columns or COLUMNS_MOST)
+        self.launched.append((entry, len(rows)))
+        self._blocks(entry, (1 if entry == TOTAL else columns, len(rows)), table.tobytes())
+
+    def squares(self, gradient: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """The sum of squares of each leaf, and of all."""
+        sums = torch.empty(-(-gradient.numel() // 1024), dtype=torch.float64)
+        whole, none = torch.empty(1, dtype=torch.float64), np.zeros((1, self.FACTORS), np.float32)
+        at = gradient.numel(), 0, 0, gradient.data_ptr(), sums.data_ptr()
+        dtype = native.GRADIENT_NUMBERS[gradient.dtype]
+        self.launch(SQUARES, dtype, np.array([at], np.int64), none)
+        found = sums.clone()
+        at = found.numel(), 0, 0, sums.data_ptr(), whole.data_ptr()
+        self.launch(TOTAL, 0, np.array([at], np.int64), none)
+        return found, float(whole)
 
 
 @contextmanager
-def on_the_cpu(launcher: device_kernels.Launch) -> Iterator[None]:
+def on_the_cpu(launches: Launches) -> Iterator[None]:
     """Have CPU tensors served by a device's kernels."""
-    device_kernels.use("cpu", launcher)
-    try:
+    kernel = Kernel("device", "", launches, 0)
+    with patch.object(native, "_kernel_for", lambda *x: kernel if are_native(x) else None):
         yield
-    finally:
-        device_kernels.use("cpu", None)

@@ -20,7 +20,9 @@ from offload.planning.profile import (
 )
 from offload.planning.tiers import TIERS, Tier
 from offload.program.compile import compile_program
-from offload.program.ops import Op, Phase, Program
+from offload.program.ops import Lane, Op, Phase, Program
+from offload.program.simulate import Timeline
+from offload.reporting import seconds
 
 AMPLE: Mapping[Tier, int] = dict.fromkeys(TIERS, 1 << 50)
 """Budgets that never bind."""
@@ -195,3 +197,13 @@ def plans(draw: st.DrawFn, *, most: int = 6) -> Plan:
         states=StateChoice(),
         weight_slots=draw(st.integers(1, 3)),
     )
+
+
+def busy(timeline: Timeline, lane: Lane) -> float:
+    """Seconds in which at least one op ran on a lane."""
+    return seconds((span.start, span.stop) for span in timeline.spans if span.lane is lane)
+
+
+def moved(timeline: Timeline, lane: Lane) -> int:
+    """The sum of `Op.bytes` on a lane."""
+    return sum(span.op.bytes for span in timeline.spans if span.lane is lane)

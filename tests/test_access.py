@@ -88,12 +88,12 @@ def test_questions_are_answered_truly_and_wake_nothing(tmp_path: Path) -> None:
         for question, (ask, expected) in QUESTIONS.items():
             assert ask(parameter) == expected, question
             assert run.engine.snapshots.bytes == 0, question
-            assert run.engine.runner.store.bytes_read == 0, question  # type: ignore[union-attr]
+            assert run.engine.runner.store.chunks.bytes_read == 0, question  # type: ignore[union-attr]
 
 
 def test_questions_of_modules_and_torch_wake_nothing(run: Run) -> None:
     run.engine.settle()
-    read = run.engine.runner.store.bytes_read if run.engine.runner.store else 0
+    read = run.engine.runner.store.chunks.bytes_read if run.engine.runner.store else 0
     model = run.model
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 28_512
     assert {p.device.type for p in model.parameters()} == {"cpu"}
@@ -107,7 +107,7 @@ def test_questions_of_modules_and_torch_wake_nothing(run: Run) -> None:
     model.zero_grad()
     model.to("cpu"), model.cpu(), model.bfloat16(), model.to(torch.bfloat16)
     assert run.engine.snapshots.bytes == 0
-    assert (run.engine.runner.store.bytes_read if run.engine.runner.store else 0) == read
+    assert (run.engine.runner.store.chunks.bytes_read if run.engine.runner.store else 0) == read
 
 
 def test_repr_shows_the_values(run: Run) -> None:

@@ -406,7 +406,7 @@ def test_a_disk_gives_no_notice(tmp_path: Path) -> None:
         _, attached = offload.attach(model, optimizer, config(tmp_path))
         store = attached.engine.runner.store
         assert attached.engine.notices == ((store.notice,) if store.notice else ())
-        assert store.direct == (store.notice is None)
+        assert store._volume.direct == (store.notice is None)
         attached.engine.close()
         del attached, store
 

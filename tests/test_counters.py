@@ -105,7 +105,7 @@ def bytes_so_far(run: Run) -> tuple[Counter[str], Counter[str]]:
     store = run.engine.runner.store
     disk: Counter[str] = Counter()
     if store is not None:
-        disk.update(read=store.bytes_read, written=store.bytes_written)
+        disk.update(read=store.chunks.bytes_read, written=store.chunks.bytes_written)
     return lanes, disk
 
 
@@ -136,7 +136,7 @@ def check_homes(run: Run, placement: Placement) -> None:
         assert size <= found.st_blocks * 512 <= size + 8 * BLOCK_BYTES
         # Gradients are not there yet.
         written = sum(total(kind) for kind in on_disk if kind != "gradient")
-        assert (store.bytes_read, store.bytes_written) == (0, written)
+        assert (store.chunks.bytes_read, store.chunks.bytes_written) == (0, written)
     for tier in ("device", "cpu"):
         homes = {kind for kind, home in zip(kinds, placement) if home == tier}
         if plan.residents:

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from benchmarks.gpu import make_ptx
-from cpu_adam import FORMATS, Part, device_kernels, native, reference
+from cpu_adam import FORMATS, Part, choice, native, reference
 from cpu_adam.checks import GRADIENT_DTYPES
 from cpu_adam.choice import Kernel
-from cpu_adam.device_kernels import DeviceKernels
 from tests.adam_states import (
     VARIANTS,
     State,
@@ -25,7 +24,16 @@ from tests.adam_states import (
     special,
     told,
 )
-from tests.device_build import Launches, blocks_of, built, on_the_cpu
+from tests.device_build import (
+    OPERATIONS,
+    ROWS,
+    TABLE,
+    TOTAL,
+    Launches,
+    blocks_of,
+    built,
+    on_the_cpu,
+)
 from tests.ptx import Program
 
 LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 257, 511, 1000, 1153)
@@ -37,7 +45,7 @@ def launching(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Launching:
     if request.param == "ptx":
-        program = Program(device_kernels.ptx().decode())
+        program = Program(choice.ptx().decode())
         return lambda **options: Launches(program.launch, **options)
     library = built(tmp_path_factory.mktemp("device"))
     if library is None:
@@ -93,7 +101,7 @@ def test_every_pair_of_codes(gradient: float, launching: Launching) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_launch_does_many_parts_each_by_its_step(name: str, launching: Launching) -> None:
-    group, count = FORMATS[name].group_elements, 2 * device_kernels.ROWS + 1
+    group, count = FORMATS[name].group_elements, 2 * ROWS + 1
     lengths = [group * (1 + k % 5) for k in range(count - 1)] + [3 * group + 1]
     starts = [0, *itertools.accumulate(lengths)]
     whole = State(name, starts[-1], torch.bfloat16)
@@ -109,13 +117,13 @@ def test_a_launch_does_many_parts_each_by_its_step(name: str, launching: Launchi
         given = got.weight, got.gradient, got.slots, parts, steps
         native.update_parts(*given, gradient_scale=0.5, format=got.format)
     assert_same_state(got, want)
-    assert [rows for _, (_, rows) in launcher.launched] == [29, 29, 1]
+    assert [rows for _, rows in launcher.launched] == [29, 29, 1]
 
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_a_scale_may_lie_on_the_device(maximize: bool, launching: Launching) -> None:
     state, by = State("exact", 300, torch.float16), hyper_of("exact", maximize=maximize)
-    want, scale, kernels = state.clone(), torch.tensor(0.3), DeviceKernels(launching())
+    want, scale, kernels = state.clone(), torch.tensor(0.3), launching()
     want.update(reference, by, step=2, gradient_scale=float(scale))
     tensors = state.gradient, state.weight, *state.slots.values()
     row = np.array([[300, 0, 0, *(x.data_ptr() for x in tensors)]], np.int64)
@@ -127,21 +135,13 @@ def test_a_scale_may_lie_on_the_device(maximize: bool, launching: Launching) -> 
 
 @pytest.mark.parametrize("dtype", GRADIENT_DTYPES)
 def test_sums_of_squares_are_the_reference(dtype: torch.dtype, launching: Launching) -> None:
-    for elements in (0, 1, 2, 31, 33, 1000, 1023, 1024, 1025, 2048, 5000, 100_001, 600_000):
+    for elements in (1, 2, 31, 33, 1000, 1023, 1024, 1025, 2048, 5000, 100_001, 600_000):
         x = torch.randn(elements, generator=torch.Generator().manual_seed(elements)).to(dtype)
-        nodes, launcher = reference.square_sums(x), launching(columns=elements % 3 or None)
-        want = reference.total(nodes)
-        with on_the_cpu(launcher):
-            assert native.sum_of_squares(x) == want
-        assert len(launcher.launched) == (elements > 0)
-    with on_the_cpu(launching()):
-        x = special(5000, 3)
-        assert str(native.sum_of_squares(x)) == "nan"
-        x = torch.tensor([1.0, float("-inf")])
-        waited = list[int]()
-        ((_, _, found),) = native.square_sums(x, wait=lambda: waited.append(1))
-        assert found == float("inf")
-        assert waited == [1]
+        sums, whole = launching(columns=elements % 3 or None).squares(x)
+        assert torch.equal(sums, reference.leaf_sums(x, None)[: len(sums)])
+        assert whole == reference.total(reference.square_sums(x))
+    assert str(launching().squares(special(5000, 3))[1]) == "nan"
+    assert launching().squares(torch.tensor([1.0, float("-inf")]))[1] == float("inf")
 
 
 def test_accumulation_and_masters_are_the_reference(launching: Launching) -> None:
@@ -169,30 +169,18 @@ def check_accumulated(launcher: Launches, into: torch.Tensor, by: torch.Tensor) 
     assert_same(into.masked_fill(nan, 0.0), want.masked_fill(nan, 0.0))
 
 
-def test_what_no_kernel_of_a_device_serves_goes_on_as_before(launching: Launching) -> None:
-    launcher, x = launching(), torch.randn(8, 8).t()
-    with on_the_cpu(launcher):
-        assert native.square_sums(x) == reference.square_sums(x)
-        native.accumulate(x, x)
-    assert not launcher.launched
-    device_kernels.use("cuda", launcher)
-    assert native.sum_of_squares(torch.ones(3)) == 3.0
-    device_kernels.use("cuda", None)
-    assert not launcher.launched
-
-
 # What is shipped.
 
 
 def test_the_ptx_was_made_of_these_sources() -> None:
     """Whoever changes what it is made of runs `python benchmarks/gpu/make_ptx.py`."""
     assert set(make_ptx.sources()) > {"../operations.inc", "rules.inc", "units.inc", "scalar.cuh"}
-    head = device_kernels.ptx().decode().split("\n")[0]
+    head = choice.ptx().decode().split("\n")[0]
     assert head.endswith(make_ptx.digest()), "python benchmarks/gpu/make_ptx.py"
 
 
 def test_arithmetic_of_the_ptx_is_rounded_once_and_correctly() -> None:
-    text = device_kernels.ptx().decode()
+    text = choice.ptx().decode()
     assert ".version 8.4\n.target sm_70\n" in text
     assert not re.findall(r"fma|approx|ftz|div\.full|rcp|\.local|\.func", text)
     found = set(re.findall(r"\b([a-z]+)((?:\.\w+)*?)\.f(?:32|64)\b", text))
@@ -207,15 +195,14 @@ def test_arithmetic_of_the_ptx_is_rounded_once_and_correctly() -> None:
 
 
 def test_the_ptx_has_an_entry_for_all_that_is_launched() -> None:
-    text = device_kernels.ptx().decode()
-    assert {*re.findall(r"\.visible \.entry (\w+)\(", text)} == {*DeviceKernels.OPERATIONS}
-    size = device_kernels._TABLE.itemsize
+    text = choice.ptx().decode()
+    assert {*re.findall(r"\.visible \.entry (\w+)\(", text)} == {*OPERATIONS, choice.SQUARES, TOTAL}
+    size = TABLE.itemsize
     assert set(re.findall(r"_param_0\[(\d+)\]", text)) == {str(size)}
     assert size <= 4096
 
 
 def test_the_kernels_of_the_cpu_have_the_same_face() -> None:
     kernels = pytest.importorskip("cpu_adam._kernels")
-    assert DeviceKernels.OPERATIONS[:-2] == kernels.OPERATIONS
-    assert kernels.FACTORS == DeviceKernels.FACTORS == device_kernels._ROW["factors"].shape[0]
-    assert np.dtype(device_kernels._ROW["arrays"].base) == np.int64
+    assert kernels.OPERATIONS == OPERATIONS
+    assert kernels.FACTORS == Launches.FACTORS

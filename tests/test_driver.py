@@ -8,15 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from offload.runtime import device as driver
-from offload.runtime import memory as numa
 from offload.runtime.device import Accelerator, PinError, accelerator_of, compute_device
 from tests.training import assert_same, attached, batch, loss_of, plain, result_of, train
 
@@ -93,9 +90,8 @@ def test_memory_is_registered_and_given_back_by_any_thread_on_our_device(
 def test_a_refused_registration_says_why_and_leaves_nothing_pending(runtime: FakeRuntime) -> None:
     runtime.fails = True
     told = r"cudaHostRegister of 1.00 MiB returned 2, out of memory"
-    with pytest.raises(PinError, match=told) as raised:
+    with pytest.raises(PinError, match=f"{told}; likely .* is left to pin"):
         accelerator_of(CUDA).pin(4096, 1 << 20)
-    assert "is left to pin" in raised.value.likely
     assert runtime.pending == 0
 
 
@@ -132,22 +128,6 @@ def test_an_attached_model_refuses_to_be_captured(
         run.generator.set_state(before)
         plain(run, 1)
         assert_same(result_of(run), expected)
-
-
-@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("-1\n", None), ("", None), (None, None)])
-def test_the_node_of_a_device_is_that_of_its_slot(
-    told: str | None, node: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slot = tmp_path / "0001:0a:00.0"
-    slot.mkdir()
-    if told is not None:
-        (slot / "numa_node").write_text(told)
-    monkeypatch.setattr(driver, "_PCI_DEVICES", tmp_path)
-    found = SimpleNamespace(pci_domain_id=1, pci_bus_id=10, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert accelerator_of(CUDA).numa_node() == node
-    del found.pci_domain_id  # As in versions of torch that do not tell it.
-    assert accelerator_of(CUDA).numa_node() is None
 
 
 class FakeEvent:
@@ -191,7 +171,6 @@ def test_fences_block_without_spinning_on_streams_of_their_own_device(
 def test_other_accelerators_do_without() -> None:
     other = accelerator_of(torch.device("xpu", 0))
     assert type(other) is Accelerator
-    assert other.numa_node() is None
     with pytest.raises(PinError, match="xpu"):
         other.pin(4096, 4096)
 
@@ -229,40 +208,6 @@ def test_an_accelerator_without_streams_for_lanes_leaves_the_compute_to_the_cpu(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     found = compute_device()
     assert found.torch_device == (torch.device(kind, 0) if taken else torch.device("cpu"))
-
-
-# -- the node's memory ------------------------------------------------------------------------
-
-
-def test_a_node_gives_its_processors_where_there_are_any(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numa, "_NODES", tmp_path)
-    mine = numa.processors(None)
-    one = min(mine)
-    for node, mask in enumerate((1 << one, 1 << 10_000)):
-        digits = f"{mask:x}".zfill(-(-len(f"{mask:x}") // 8) * 8)
-        groups = [digits[at : at + 8] for at in range(0, len(digits), 8)]
-        (tmp_path / f"node{node}").mkdir()
-        (tmp_path / f"node{node}" / "cpumap").write_text(",".join(groups) + "\n")
-    (tmp_path / "node2").mkdir()
-    (tmp_path / "node2" / "cpumap").write_text("no number\n")
-    assert numa.processors(0) == {one}
-    assert all(numa.processors(node) == mine for node in (1, 2, 3))
-
-
-@pytest.mark.parametrize("node", [None, 0, 7])
-@pytest.mark.parametrize("size", [1, 4096, 4097, (3 << 20) + 5])
-def test_every_page_is_touched_and_nothing_else(
-    size: int, node: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(numa, "PART_BYTES_LEAST", 1 << 20)
-    monkeypatch.setattr(numa, "processors", lambda node: frozenset({0, 1}))
-    before = numa.os.sched_getaffinity(0)
-    memory = np.ones(size, np.uint8)
-    numa.touch(memory, node)
-    assert (np.flatnonzero(memory == 0) == np.arange(0, size, 4096)).all()
-    assert numa.os.sched_getaffinity(0) == before
 
 
 # -- names ------------------------------------------------------------------------------------

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pwd
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,42 +200,6 @@ def test_measured_speeds_are_kept_and_used(tmp_path: Path, monkeypatch: pytest.M
     assert {speed.depth for speed in saved_speeds().values()} == {4, 8}
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert probe((str(tmp_path),)).disk_read_bytes_per_s == 2.5615e9
-
-
-def test_two_processes_that_save_at_once_keep_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each reads what is kept, adds its own, and replaces the file: one after the other."""
-    code = (
-        "import sys, time\n"
-        "from offload.planning import machine\n"
-        "from offload.planning.machine import DriveSpeed\n"
-        f"speed = {SPEED!r}\n"
-        "inner = machine._read_speeds\n"
-        "machine._read_speeds = lambda: (inner(), time.sleep(0.05))[0]\n"
-        "machine.mount_point = str\n"
-        "print(end='ready', flush=True)\n"
-        "sys.stdin.read()\n"
-        "for n in range(4): machine.save_speed(f'{sys.argv[1]} {n}', speed)\n"
-    )
-    monkeypatch.setenv("OFFLOAD_MACHINE", str(tmp_path / "machine.json"))
-    pipe = subprocess.PIPE
-    with contextlib.ExitStack() as ended:
-        started = [
-            ended.enter_context(
-                subprocess.Popen([sys.executable, "-c", code, name], stdin=pipe, stdout=pipe)
-            )
-            for name in ("one", "two")
-        ]
-        for process in started:
-            assert process.stdout is not None
-            assert process.stdout.read(5) == b"ready"
-        for process in started:
-            assert process.stdin is not None
-            process.stdin.close()
-        assert [process.wait(30) for process in started] == [0, 0]
-    assert set(saved_speeds()) == {f"{name} {n}" for name in ("one", "two") for n in range(4)}
-    assert os.listdir(tmp_path) == ["machine.json"]
 
 
 DAMAGED = ("{", "[]", '{"drives": 1}', '{"drives": {"/": {"depth": 1}}}')

@@ -26,6 +26,7 @@ from offload import recording
 from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Verb
 from offload.program.simulate import Timeline, seconds_of, simulate
+from tests.profiles import busy
 
 pytestmark = pytest.mark.slow  # Of use only where nothing else runs.
 
@@ -94,7 +95,7 @@ Case = tuple[tuple[str, str, str], Path, int]
 def lane_seconds(case: Case) -> float:
     """Seconds that the busiest lane but compute works in a step, by the simulator."""
     timeline = predicted(case, 0.0)
-    return max(timeline.busy(lane) for lane in (Lane.DISK, Lane.CPU)) / 4
+    return max(busy(timeline, lane) for lane in (Lane.DISK, Lane.CPU)) / 4
 
 
 def attached(

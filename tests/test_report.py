@@ -27,6 +27,7 @@ from offload.runtime.stats import SPANS_MAX, Ran, Stepped, Trace, Waited
 from tests import test_overlap as overlap_tests
 from tests.examples import cheap
 from tests.paced import paced
+from tests.profiles import moved
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
 
@@ -375,9 +376,9 @@ def test_the_simulator_moves_what_the_engine_does(micro_batches):
             steps=2,
             micro_batches=micro_batches,
         )
-    moved = {name: after[name] - before[name] for name in after}
-    assert moved["h2d"]
-    assert moved == {lane.value: made.bytes(lane) // 2 for lane in Lane if lane != Lane.COMM}
+    found = {name: after[name] - before[name] for name in after}
+    assert found["h2d"]
+    assert found == {lane.value: moved(made, lane) // 2 for lane in Lane if lane != Lane.COMM}
 
 
 def test_on_an_accelerator_the_report_says_what_its_times_are(capsys):

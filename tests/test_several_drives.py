@@ -58,7 +58,7 @@ def test_the_same_bits_over_several_drives(
         assert len(sizes) == 3
         assert max(sizes) - min(sizes) <= 3 * BLOCK_BYTES
         assert sum(sizes) == run.engine.plan.taken_bytes("nvme")  # what the budget was held to
-        assert all(path in store.path for path in paths)
+        assert all(path in store._volume.path for path in paths)
     assert [os.listdir(path) for path in paths] == [[], [], []]
 
 
@@ -174,7 +174,7 @@ def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: An
         number = data.draw(st.integers(0, len(sizes) - 1))
         part = aligned_tensor(sizes[number], 2)
         store.write("state", "u", part, 1, chunk=number)
-        at = extent.chunk_offsets[number]
+        at = sum(extent.chunk_bytes[:number])
         whole[at : at + len(part)] = part
         store.read("state", "u", back)
         assert torch.equal(whole, back)
@@ -222,13 +222,13 @@ def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
         extent = LAYOUT.index()["weight", "a"]
         data = aligned_tensor(extent.bytes, 1)
         store.write("weight", "a", data, 1)
-        at = extent.offset + extent.chunk_offsets[1]
+        at = extent.offset + extent.chunk_bytes[0]
         assert extent.chunk_bytes[1] == 3 * BLOCK_BYTES
         file = store.files[at // BLOCK_BYTES % 3]
         io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:
             store.read("weight", "a", data)
-        assert caught.value.filename == store.path
+        assert caught.value.filename == store._volume.path
     with over(3, LAYOUT, io, unit_bytes=1 << 20) as store:
         assert len(store.files) == 1
         assert np.all([file.path.startswith("/drive0") for file in store.files])

@@ -20,12 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.results import keep, synchronize, table, used_columns
 from offload.runtime.device import Device, PinError, compute_device
-from offload.runtime.memory import touch
 
 ROUNDS, WAITS, BYTES = 5, 200, 1 << 30
 
@@ -41,19 +39,19 @@ class Memory:
     unpin: Callable[[], None] = lambda: None
 
 
-def mapped(size: int, huge: bool, node: int | None) -> tuple[torch.Tensor, float]:
+def mapped(size: int, huge: bool) -> tuple[torch.Tensor, float]:
     """Memory with or without huge pages, and the seconds that touching it took."""
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     area.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
     since = time.perf_counter()
-    touch(np.frombuffer(area, dtype=np.uint8), node)
-    return torch.frombuffer(area, dtype=torch.uint8), time.perf_counter() - since
+    memory = torch.frombuffer(area, dtype=torch.uint8)
+    memory[:: mmap.PAGESIZE].zero_()
+    return memory, time.perf_counter() - since
 
 
 def registered(device: Device, size: int, huge: bool) -> Memory:
     driver = device.driver
-    node = driver.numa_node() if driver is not None else None
-    (source, first), (target, second) = (mapped(size, huge, node) for _ in range(2))
+    (source, first), (target, second) = (mapped(size, huge) for _ in range(2))
     kind = f"registered, {'huge' if huge else '4 KiB'} pages"
     made = Memory(kind, source, target, {"touch_s": first + second})
     if driver is None:
@@ -136,7 +134,7 @@ def main() -> None:
         registered(device, size, huge=True),
         registered(device, size, huge=False),
         Memory("cudaHostAlloc", *pinned),
-        Memory("pageable", *(mapped(size, False, None)[0] for _ in range(2))),
+        Memory("pageable", *(mapped(size, False)[0] for _ in range(2))),
     ]
     found = {"copies": rounds(device, memories, size)}
     for memory in memories:

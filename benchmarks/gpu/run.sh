@@ -86,8 +86,7 @@ if not torch.accelerator.is_available():
 else:
     from offload.runtime.device import compute_device
     device = compute_device()
-    print(f"{device.torch_device}: {device.free_bytes() / 2**30:.0f} GiB free, "
-          f"NUMA node {device.driver.numa_node()}")
+    print(f"{device.torch_device}: {device.free_bytes() / 2**30:.0f} GiB free")
 PROGRAM
     local status=$?
     grep -E 'MemTotal|MemAvailable' /proc/meminfo

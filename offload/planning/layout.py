@@ -27,7 +27,6 @@ from offload.planning.profile import (
     BLOCK_BYTES,
     ITEM_BYTES,
     KINDS,
-    Chunk,
     Kind,
     Profile,
     StateChoice,
@@ -83,13 +82,11 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a value lies in the file: its chunks in order. Bytes, multiples of 4 KiB."""
+    """Where a value lies in the file: its chunks one after the other. Bytes, multiples of 4 KiB."""
 
     kind: Kind
     unit: str
     offset: int
-    chunk_offsets: tuple[int, ...]
-    """Relative to `offset`."""
     chunk_bytes: tuple[int, ...]
 
     @property
@@ -111,9 +108,8 @@ class FileLayout:
         extents, at = [], 0
         for kind, unit, sizes in values:
             assert all(size > 0 and size % BLOCK_BYTES == 0 for size in sizes), (kind, unit, sizes)
-            offsets = tuple(itertools.accumulate(sizes, initial=0))
-            extents.append(Extent(kind, unit, at, offsets[:-1], tuple(sizes)))
-            at += offsets[-1]
+            extents.append(Extent(kind, unit, at, tuple(sizes)))
+            at += sum(sizes)
         return cls(tuple(extents), at)
 
     def index(self) -> dict[tuple[str, str], Extent]:
@@ -171,10 +167,7 @@ class Plan:
     """Units of which the arenas hold only the states, see [Note: Residents] of `resident`."""
     in_place: bool = False
     """Whether gradients in CPU memory are collected there, as the device is the CPU."""
-    _record_offsets: dict[int, tuple[int, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    """Cache of `record_offset`, by unit."""
+    sizes: Sizes = field(kw_only=True, repr=False, compare=False)
 
     def home(self, kind: Kind, unit: int) -> Place:
         """The home of a value as a place."""
@@ -182,21 +175,15 @@ class Plan:
 
     def record_bytes(self, unit: int, chunk: int) -> int:
         """Size of the record of a chunk, padded to blocks."""
-        one = self.profile.units[unit]
-        return record_bytes(one, one.chunks[chunk], self.states)
+        return self.sizes.chunks["state"][unit][chunk]
 
     def record_offset(self, unit: int, chunk: int) -> int:
         """Offset of a chunk's record in the home of the unit's state."""
-        if unit not in self._record_offsets:
-            sizes = (
-                self.record_bytes(unit, one) for one in range(len(self.profile.units[unit].chunks))
-            )
-            self._record_offsets[unit] = (0, *itertools.accumulate(sizes))
-        return self._record_offsets[unit][chunk]
+        return self.sizes.record_offsets[unit][chunk]
 
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
-        return value_bytes(self.profile.units[unit], kind, self.states)
+        return self.sizes.value[kind][unit]
 
     def reordered(self, profile: Profile) -> Plan:
         """The same plan for a profile of the same units in another order of use."""
@@ -282,12 +269,13 @@ def lay_out(
             None if in_place and placement.gradient == "cpu" else slot
             for placement, slot in zip(placements, memory.gradient_slot)
         ),
-        file=file_layout(profile, placements, states),
+        file=file_layout(profile, placements, sizes),
         budgets=dict(budgets),
         clips=clips,
         states=states,
         residents=memory.residents,
         in_place=in_place,
+        sizes=sizes,
     )
 
 
@@ -319,15 +307,24 @@ def lay_out_memory(
         away = [placement.of(kind) != "device" for placement in placements]
         slots.append(memory.shared_slots(kind, units, away, sizes.value[kind], most))
     memory.weight_slot, memory.gradient_slot = slots
-    rings = _Rings(placements, sizes, tuple(reserve))
+    reserved = tuple(reserve)
+
+    def ring(use: str, kind: Kind, *tiers: Tier) -> None:
+        """On the cpu, for values of units whose `kind` has one of these homes."""
+        pairs = zip(sizes.value[kind], placements)
+        memory.ring(
+            "cpu", use, max((n for n, p in pairs if p.of(kind) in tiers), default=0), STAGES
+        )
+
     updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
-    memory.ring("cpu", "weight", rings.unit_bytes("weight", ("nvme",)), STAGES)
-    memory.ring("cpu", "gradient", rings.unit_bytes("gradient", ("cpu", "nvme")), STAGES)
-    memory.ring("cpu", "deposit", rings.unit_bytes("gradient", ("nvme",)), STAGES)
+    ring("weight", "weight", "nvme")
+    ring("gradient", "gradient", "cpu", "nvme")
+    ring("deposit", "gradient", "nvme")
     for kind, tier in itertools.product(KINDS, TIERS[:2]):
-        memory.ring(tier, f"{kind}_chunk", rings.chunk_bytes(kind, tier, clips), CHUNK_STAGES)
+        size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
+        memory.ring(tier, f"{kind}_chunk", size, CHUNK_STAGES)
     for kind, u in itertools.product(KINDS, residents):  # Counted behind the end of the arena.
         if kind != "state":
             place_home(kind, u, max(sizes.allocated[kind][u], sizes.value[kind][u]))
@@ -392,66 +389,61 @@ class _Memory:
         return tuple(places)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rings:
-    """Slot sizes of the staging rings: of the largest value that passes through."""
-
-    placements: Sequence[Placement]
-    sizes: Sizes
-    reserve: tuple[Kind, ...]
-
-    def unit_bytes(self, kind: Kind, homes: tuple[Tier, ...]) -> int:
-        """For values of units whose `kind` has one of `homes`."""
-        pairs = zip(self.sizes.value[kind], self.placements)
-        return max((size for size, placement in pairs if placement.of(kind) in homes), default=0)
-
-    def chunk_bytes(self, kind: Kind, tier: Tier, clips: bool) -> int:
-        """For chunks of `kind` that pass through `tier` on their way to the update and back."""
-        largest = 0
-        for size, placement in zip(self.sizes.chunk[kind], self.placements):
-            home, at = placement.of(kind), site(placement)
-            passes = tier in route(home, at)[1:]
-            squared = clips and kind == "gradient" and home == "nvme" and tier == "cpu"
-            reserved = kind in self.reserve and tier == at == "cpu"
-            if passes or squared or reserved:
-                largest = max(largest, size)
-        return largest
+def _staged_bytes(
+    kind: Kind, tier: Tier, placements: Sequence[Placement], sizes: Sizes, *, reserved: bool
+) -> int:
+    """The largest chunk of `kind` that passes through `tier` on its way to the update and back;
+    with `reserved` also of those that would if their home were slower."""
+    largest = 0
+    for size, placement in zip(sizes.chunk[kind], placements):
+        at = site(placement)
+        if tier in route(placement.of(kind), at)[1:] or (reserved and tier == at == "cpu"):
+            largest = max(largest, size)
+    return largest
 
 
-def file_layout(
-    profile: Profile, placements: Sequence[Placement], states: StateChoice
-) -> FileLayout:
+def file_layout(profile: Profile, placements: Sequence[Placement], sizes: Sizes) -> FileLayout:
     """The layout of the store's file: the values whose home is nvme, in order of kind and unit."""
     return FileLayout.of(
         [
-            (kind, unit.name, _stored_bytes(unit, kind, states))
+            (kind, unit.name, sizes.chunks[kind][u])
             for kind in KINDS
-            for unit, placement in zip(profile.units, placements)
-            if placement.of(kind) == "nvme" and value_bytes(unit, kind, states)
+            for u, (unit, placement) in enumerate(zip(profile.units, placements))
+            if placement.of(kind) == "nvme" and sizes.value[kind][u]
         ]
     )
 
 
 class Sizes:
-    """Bytes by unit. `value`, its largest `chunk`, and what torch takes if the unit is resident
-    (`allocated`) are by kind. `scratch` and `squares` are the workspace of an update and of a norm
-    for one chunk on the device."""
+    """Bytes by unit.
+
+    By kind: those of a `value`, of its `chunks` as they are stored, of the largest `chunk` that is
+    updated, and what torch takes if the unit is resident (`allocated`). `scratch` and `squares` are
+    the workspace of an update and of a norm for one chunk on the device.
+    """
 
     def __init__(self, profile: Profile, states: StateChoice):
-        pairs = [(u, u.chunks if states.on_accelerator else ()) for u in profile.units]
+        units, on_device = profile.units, states.on_accelerator
+        pairs = [(u, u.chunks if on_device else ()) for u in units]
         self.scratch = [max((states.scratch_bytes(u, c) for c in cs), default=0) for u, cs in pairs]
         self.squares = [max((squares_bytes(c.elements) for c in cs), default=0) for _, cs in pairs]
-        self.value = {k: [value_bytes(unit, k, states) for unit in profile.units] for k in KINDS}
-        self.allocated = self.value
-        if states.on_accelerator:
-            self.allocated = {k: [allocated_bytes(u, k) for u in profile.units] for k in KINDS}
-        self.chunk = {
-            kind: [
-                max((_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks), default=0)
-                for unit in profile.units
-            ]
-            for kind in KINDS
+        record = functools.cache(
+            lambda dtype, count: round_up(states.format(dtype).record_bytes(count), BLOCK_BYTES)
+        )
+        updated: dict[Kind, list[list[int]]] = {
+            "weight": [[c.weight_bytes for c in u.chunks] for u in units],
+            "gradient": [[c.gradient_bytes for c in u.chunks] for u in units],
+            "state": [
+                [record(u.segments[c.segment].dtype, c.elements) for c in u.chunks] for u in units
+            ],
         }
+        self.chunk = {k: [max(n, default=0) for n in chunks] for k, chunks in updated.items()}
+        self.chunks = {**updated, "weight": [[n for _, n in u.weight_chunks] for u in units]}
+        self.value = {kind: [*map(sum, chunks)] for kind, chunks in self.chunks.items()}
+        self.allocated = self.value
+        if on_device:
+            self.allocated = {k: [allocated_bytes(u, k) for u in units] for k in KINDS}
+        self.record_offsets = [[*itertools.accumulate(n, initial=0)] for n in self.chunks["state"]]
 
     def in_file(self, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
@@ -461,38 +453,6 @@ class Sizes:
             for kind in KINDS
             if placement.of(kind) == "nvme"
         )
-
-
-def value_bytes(unit: Unit, kind: Kind, states: StateChoice) -> int:
-    """Size of a value in memory."""
-    if kind == "weight":
-        return unit.weight_bytes
-    if kind == "gradient":
-        return unit.gradient_bytes
-    return sum(record_bytes(unit, chunk, states) for chunk in unit.chunks)
-
-
-def record_bytes(unit: Unit, chunk: Chunk, states: StateChoice) -> int:
-    """Size of the record of a chunk, padded to blocks."""
-    return _padded_record_bytes(unit.segments[chunk.segment].dtype, states, chunk.elements)
-
-
-@functools.lru_cache(maxsize=1024)
-def _padded_record_bytes(dtype: str, states: StateChoice, elements: int) -> int:
-    return round_up(states.format(dtype).record_bytes(elements), BLOCK_BYTES)
-
-
-def _chunk_bytes(unit: Unit, chunk: Chunk, kind: Kind, states: StateChoice) -> int:
-    if kind == "weight":
-        return chunk.weight_bytes
-    return chunk.gradient_bytes if kind == "gradient" else record_bytes(unit, chunk, states)
-
-
-def _stored_bytes(unit: Unit, kind: Kind, states: StateChoice) -> list[int]:
-    """Bytes of each chunk in which a value is stored."""
-    if kind == "weight":
-        return [size for _, size in unit.weight_chunks]
-    return [_chunk_bytes(unit, chunk, kind, states) for chunk in unit.chunks]
 
 
 def allocator_bytes(size: int) -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import warnings
@@ -255,11 +254,6 @@ class DriveSpeed:
     others_percent: int = 0
     """Share of all processors that other programs used meanwhile; 0 if negligible."""
 
-    def __post_init__(self) -> None:
-        figures = (self.read_bytes_per_s, self.write_bytes_per_s, self.both_bytes_per_s)
-        if not all(figure > 0 for figure in (*figures, self.block_bytes, self.depth)):
-            raise ValueError(f"measured speeds, blocks and depths are positive: {self}")
-
 
 def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
     """The measured speed of each directory's drive, or None.
@@ -316,7 +310,6 @@ def unreadable_speeds() -> str | None:
 
 
 def _read_speeds() -> tuple[dict[str, DriveSpeed], str | None]:
-    """Measured speeds by mount point, and what is wrong with the file."""
     try:
         path = profile_path()
         text = path.read_text("utf-8")
@@ -339,19 +332,12 @@ def save_speed(path: str, speed: DriveSpeed) -> Path:
         OSError: the file cannot be written, or is another program's and is left as it is.
     """
     saved = profile_path()
-    saved.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(saved.parent, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # Some network file systems have no locks.
-            fcntl.flock(folder, fcntl.LOCK_EX)
-        drives, wrong = _read_speeds()
-        if wrong:
-            raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
-        drives[mount_point(path)] = speed
-        content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
-        replace_file(saved, json.dumps(content, indent=2) + "\n")
-    finally:
-        os.close(folder)
+    drives, wrong = _read_speeds()
+    if wrong:
+        raise FileExistsError(errno.EEXIST, "it holds something else", str(saved))
+    drives[mount_point(path)] = speed
+    content = {"version": 1, "drives": {mount: asdict(one) for mount, one in drives.items()}}
+    replace_file(saved, json.dumps(content, indent=2) + "\n")
     return saved
 
 

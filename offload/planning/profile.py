@@ -61,11 +61,6 @@ class Parameter:
         """Number of elements."""
         return prod(self.shape)
 
-    @property
-    def stop(self) -> int:
-        """One past its last element in the segment's numbering."""
-        return self.start + self.elements
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -283,12 +278,7 @@ def lay_out_unit(
 ) -> Unit:
     """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
 
-    Args:
-        name: qualified name of the unit.
-        wanted: its parameters in declaration order.
-        gradient_dtype: `param` or a dtype name such as `float32`.
-        lasting: see `Unit`.
-        backward: see `Unit`.
+    `gradient_dtype` is `param` or the name of a dtype; for the other arguments see `Unit`.
 
     Raises:
         ValueError: a dtype that a unit cannot hold.

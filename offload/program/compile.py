@@ -9,13 +9,11 @@ gradient when autograd has made it, an update when its gradient is whole. By the
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from offload.planning.layout import STAGES, Place, Plan, route, site
-from offload.planning.profile import KINDS
 from offload.planning.tiers import Tier
 from offload.program.ops import (
     FACTOR,
@@ -30,29 +28,23 @@ from offload.program.ops import (
     cells,
     part_of,
 )
-from offload.program.schedule import Scoreboard
+from offload.program.schedule import Scoreboard, uncollected
 
 
+@uncollected()
 def compile_program(plan: Plan) -> Program:
     """The phases of a model under `plan`, with every wait."""
-    collecting = gc.isenabled()
-    gc.disable()  # Hundreds of thousands of ops, no garbage: scanning takes half the time.
-    try:
-        return _compile(plan)
-    finally:
-        if collecting:
-            gc.enable()
-
-
-def _compile(plan: Plan) -> Program:
     profile = plan.profile
     forward = compute_phase(plan, "forward", profile.forward, {})
     backward = [
         compute_phase(plan, name, profile.backward, dict(forward.exit))
         for name in ("backward_first", "backward_next")
     ]
-    phases = [forward, *backward, _norm_phase(plan), _update_phase(plan)]
-    return Program(plan, {phase.name: phase for phase in phases})
+    squares = [square(plan, unit) for unit, _ in update_order(plan)] if plan.clips else []
+    normed = [*squares, norm([op.writes[0] for op in squares])] if plan.clips else []
+    updates = [update(plan, unit, deadline) for unit, deadline in update_order(plan)]
+    late = [Phase(n, with_waits(ops), {}, {}) for n, ops in (("norm", normed), ("update", updates))]
+    return Program(plan, {phase.name: phase for phase in (forward, *backward, *late)})
 
 
 def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Place, int]) -> Phase:
@@ -117,19 +109,6 @@ def fetch_missing(
     return []
 
 
-def _norm_phase(plan: Plan) -> Phase:
-    ops: list[Op] = []
-    if plan.clips:
-        ops += [square(plan, unit) for unit, _ in update_order(plan)]
-        ops.append(norm([op.writes[0] for op in ops]))
-    return Phase("norm", with_waits(ops), {}, {})
-
-
-def _update_phase(plan: Plan) -> Phase:
-    ops = [update(plan, unit, deadline) for unit, deadline in update_order(plan)]
-    return Phase("update", with_waits(ops), {}, {})
-
-
 def update_order(plan: Plan) -> Iterator[tuple[int, int]]:
     """(unit, deadline) of all that is updated, in the order in which the next forward needs it."""
     profile, first = plan.profile, dict[int, int]()
@@ -155,18 +134,10 @@ def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
 
 def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list[Op]:
     """Move the `size` bytes of `value` from the first of `stops` to the last, an op per step."""
-    return [
-        Op(
-            lane=LANE_OF_MOVE[start.tier, stop.tier],
-            verb=Verb.MOVE,
-            value=value,
-            reads=(Use(start, value),),
-            writes=(Use(stop, value),),
-            bytes=size,
-            deadline=deadline,
-        )
-        for start, stop in pairwise(stops)
-    ]
+    hops = (
+        (LANE_OF_MOVE[a.tier, b.tier], Use(a, value), Use(b, value)) for a, b in pairwise(stops)
+    )
+    return [Op(lane, Verb.MOVE, value, (a,), (b,), size, deadline) for lane, a, b in hops]
 
 
 def weight_in_use(plan: Plan, unit: int) -> Place:
@@ -264,16 +235,10 @@ def update(plan: Plan, unit: int, deadline: int) -> Op:
     gradient, weight, state = (
         Use(plan.home(kind, unit), Value(kind, unit)) for kind in ("gradient", "weight", "state")
     )
-    sizes = {kind: plan.bytes_of(kind, unit) for kind in KINDS}
-    return Op(
-        lane=Lane.COMPUTE if site(plan.placements[unit]) == "device" else Lane.CPU,
-        verb=Verb.UPDATE,
-        value=state.value,
-        reads=(gradient, weight, state, *[FACTOR] * plan.clips),
-        writes=(weight, state),
-        bytes=sizes["gradient"] + 2 * (sizes["weight"] + sizes["state"]),
-        deadline=deadline,
-    )
+    lane = Lane.COMPUTE if site(plan.placements[unit]) == "device" else Lane.CPU
+    reads = (gradient, weight, state, *[FACTOR] * plan.clips)
+    size = sum(plan.bytes_of(use.value.kind, unit) for use in (*reads[:3], weight, state))
+    return Op(lane, Verb.UPDATE, state.value, reads, (weight, state), size, deadline)
 
 
 def parts_of(plan: Plan, op: Op) -> tuple[list[Op], list[Op]]:

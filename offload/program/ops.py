@@ -142,11 +142,6 @@ class Program:
     phases: Mapping[str, Phase]
     """`forward`, `backward_first`, `backward_next`, `norm` (empty without clipping), `update`."""
 
-    @property
-    def step(self) -> tuple[Phase, ...]:
-        """One step with one micro-batch."""
-        return tuple(self.phases[name] for name in ("forward", "backward_first", "norm", "update"))
-
 
 def cells(uses: Iterable[Use]) -> Iterator[object]:
     """What two uses can have in common: a slot, or a value at home."""

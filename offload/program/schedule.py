@@ -1,12 +1,11 @@
 """Which task may start next, and which is most urgent. Pure: no clock, no thread, no lock.
 
-The simulator runs this, and the native runner does the same in C++: so what is predicted is what
-the lanes do.
+The simulator runs this, and the native runner does the same in C++, where tasks may be taken back,
+too: so what is predicted is what the lanes do.
 
 [Note: Tasks]
 A task is one op in one step. It is WAITING until the tasks that it waits for are over; READY until
-its lane or the user takes it; then RUNNING, and DONE. A cancelled task passes its waits on to the
-tasks that waited for it.
+its lane or the user takes it; then RUNNING, and DONE.
 
 [Note: Urgency]
 A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
@@ -15,14 +14,28 @@ first. Priority is inherited: a task is at least as urgent as every task that wa
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import dropwhile
 from typing import Generic, TypeVar
 
 from offload.program.ops import OF_USER, Lane, Op
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For what makes hundreds of thousands of ops and no garbage: scanning takes half its time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 class State(Enum):
@@ -32,20 +45,15 @@ class State(Enum):
     READY = "ready"
     RUNNING = "running"
     DONE = "done"
-    CANCELLED = "cancelled"
 
     __hash__ = object.__hash__
     """Enum's own is a function of Python, and tasks are asked for their state all the time."""
 
 
-_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
-
-_LEGAL = {
-    (State.WAITING, State.READY),
-    (State.READY, State.RUNNING),
-    (State.RUNNING, State.DONE),
-    (State.WAITING, State.CANCELLED),
-    (State.READY, State.CANCELLED),
+_NEXT = {
+    State.WAITING: State.READY,
+    State.READY: State.RUNNING,
+    State.RUNNING: State.DONE,
 }
 
 Key = tuple[int, int]
@@ -55,19 +63,7 @@ Key = tuple[int, int]
 class Task:
     """One op in one step."""
 
-    __slots__ = (
-        "begun",
-        "cancelled",
-        "followers",
-        "key",
-        "missing",
-        "of_user",
-        "op",
-        "over",
-        "serial",
-        "state",
-        "waits",
-    )
+    __slots__ = ("followers", "key", "missing", "of_user", "op", "over", "serial", "state", "waits")
 
     def __init__(self, op: Op, key: Key, serial: int):
         self.op, self.key, self.serial = op, key, serial
@@ -79,16 +75,12 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
-        self.begun = self.cancelled = self.over = False
-        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
+        self.over = False
 
     def go(self, state: State) -> None:
         """Move to `state`."""
-        assert (self.state, state) in _LEGAL, (self.state, state, self.op)
-        self.begun = state is _RUNNING or state is _DONE
-        self.cancelled = state is _CANCELLED
-        self.state = state
-        self.over = state is _DONE or state is _CANCELLED
+        assert _NEXT.get(self.state) is state, (self.state, state, self.op)
+        self.state, self.over = state, state is State.DONE
 
 
 Access = TypeVar("Access")
@@ -164,11 +156,6 @@ class Scoreboard(Generic[Access]):
                     del before[:index]
                     break
 
-    def kept(self) -> Iterator[int]:
-        """How many accesses are kept of each place."""
-        for accesses in self._accesses.values():
-            yield sum(len(since.reads) + (since.write is not None) for since in accesses)
-
     def _unsettled(self, cell: object) -> list[_Since[Access]]:
         """The accesses of a place, from the first one that is not settled."""
         accesses = self._accesses.setdefault(cell, [])
@@ -201,24 +188,20 @@ class Schedule:
         """Let `task` be ready when `waits` are over."""
         for other in waits:
             if not other.over:
-                self._link(other, task)
+                other.followers.append(task)
+                task.waits.append(other)
+                task.missing += 1
                 if task.key < other.key:
                     self._hurry(other, task.key)
         self._try(task)
 
-    def cancel(self, task: Task) -> None:
-        """Take `task` back: whoever waited for it waits for what it was waiting for."""
-        task.go(State.CANCELLED)
-        for other in task.waits:
-            for follower in task.followers if not other.over else ():
-                if other not in follower.waits:
-                    self._link(other, follower)
-        self._release(task)
-
     def finish(self, task: Task) -> None:
         """`task` is done."""
         task.go(State.DONE)
-        self._release(task)
+        for follower in task.followers:
+            follower.missing -= 1
+            self._try(follower)
+        task.followers, task.waits = [], []
 
     # -- what goes next -----------------------------------------------------------------------
 
@@ -226,7 +209,7 @@ class Schedule:
         """The most urgent task that is ready on `lane`; the user's own are not among them."""
         queue = self._queues[lane]
         while queue and queue[0][2].state is not State.READY:
-            heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
+            heapq.heappop(queue)  # Begun with the urgency that it was lent.
         return queue[0][2] if queue else None
 
     def take(self, lane: Lane) -> Task | None:
@@ -237,17 +220,6 @@ class Schedule:
         return task
 
     # -- inside -------------------------------------------------------------------------------
-
-    def _link(self, other: Task, task: Task) -> None:
-        other.followers.append(task)
-        task.waits.append(other)
-        task.missing += 1
-
-    def _release(self, task: Task) -> None:
-        for follower in task.followers:
-            follower.missing -= 1
-            self._try(follower)
-        task.followers, task.waits = [], []
 
     def _try(self, task: Task) -> None:
         """Make `task` ready if nothing is in its way."""

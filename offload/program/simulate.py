@@ -22,19 +22,18 @@ changed, lane after lane, beside the other pieces. The user's compute takes the 
 
 from __future__ import annotations
 
-import gc
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload.planning.layout import CHUNK_STAGES
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
-from offload.program.schedule import Schedule, Scoreboard, State, Task
+from offload.program.schedule import Schedule, Scoreboard, State, Task, uncollected
 
-ComputeSeconds = Mapping[tuple[int, Verb], float] | Callable[[int, Verb], float]
+ComputeSeconds = Callable[[int, Verb], float]
 """Seconds of the user's forward or backward of a unit, by (unit, verb)."""
 
 
@@ -71,20 +70,8 @@ class Timeline:
         """Seconds of `step_seconds` in which the user's thread was blocked."""
         return self.waited[-1]
 
-    def busy(self, lane: Lane) -> float:
-        """Seconds in which at least one op ran on `lane`."""
-        total, until = 0.0, 0.0
-        for span in self.spans:
-            if span.lane is lane and span.stop > until:
-                total += span.stop - max(span.start, until)
-                until = span.stop
-        return total
 
-    def bytes(self, lane: Lane) -> int:
-        """The sum of `Op.bytes` on `lane`."""
-        return sum(span.op.bytes for span in self.spans if span.lane is lane)
-
-
+@uncollected()
 def simulate(
     program: Program,
     machine: Machine,
@@ -98,11 +85,9 @@ def simulate(
     """Run `steps` steps of `micro_batches` each, see [Note: The model of time].
 
     Args:
-        program: what to run.
         machine: speeds of the lanes; its capacities are ignored.
         compute_seconds: of the user's compute, by unit and `Verb.FORWARD` or `BACKWARD`.
         steps: of which the first one or two differ from the steady state.
-        micro_batches: forward and backward passes in a step.
         host_seconds: spent by the user's thread after each `step()`.
         updates_in_backward: issue a unit's update after its last backward, as with
             Config.micro_batches, instead of at `step()`. Ignored if the program clips: as in the
@@ -117,14 +102,7 @@ def simulate(
             "there must be at least one step and one micro-batch, and no negative time"
         )
     simulation = _Simulation(program, machine, compute_seconds, host_seconds)
-    early = updates_in_backward and not program.plan.clips
-    collecting = gc.isenabled()
-    gc.disable()  # See `compile_program`.
-    try:
-        return simulation.run(steps, micro_batches, early)
-    finally:
-        if collecting:
-            gc.enable()
+    return simulation.run(steps, micro_batches, updates_in_backward and not program.plan.clips)
 
 
 def seconds_of(op: Op, machine: Machine) -> float:
@@ -168,7 +146,7 @@ class _Simulation:
         order = program.plan.profile.forward
         self._forward_next = compute_phase(program.plan, "forward", order, in_slots)
         """The forward of a later micro-batch: it finds some weights in their slots."""
-        self._compute = seconds if callable(seconds) else lambda *key: seconds[key]
+        self._compute = seconds
         self._templates: dict[int, tuple[list[object], list[object], list[_Piece]]] = {}
         self._board: Scoreboard[Task] = Scoreboard(settled=lambda task: task.over)
         self._schedule = Schedule()

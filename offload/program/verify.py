@@ -36,6 +36,7 @@ from offload.planning.tiers import TIERS, Tier
 from offload.program.ops import (
     ALL_UNITS,
     FACTOR,
+    LANE_OF_MOVE,
     Lane,
     Op,
     Phase,
@@ -86,11 +87,9 @@ def verify(program: Program) -> None:
     check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
-            late = [wait for wait in op.waits if not 0 <= wait < index]
-            rule = (
-                f"waits for op {late[0]}, which is not an earlier op of its phase" if late else ""
-            )
-            if rule := rule or broken_by(plan, op):
+            late = next((wait for wait in op.waits if not 0 <= wait < index), None)
+            rule = f"waits for op {late}, which is not an earlier op of its phase"
+            if rule := broken_by(plan, op) if late is None else rule:
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Walk(plan, {})
     for name in CHAIN:
@@ -182,9 +181,8 @@ def broken_by(plan: Plan, op: Op) -> str:
         return rule
     if op.lane is not expected.lane:
         return f"is on the {op.lane.value} lane, not on that of its places: {expected.lane}"
-    return (
-        "" if op.bytes == expected.bytes else f"counts {op.bytes} bytes, which are {expected.bytes}"
-    )
+    wrong = op.bytes != expected.bytes
+    return f"counts {op.bytes} bytes, which are {expected.bytes}" if wrong else ""
 
 
 class _Expected(NamedTuple):
@@ -198,10 +196,6 @@ class _Expected(NamedTuple):
     bytes: int = 0
 
 
-_MOVES = {("cpu", "device"): Lane.H2D, ("device", "cpu"): Lane.D2H}
-_MOVES |= {("nvme", "cpu"): Lane.DISK, ("cpu", "nvme"): Lane.DISK}
-
-
 def _expected(plan: Plan, op: Op) -> _Expected:
     value = op.value
     if op.verb is Verb.NORM:
@@ -209,9 +203,8 @@ def _expected(plan: Plan, op: Op) -> _Expected:
     unit = plan.profile.units[value.unit]
     if op.verb is Verb.MOVE:
         tiers = tuple(use.place.tier for use in (*op.reads, *op.writes))[:2]
-        return _Expected(
-            _MOVES.get((tiers[0], tiers[-1])), tiers, 1, [value] * 2, _size(plan, value)
-        )
+        lane = LANE_OF_MOVE.get((tiers[0], tiers[-1]))
+        return _Expected(lane, tiers, 1, [value] * 2, _size(plan, value))
     weight, gradient, state = (Value(kind, value.unit) for kind in KINDS)
     if op.verb in (Verb.FORWARD, Verb.BACKWARD):
         read = [weight] if unit.weight_bytes and (unit.backward or op.verb is Verb.FORWARD) else []
@@ -247,9 +240,9 @@ def _misfit(plan: Plan, use: Use) -> str:
         return ""
     if place.use == "home":
         at = plan.home(value.kind, value.unit)
-        return (
-            "" if place == at else f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
-        )
+        if place == at:
+            return ""
+        return f"{value_text(plan, value)} lives on {at.tier}, not {place.tier}"
     if place not in plan.slots:
         return f"there is no slot {place_text(place)}"
     size, room = _size(plan, value), plan.slots[place].bytes

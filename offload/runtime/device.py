@@ -38,7 +38,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -182,10 +181,6 @@ class Accelerator(Device):
     def unpin(self, address: int) -> None:
         """Undo `pin` at this address."""
 
-    def numa_node(self) -> int | None:
-        """The host's NUMA node that is nearest; None if unknown, or if there is only one."""
-        return None
-
     def drain(self) -> None:
         """Wait, on the host, for what is queued on the calling thread's current stream."""
         self.fence(self.stream()).synchronize()
@@ -217,21 +212,17 @@ def compute_device() -> Device:
 
 
 class PinError(OSError):
-    """Memory was not registered; the message has the driver's answer, `likely` cause and cure."""
-
-    def __init__(self, message: str, likely: str = ""):
-        super().__init__(message)
-        self.likely = likely
+    """Memory was not registered; the message has the driver's answer, likely cause and cure."""
 
 
 _LIKELY = {
-    1: "memory of this kind cannot be registered here, as under WSL or in some virtual machines",
     2: "no memory, or no page tables for so much, is left to pin: other programs or ranks hold "
     "it, or a container's limit is near; lower Config.cpu_memory",
     712: "another library has registered this memory already",
-    801: "this platform registers no memory, as under WSL or in some virtual machines",
 }
 """The likely cause by error code, the same in CUDA and ROCm."""
+
+_LIKELY_OTHERWISE = "none can be registered here, as under WSL or in some virtual machines"
 
 
 def built_for() -> str | None:
@@ -287,9 +278,11 @@ class _Cuda(Accelerator):
             code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
             if int(code) != 0:
                 self._clear_error()
-                why = f"returned {int(code)}, {runtime.cudaGetErrorString(code)}"
-                likely = _LIKELY.get(int(code), "")
-                raise PinError(f"cudaHostRegister of {format_bytes(size)} {why}", likely)
+                raise PinError(
+                    f"cudaHostRegister of {format_bytes(size)} returned {int(code)}, "
+                    f"{runtime.cudaGetErrorString(code)}; likely "
+                    f"{_LIKELY.get(int(code), _LIKELY_OTHERWISE)}"
+                )
 
     def unpin(self, address: int) -> None:
         with torch.cuda.device(self.torch_device):
@@ -304,22 +297,10 @@ class _Cuda(Accelerator):
                 "Capture nothing that the attached model takes part in"
             )
 
-    def numa_node(self) -> int | None:
-        found: Any = torch.cuda.get_device_properties(self.torch_device)
-        try:
-            name = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-            node = int((_PCI_DEVICES / name / "numa_node").read_text())
-        except (AttributeError, OSError, ValueError):
-            return None
-        return node if node >= 0 else None
-
     def _clear_error(self) -> None:
         """Clear the error of the last call, see [Note: Pending errors]."""
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self.torch_device).add_(1)
-
-
-_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def _runtime() -> Any:

@@ -7,13 +7,9 @@ import mmap
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import pairwise
-from pathlib import Path
+from math import prod
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from offload.planning.layout import Buffer, Place, Plan
@@ -26,15 +22,8 @@ from offload.runtime.device import CPU, Accelerator, Device, PinError
 PIN_BYTES_MAX = 64 << 30
 """Most bytes that one call registers with the device driver; larger calls fail on some drivers."""
 
-THREADS_MAX = 16
-"""Threads that touch memory at once; the kernel clears pages no faster with more."""
-
-PART_BYTES_LEAST = 64 << 20
-"""Fewest bytes that are worth a thread."""
-
 _TIERS: tuple[Tier, ...] = ("device", "cpu")
 _PAGE_BYTES = mmap.PAGESIZE
-_NODES = Path("/sys/devices/system/node")
 _WORKSPACE = Place("device", "workspace")
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 """The tensor of a closed arena; made at import, as closing must not fail."""
@@ -67,19 +56,14 @@ class Memory:
         Raises:
             MemoryError: the memory is not there.
         """
-        homes = {
-            key: b
-            for key, b in self._plan.homes.items()
-            if b.tier == tier and self._plan.in_arena(*key)
-        }
-        slots = {place: b for place, b in self._plan.slots.items() if b.tier == tier}
-        if tier == "cpu":
-            edges = [b.offset for b in (*homes.values(), *slots.values())]
-            edges = [edge for edge in edges if edge % _PAGE_BYTES == 0]
-            driver = self._device.driver
-            arena = Arena(self._plan.arena_bytes(tier), CPU, driver=driver, edges=edges)
-        else:
-            arena = Arena(self._plan.arena_bytes(tier), self._device)
+        plan, device = self._plan, CPU if tier == "cpu" else self._device
+        homes = {k: b for k, b in plan.homes.items() if b.tier == tier and plan.in_arena(*k)}
+        slots = {place: b for place, b in plan.slots.items() if b.tier == tier}
+        driver = self._device.driver if tier == "cpu" else None
+        edges = [
+            b.offset for b in (*homes.values(), *slots.values()) if b.offset % _PAGE_BYTES == 0
+        ]
+        arena = Arena(plan.arena_bytes(tier), device, driver=driver, edges=edges)
         self.arenas[tier] = arena
         self.taken += 1
         self._homes |= {key: arena.view(home) for key, home in homes.items()}
@@ -88,10 +72,9 @@ class Memory:
     def give_back(self, tier: Tier) -> None:
         """Free the arena of a tier, with everything in it."""
         self._views.clear()
-        for key in [key for key in self._homes if self._plan.homes[key].tier == tier]:
-            del self._homes[key]
-        for place in [place for place in self._slots if place.tier == tier]:
-            del self._slots[place]
+        homes = self._homes.items()
+        self._homes = {key: home for key, home in homes if self._plan.homes[key].tier != tier}
+        self._slots = {place: slot for place, slot in self._slots.items() if place.tier != tier}
         if tier == "device":
             self._device.drain_all()
         self.arenas.pop(tier).close()
@@ -163,7 +146,7 @@ class Arena:
         Args:
             size: bytes.
             device: whose memory.
-            driver: of the accelerator with which CPU memory is registered, and near which it lies.
+            driver: of the accelerator with which CPU memory is registered.
             edges: offsets at which a registration may end, as no transfer crosses them.
 
         Raises:
@@ -177,7 +160,7 @@ class Arena:
         if driver is None:
             self.tensor = zeros_on(device, size)
             return
-        self.tensor = host_tensor(size, node=driver.numa_node())
+        self.tensor = host_tensor(size)
         try:
             if size:
                 self._pin(driver, pin_ranges(size, edges, PIN_BYTES_MAX))
@@ -206,8 +189,7 @@ class Arena:
                 left = self.bytes - self.pinned_bytes
                 self.notices.append(
                     f"{format_bytes(left)} of {format_bytes(self.bytes)} of CPU memory are not "
-                    f"pinned ({error}): copies of it block the lanes and are slower"
-                    f"{error.likely and f'; likely {error.likely}'}"
+                    f"pinned, so copies of it block the lanes and are slower: {error}"
                 )
                 return
 
@@ -220,10 +202,10 @@ class Arena:
         self.tensor = _NOTHING
 
 
-def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
+def host_tensor(size: int) -> torch.Tensor:
     """`size` bytes of page-aligned, zeroed, touched CPU memory, not inherited by forked children.
 
-    It lies on NUMA node `node`, if given, and is freed when its last view dies.
+    It is freed when its last view dies.
 
     Raises:
         MemoryError: the system refuses it.
@@ -238,10 +220,11 @@ def host_tensor(size: int, *, node: int | None = None) -> torch.Tensor:
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
         with contextlib.suppress(OSError):  # A kernel without huge pages refuses.
             area.madvise(advice)
-    # Page faults, and a lack of memory, come now and not in the middle of a step.
-    touch(np.frombuffer(area, dtype=np.uint8), node)
     with torch.inference_mode(False):  # An inference tensor could not be written outside of it.
-        return torch.frombuffer(area, dtype=torch.uint8)[:size]
+        memory = torch.frombuffer(area, dtype=torch.uint8)
+        # Page faults, and a lack of memory, come now, on torch's threads, and not in a step.
+        memory[::_PAGE_BYTES].zero_()
+        return memory[:size]
 
 
 def mapped(size: int, directory: str | None = None) -> torch.Tensor:
@@ -284,45 +267,4 @@ def typed(flat: torch.Tensor, dtype: str, offset: int, shape: Sequence[int]) -> 
         with torch.inference_mode(False):  # Autograd refuses to save inference tensors.
             return typed(flat, dtype, offset, shape)
     kind: torch.dtype = getattr(torch, dtype)
-    count = 1
-    for size in shape:
-        count *= size
-    return flat[offset : offset + count * kind.itemsize].view(kind).view(tuple(shape))
-
-
-def touch(memory: npt.NDArray[np.uint8], node: int | None = None) -> None:
-    """Write a zero to every page of `memory`, by threads on the processors of `node`.
-
-    For fresh memory, which reads as zero: this only makes the kernel allocate its pages, on `node`.
-    """
-    near = processors(node)
-    count = min(THREADS_MAX, len(near), memory.size // PART_BYTES_LEAST)
-    if node is None and count <= 1:
-        memory[:: mmap.PAGESIZE] = 0
-        return
-    pages = -(-memory.size // mmap.PAGESIZE)
-    step = -(-pages // max(1, count)) * mmap.PAGESIZE
-    parts = [memory[start : start + step] for start in range(0, memory.size, step)]
-    with ThreadPoolExecutor(len(parts), "offload-touch") as pool:
-        list(pool.map(partial(_touch_part, near), parts))
-
-
-def _touch_part(near: frozenset[int], part: npt.NDArray[np.uint8]) -> None:
-    with contextlib.suppress(OSError):  # Then it lies on any node.
-        os.sched_setaffinity(0, near)  # Only this thread's.
-    part[:: mmap.PAGESIZE] = 0
-
-
-def processors(node: int | None) -> frozenset[int]:
-    """The processors of a NUMA node that this process may use.
-
-    All that it may use if `node` is None or unknown, or if it may use none of the node's.
-    """
-    allowed = frozenset(os.sched_getaffinity(0))
-    if node is None:
-        return allowed
-    try:  # Sets of 32 processors in hexadecimal, the last ones first.
-        mask = int((_NODES / f"node{node}" / "cpumap").read_text().replace(",", ""), 16)
-    except (OSError, ValueError):
-        return allowed
-    return frozenset(one for one in allowed if mask >> one & 1) or allowed
+    return flat[offset : offset + prod(shape) * kind.itemsize].view(kind).view(tuple(shape))

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_adam.choice import Kernel, kernel, require_version
-from cpu_adam.device_kernels import SQUARES, block_elements
+from cpu_adam.choice import SQUARES, Kernel, block_elements, kernel, require_version
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.reference import cut, views
 from cpu_adam.spans import Steps

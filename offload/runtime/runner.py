@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cpu_adam.choice import leave_launching_cores
-from cpu_adam.device_kernels import ptx
+from cpu_adam.choice import leave_launching_cores, ptx
 from offload.planning.layout import Plan
 from offload.planning.profile import Kind
 from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, cells

@@ -74,71 +74,30 @@ class Store:
         return f"chunk {number - first} of {kind} of {unit!r}"
 
     @property
-    def path(self) -> str:
-        """The directories of the files, for messages; the files have no names."""
-        return self._volume.path
-
-    @property
     def files(self) -> tuple[aio.File, ...]:
         """The scratch file in each directory that is in use."""
         return self._volume.files
-
-    @property
-    def direct(self) -> bool:
-        """Whether all transfers bypass the page cache."""
-        return self._volume.direct
 
     @property
     def notice(self) -> str | None:
         """What the user should know, a sentence for each directory concerned; else None."""
         return self._volume.notice
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far."""
-        return self.chunks.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes written so far."""
-        return self.chunks.bytes_written
-
-    def counters(self) -> tuple[aio.Counters, ...]:
-        """The backend's counters for each of `files`."""
-        return self._volume.counters()
-
     def read(self, kind: str, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
-        """Fill `into` with a chunk, or all chunks, of a value as last written.
+        """Fill `into` with a chunk, or all chunks, of a value as last written, see `Chunks.read`.
 
         Args:
             kind, unit: which value; KeyError if the layout has none.
             into: uint8, one dimension, contiguous, on the CPU, 4096-aligned, of the chunks' size.
-                After an error its content is undefined.
             chunk: its index, or None for all.
-
-        Raises:
-            ValueError: `into` is not as above, or a chunk was never, or not completely, written.
-            OSError: with path and offset; EIO for a checksum mismatch. No transfer is in flight
-                when it is raised.
         """
         self.chunks.read(*self._chunks_of(kind, unit, chunk, into))
 
     def write(
         self, kind: str, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
     ) -> None:
-        """Store `source` as a chunk, or all chunks, of a value.
-
-        A chunk whose write fails cannot be read until a later write succeeds.
-
-        Args:
-            kind, unit, chunk: as for `read`.
-            source: as `into` of `read`, with its padding.
-            step: whose result this is.
-
-        Raises:
-            ValueError: `source` is not as above.
-            OSError: with path and offset.
-        """
+        """Store `source`, the result of a step, as a chunk, or all chunks, of a value, see `read`
+        and `Chunks.write`."""
         self.chunks.write(*self._chunks_of(kind, unit, chunk, source), step)
 
     def entry(self, kind: str, unit: str, chunk: int) -> aio.ChunkEntry | None:
@@ -151,18 +110,11 @@ class Store:
         return self._volume.native
 
     def numbers(self, kind: str, unit: str, chunk: int | None) -> range:
-        """The numbers in `chunks` of a chunk, or of all of a value.
-
-        Raises:
-            ValueError: the value has no such chunk.
-        """
-        extent, first = self._extents[kind, unit], self._first[kind, unit]
-        count = len(extent.chunk_bytes)
-        if chunk is None:
-            return range(first, first + count)
-        if not 0 <= chunk < count:
-            raise ValueError(f"chunk {chunk} of {kind} of {unit!r}: it has {count}, counted from 0")
-        return range(first + chunk, first + chunk + 1)
+        """The numbers in `chunks` of a chunk, or of all of a value."""
+        found = range(len(self._extents[kind, unit].chunk_bytes))
+        first = self._first[kind, unit]
+        found = found if chunk is None else found[chunk : chunk + 1]
+        return range(first + found.start, first + found.stop)
 
     def close(self) -> None:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
@@ -180,22 +132,11 @@ class Store:
         self, kind: str, unit: str, chunk: int | None, tensor: torch.Tensor
     ) -> tuple[range, Bytes]:
         """The numbers of the chunks, and the memory of `tensor`."""
-        extent, numbers = self._extents[kind, unit], self.numbers(kind, unit, chunk)
+        extent = self._extents[kind, unit]
         size = extent.bytes if chunk is None else extent.chunk_bytes[chunk]
-        found = None
-        if tensor.device.type != "cpu" or tensor.dtype != torch.uint8:
-            found = f"{tensor.dtype} on {tensor.device}"
-        elif tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() != size:
-            found = f"shape {tuple(tensor.shape)} and stride {tensor.stride()}"
-        elif tensor.data_ptr() % BLOCK_BYTES:
-            found = f"address {tensor.data_ptr():#x}"
-        if found is not None:
-            raise ValueError(
-                f"{kind} of {unit!r} needs {size} contiguous bytes of CPU memory "
-                f"(torch.uint8, one dimension) at a multiple of {BLOCK_BYTES}; found {found}; "
-                "pass a slice of an arena"
-            )
-        return numbers, tensor.detach().numpy()
+        assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (torch.uint8, (size,), (1,))
+        assert tensor.data_ptr() % BLOCK_BYTES == 0
+        return self.numbers(kind, unit, chunk), tensor.detach().numpy()
 
 
 def _backend_for(speed: DriveSpeed | None, depth: int, io: aio.IO | None) -> aio.Backend:
