@@ -29,8 +29,9 @@ def default_threads(root: Path = Path("/"), *, launching: bool = False) -> int:
 
     Cores are counted within the process's affinity mask, two hardware threads of a core as one, and
     no more than the CPU quota of its cgroup; the ranks of a host (`LOCAL_WORLD_SIZE`; one, where
-    that is no count) divide them. Where threads are `launching` work on a device beside it, a quarter
-    of them is left to these, three at most. Raises ValueError where `CPU_ADAM_THREADS` is no number.
+    that is no count) divide them. Where threads are `launching` work on a device beside it, a
+    quarter of them is left to these, three at most. Raises ValueError where `CPU_ADAM_THREADS` is
+    no number.
     """
     text = os.environ.get(THREADS_VARIABLE)
     if not text:

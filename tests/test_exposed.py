@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, Actions, Lane | None]] = {
     "a gradient edited": (
         "cpu-device-cpu",
         [backward_only, edit_gradients, step_and_keep_gradients],
-        Lane.H2D,
+        Lane.COMPUTE,
     ),
     "a gradient set": (
         "cpu-cpu-cpu",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,7 @@ import torch
 from cpu_adam.choice import leave_launching_cores, ptx
 from offload.planning.layout import Plan
 from offload.planning.profile import Kind
-from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, cells
+from offload.program.ops import ALL_CHUNKS, Lane, Op, Use, Value, Verb, cells
 from offload.program.verify import check_op
 from offload.runtime import entry
 from offload.runtime.device import Device
@@ -172,10 +172,12 @@ class Runner:
             raise
 
     def perform(self, op: Op, work: Work, settings: Any) -> None:
-        """Do an op's work on the calling thread, or queue it on its stream of the device."""
-        since = time.perf_counter()
+        """Do an op's work on the calling thread, or queue it on its stream of the device; the host
+        waits there for sums."""
+        since, waits = time.perf_counter(), op.verb is Verb.SQUARE and not self.device.is_host
         stream = self.device.handle(self.device.stream()) if self._by_handle else 0
-        self._lanes.perform(op, work, settings, stream)
+        with self.waited(Lane.COMPUTE) if waits else nullcontext():
+            self._lanes.perform(op, work, settings, stream)
         self.stats.count(op, since)
 
     # -- the user's thread ---------------------------------------------------------------------
