@@ -153,11 +153,7 @@ class Snapshots:
         return self._open[key]
 
     def put(self, key: Key, value: torch.Tensor) -> None:
-        """Let a value be another one from the next boundary on; a touch shows it at once.
-
-        Raises:
-            MemoryError: the snapshots that are still held leave no room for it.
-        """
+        """Let a value be another one from the next boundary on; a touch shows it at once."""
         if self._resting.get(key) is value:
             return  # As `p.grad *= 2` ends.
         self.drop(key)
@@ -204,11 +200,7 @@ class Snapshots:
     # -- memory ----------------------------------------------------------------------------------
 
     def reserve(self, unit: int, size: int, name: str) -> None:
-        """Take `size` bytes for a unit whose slot is in use, until `unreserve`.
-
-        Raises:
-            MemoryError: the snapshots that are still held leave no room for it.
-        """
+        """Take `size` bytes for a unit whose slot is in use, until `unreserve`."""
         self._make_room(size, f"using {name} beside a unit that has its slot")
         self._reserved[unit] = size
 
@@ -229,11 +221,7 @@ class Snapshots:
             del self._open[key]
 
     def _take(self, key: Key, what: str) -> _Snapshot:
-        """Memory for a snapshot: of a file, where there is no room for a gradient on nvme.
-
-        Raises:
-            MemoryError: there is no room, or no space for the file.
-        """
+        """Memory for a snapshot: of a file, where there is no room for a gradient on nvme."""
         name, size, store = self._parameter(key).name, self._bytes_of(key), self._runner.store
         if key.kind == "weight" or store is None or self._has_room(size):
             self._make_room(size, f"{what} {name}")
@@ -254,6 +242,7 @@ class Snapshots:
             return device.empty(shape, self._dtype_of(key))
 
     def _make_room(self, size: int, what: str) -> None:
+        """Refuse a copy for which the snapshots that are still held leave no room."""
         if not self._has_room(size):
             raise MemoryError(
                 f"{what} takes a copy of {format_bytes(size)}, but copies of "

@@ -113,9 +113,9 @@ class Optimizer(torch.optim.Optimizer):
         every = (one for group in self.param_groups for one in group["params"])
         return (one for one in every if one in self._places)
 
-    def in_places(self) -> list[nn.Parameter]:
-        """`parameters()`, in the order in which their states lie."""
-        return sorted(self.parameters(), key=self._places.__getitem__)
+    def stepped(self) -> list[nn.Parameter]:
+        """Those that have a state, in the order in which states lie: each chunk is read once."""
+        return sorted(filter(self.steps_of, self.parameters()), key=self._places.__getitem__)
 
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""
@@ -347,11 +347,10 @@ class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):
         return self._optimizer.state_of(parameter)
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        """In the order in which states lie, so that reading all of them reads every chunk once."""
-        return iter([p for p in self._optimizer.in_places() if self._optimizer.steps_of(p)])
+        return iter(self._optimizer.stepped())
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._optimizer.stepped())
 
     def __contains__(self, parameter: object) -> bool:
         return any(parameter is one for one in self)
