@@ -101,9 +101,12 @@ def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, 
         device.copy(into, source)
         device.drain()
 
-    with ThreadPoolExecutor(2) as pool:
-        # Each direction on a thread and a stream of its own, as the lanes are.
-        list(pool.map(lambda _: (device.enter(), time.sleep(0.05)), range(2)))
+    def begin() -> None:
+        """Give the thread a stream of its own, as each lane has one."""
+        if not device.is_host:
+            torch.accelerator.set_stream(torch.Stream(device.torch_device))
+
+    with ThreadPoolExecutor(2, initializer=begin) as pool:
         for turn, memory in itertools.product(range(ROUNDS + 1), memories):
             there, back = (up, memory.source), (memory.target, down)
             for name, ways in (("h2d", [there]), ("d2h", [back]), ("both", [there, back])):
