@@ -88,7 +88,8 @@ def test_questions_are_answered_truly_and_wake_nothing(tmp_path: Path) -> None:
         for question, (ask, expected) in QUESTIONS.items():
             assert ask(parameter) == expected, question
             assert run.engine.snapshots.bytes == 0, question
-            assert run.engine.runner.store.chunks.bytes_read == 0, question  # type: ignore[union-attr]
+            store: Any = run.engine.runner.store
+            assert store.chunks.bytes_read == 0, question
 
 
 def test_questions_of_modules_and_torch_wake_nothing(run: Run) -> None:
