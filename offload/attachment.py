@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -279,20 +279,17 @@ class _Attaching:
 
     def _take(self, pace: Pace | None) -> Runner:
         """Take the memory and the file, and start the lanes."""
-        store = None
-        if self.plan.file.extents:
-            speeds = measured_speeds(self.config.nvme_path)
-            weights = self.shares or None
-            store = Store(self.config.nvme_path, self.plan.file, weights=weights, speeds=speeds)
-        try:
-            if store is not None and any(map(is_memory, self.config.nvme_path)):
-                # Other notices are good to know; this one says that what was asked is not had.
-                warn_user(str(store.notice))
+        store, paths = None, self.config.nvme_path
+        with ExitStack() as failed:
+            if self.plan.file.extents:
+                weights, speeds = self.shares or None, measured_speeds(paths)
+                store = Store(paths, self.plan.file, weights=weights, speeds=speeds)
+                failed.enter_context(store)
+                if any(map(is_memory, paths)):
+                    # Other notices are good to know; this one says that what was asked is not had.
+                    warn_user(str(store.notice))
             memory = Memory(self.plan, self.device)
-        except BaseException:
-            if store is not None:
-                store.close()
-            raise
+            failed.pop_all()
         trace = None
         if self.config.trace:
             entries.record()

@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from offload import deepspeed
-from offload.planning.tiers import TIERS, Tier, parse_bytes
+from offload.planning.tiers import Tier, parse_bytes
 
 BUDGETS: dict[Tier, str] = {"device": "device_memory", "cpu": "cpu_memory", "nvme": "nvme_space"}
 """The field of `Config` that bounds each tier."""
@@ -149,14 +149,10 @@ class Config:
 FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 """Names of all fields, in order."""
 
-_ALLOWED: dict[str, tuple[str | bool, ...]] = {
-    "params": ("auto", *TIERS),
-    "gradients": ("auto", *TIERS),
-    "optimizer": ("auto", *TIERS),
-    "states": ("exact", "compact"),
-    "gradient_dtype": ("param", "fp32"),
-    "trace": (True, False),
-}
+_ALLOWED: dict[str, tuple[str | bool, ...]] = {"trace": (True, False)}
+for _name, _hint in get_type_hints(Config).items():
+    if get_origin(_hint) is Literal:
+        _ALLOWED[_name] = get_args(_hint)
 
 _NUMBERS: tuple[tuple[str, Any, Any, str], ...] = (
     ("max_grad_norm", Real, float, "a positive number, finite"),

@@ -210,11 +210,11 @@ def test_a_norm_reads_once_and_a_scaling_reads_and_writes_once(
         assert store is not None
         assert any(len(unit.chunks) > 1 for unit in plan.profile.units) == (build is not Net)
         gradients = sum(one.bytes for one in plan.file.extents if one.kind == "gradient")
-        read, written = store.bytes_read, store.bytes_written
+        read, written = store.chunks.bytes_read, store.chunks.bytes_written
         work(run)
         run.engine.boundary()
-        assert store.bytes_read - read == reads * gradients
-        assert store.bytes_written - written == writes * gradients
+        assert store.chunks.bytes_read - read == reads * gradients
+        assert store.chunks.bytes_written - written == writes * gradients
 
 
 MEASURED = """
@@ -292,7 +292,7 @@ def truth() -> list[torch.Tensor]:
 def test_it_says_what_it_is_and_reads_nothing(run: Run) -> None:
     run.loss().backward()
     assert run.engine.runner.store is not None
-    read = run.engine.runner.store.bytes_read
+    read = run.engine.runner.store.chunks.bytes_read
     for p in run.model.parameters():
         g: Any = p.grad
         assert isinstance(g, torch.Tensor)
@@ -303,7 +303,7 @@ def test_it_says_what_it_is_and_reads_nothing(run: Run) -> None:
         assert g.is_leaf
         assert not g.requires_grad
         assert (len(g), g.numel(), g.element_size()) == (len(p), p.numel(), 4)
-    assert run.engine.runner.store.bytes_read == read
+    assert run.engine.runner.store.chunks.bytes_read == read
 
 
 LOOKS: dict[str, Callable[[Any], Any]] = {

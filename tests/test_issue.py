@@ -184,7 +184,7 @@ def test_a_step_issues_the_ops_of_the_program(
 ) -> None:
     with attached(placement, tmp_path) as run:
         issued = in_steady_state(run, micro_batches(1))
-        due = [op for phase in recording.program_of(run.engine).step for op in phase.ops]
+        due = [op for name in PLAIN for op in recording.program_of(run.engine).phases[name].ops]
         assert_same_ops(run.engine.plan, issued, due)
 
 

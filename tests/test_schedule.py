@@ -1,4 +1,4 @@
-"""The schedule: who goes next, and urgency that is lent."""
+"""The schedule: urgency that is lent, passages that take slots as late as can be."""
 
 from __future__ import annotations
 
@@ -55,13 +55,29 @@ def test_who_waits_lends_its_urgency_through_the_chain() -> None:
     assert run.run_next() is None
 
 
+def test_who_waits_for_a_cancelled_task_of_the_user_starts_when_it_is_taken_back() -> None:
+    run = Run()
+    before = run.add((0, 0), lane=Lane.DISK)
+    task = run.add((0, 0), before, of_user=True)
+    after = run.add((1, 0), task)
+    run.schedule.cancel(task)
+    assert after.state is State.WAITING
+    assert run.run_next(Lane.DISK) is before
+    assert run.run_next() is after
+
+
 class Invariants:
     """What holds after every call, by the waits that the test knows itself."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
         self.waits: dict[int, list[Task]] = {}
-        """By serial."""
+        """By serial, also what a cancelled task hands on."""
+
+    def cancelled(self, task: Task) -> None:
+        for own in self.waits.values():
+            if task in own:
+                own += self.waits[task.serial]
 
     def check(self) -> None:
         for task in self.tasks:
@@ -71,7 +87,7 @@ class Invariants:
 
 
 @pytest.mark.parametrize("seed", some_fast(range(60), fast=30))
-def test_every_task_runs_once_in_order_whatever_is_waited_for_or_lent(seed: int) -> None:
+def test_every_task_runs_once_in_order_whatever_is_waited_for_cancelled_or_lent(seed: int) -> None:
     rng = random.Random(seed)
     run = Run()
     lanes = [Lane.CPU, Lane.DISK, Lane.H2D]
@@ -110,10 +126,15 @@ def test_every_task_runs_once_in_order_whatever_is_waited_for_or_lent(seed: int)
 
     for _ in range(rng.randrange(20, 120)):
         known.append(add(some()))
+        if rng.random() < 0.1:
+            task = rng.choice(known)
+            if task.state in (State.WAITING, State.READY):
+                truth.cancelled(task)
+                run.schedule.cancel(task)
         truth.check()
         for _ in range(rng.randrange(3)):
             step()
     while step():
         pass
     assert all(task.over for task in known), "a task was left behind"
-    assert done == {task.serial for task in known}
+    assert done == {task.serial for task in known if not task.cancelled}

@@ -84,9 +84,9 @@ def moved(run: Run, work: Callable[[], object]) -> tuple[int, int]:
     """Bytes that `work` reads and writes."""
     store = run.engine.runner.store
     assert store is not None
-    read, written = store.bytes_read, store.bytes_written
+    read, written = store.chunks.bytes_read, store.chunks.bytes_written
     work()
-    return store.bytes_read - read, store.bytes_written - written
+    return store.chunks.bytes_read - read, store.chunks.bytes_written - written
 
 
 LOOKS: dict[str, tuple[str, Callable[[Run], object]]] = {

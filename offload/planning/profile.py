@@ -286,15 +286,10 @@ def lay_out_unit(
     groups: dict[tuple[bool, str], list[ParameterSpec]] = {}
     for one in wanted:
         if one.dtype not in ITEM_BYTES:
-            remedy = "convert it, or keep it as a buffer where it is not trained"
-            if one.dtype.startswith("complex"):
-                remedy = (
-                    "hold torch.view_as_real(weight) as the parameter, and use "
-                    "torch.view_as_complex(parameter) in the forward"
-                )
             raise ValueError(
                 f"parameter {one.name} is of dtype {one.dtype}: a unit holds "
-                f"{', '.join(ITEM_BYTES)}; {remedy}"
+                f"{', '.join(ITEM_BYTES)}; convert it (a complex one by torch.view_as_real, and "
+                "torch.view_as_complex in the forward), or keep it as a buffer if not trained"
             )
         groups.setdefault((not one.trainable, one.dtype), []).append(one)
     parameters: list[Parameter] = []

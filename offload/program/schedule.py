@@ -1,11 +1,12 @@
 """Which task may start next, and which is most urgent. Pure: no clock, no thread, no lock.
 
-The simulator runs this, and the native runner does the same in C++, where tasks may be taken back,
-too: so what is predicted is what the lanes do.
+The simulator runs this, and the native runner does the same in C++: so what is predicted is what
+the lanes do.
 
 [Note: Tasks]
 A task is one op in one step. It is WAITING until the tasks that it waits for are over; READY until
-its lane or the user takes it; then RUNNING, and DONE.
+its lane or the user takes it; then RUNNING, and DONE. A cancelled task passes its waits on to the
+tasks that waited for it.
 
 [Note: Urgency]
 A lane takes the most urgent of its ready tasks: that with the smallest key, then the one submitted
@@ -45,15 +46,20 @@ class State(Enum):
     READY = "ready"
     RUNNING = "running"
     DONE = "done"
+    CANCELLED = "cancelled"
 
     __hash__ = object.__hash__
     """Enum's own is a function of Python, and tasks are asked for their state all the time."""
 
 
-_NEXT = {
-    State.WAITING: State.READY,
-    State.READY: State.RUNNING,
-    State.RUNNING: State.DONE,
+_RUNNING, _DONE, _CANCELLED = State.RUNNING, State.DONE, State.CANCELLED
+
+_LEGAL = {
+    (State.WAITING, State.READY),
+    (State.READY, State.RUNNING),
+    (State.RUNNING, State.DONE),
+    (State.WAITING, State.CANCELLED),
+    (State.READY, State.CANCELLED),
 }
 
 Key = tuple[int, int]
@@ -63,7 +69,19 @@ Key = tuple[int, int]
 class Task:
     """One op in one step."""
 
-    __slots__ = ("followers", "key", "missing", "of_user", "op", "over", "serial", "state", "waits")
+    __slots__ = (
+        "begun",
+        "cancelled",
+        "followers",
+        "key",
+        "missing",
+        "of_user",
+        "op",
+        "over",
+        "serial",
+        "state",
+        "waits",
+    )
 
     def __init__(self, op: Op, key: Key, serial: int):
         self.op, self.key, self.serial = op, key, serial
@@ -75,12 +93,16 @@ class Task:
         self.waits: list[Task] = []
         """Those it still waits for, or waited for."""
         self.state = State.WAITING
-        self.over = False
+        self.begun = self.cancelled = self.over = False
+        """Whether it is too late to cancel it, it was taken back, nobody needs to wait for it."""
 
     def go(self, state: State) -> None:
         """Move to `state`."""
-        assert _NEXT.get(self.state) is state, (self.state, state, self.op)
-        self.state, self.over = state, state is State.DONE
+        assert (self.state, state) in _LEGAL, (self.state, state, self.op)
+        self.begun = state is _RUNNING or state is _DONE
+        self.cancelled = state is _CANCELLED
+        self.state = state
+        self.over = state is _DONE or state is _CANCELLED
 
 
 Access = TypeVar("Access")
@@ -156,6 +178,11 @@ class Scoreboard(Generic[Access]):
                     del before[:index]
                     break
 
+    def kept(self) -> Iterator[int]:
+        """How many accesses are kept of each place."""
+        for accesses in self._accesses.values():
+            yield sum(len(since.reads) + (since.write is not None) for since in accesses)
+
     def _unsettled(self, cell: object) -> list[_Since[Access]]:
         """The accesses of a place, from the first one that is not settled."""
         accesses = self._accesses.setdefault(cell, [])
@@ -188,20 +215,24 @@ class Schedule:
         """Let `task` be ready when `waits` are over."""
         for other in waits:
             if not other.over:
-                other.followers.append(task)
-                task.waits.append(other)
-                task.missing += 1
+                self._link(other, task)
                 if task.key < other.key:
                     self._hurry(other, task.key)
         self._try(task)
 
+    def cancel(self, task: Task) -> None:
+        """Take `task` back: whoever waited for it waits for what it was waiting for."""
+        task.go(State.CANCELLED)
+        for other in task.waits:
+            for follower in task.followers if not other.over else ():
+                if other not in follower.waits:
+                    self._link(other, follower)
+        self._release(task)
+
     def finish(self, task: Task) -> None:
         """`task` is done."""
         task.go(State.DONE)
-        for follower in task.followers:
-            follower.missing -= 1
-            self._try(follower)
-        task.followers, task.waits = [], []
+        self._release(task)
 
     # -- what goes next -----------------------------------------------------------------------
 
@@ -209,7 +240,7 @@ class Schedule:
         """The most urgent task that is ready on `lane`; the user's own are not among them."""
         queue = self._queues[lane]
         while queue and queue[0][2].state is not State.READY:
-            heapq.heappop(queue)  # Begun with the urgency that it was lent.
+            heapq.heappop(queue)  # Begun with the urgency that it was lent, or taken back.
         return queue[0][2] if queue else None
 
     def take(self, lane: Lane) -> Task | None:
@@ -220,6 +251,17 @@ class Schedule:
         return task
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _link(self, other: Task, task: Task) -> None:
+        other.followers.append(task)
+        task.waits.append(other)
+        task.missing += 1
+
+    def _release(self, task: Task) -> None:
+        for follower in task.followers:
+            follower.missing -= 1
+            self._try(follower)
+        task.followers, task.waits = [], []
 
     def _try(self, task: Task) -> None:
         """Make `task` ready if nothing is in its way."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -90,22 +90,15 @@ class EngineError(RuntimeError):
     the engine, or it was closed."""
 
 
-class interruptible:
+@contextmanager
+def interruptible() -> Iterator[None]:
     """A context in which the engine's state is whole: what is raised inside harms nothing."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and not isinstance(error, Exception):
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
             setattr(error, _WHOLE, True)
+        raise
 
 
 def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

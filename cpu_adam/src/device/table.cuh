@@ -1,8 +1,8 @@
 // What a launch of a device's kernel is handed.
 //
 // [Note: Launches]
-// A kernel has one argument, a DeviceTable by value: the bytes that device_kernels.py packs, or
-// what C++ fills in. The driver copies it with the launch, so no memory on the device is taken for
+// A kernel has one argument, a DeviceTable by value: the bytes that C++ fills in, or
+// what tests pack. The driver copies it with the launch, so no memory on the device is taken for
 // it and nothing need outlive the call:
 //
 //     cuModuleLoadData(&module, ptx)                 once per context: cpu_adam/device.ptx and a NUL
