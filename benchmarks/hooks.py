@@ -32,15 +32,15 @@ VERBS = ("forward", "backward", "step")
 class Chain(nn.Module):
     """Units one after the other."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.width = width
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(UNITS))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros(1, self.layers[0].in_features, device=self.layers[0].weight.device)
         for layer in self.layers:
             x = layer(x)
-        return x
+        return x.sum()
 
 
 def build(
@@ -51,7 +51,7 @@ def build(
     micro_batches: int | None = None,
 ) -> tuple[Chain, Any]:
     """The model: plain, or attached with its weights in a tier."""
-    model = Chain(width)
+    model = Chain(width, UNITS)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if params is None:
         return model, optimizer
@@ -78,11 +78,10 @@ Taken = dict[str, tuple[float, float]]
 
 def taken(model: Chain, optimizer: Any, *, steps: bool) -> Taken:
     """Microseconds per unit of a forward, a backward and a step, on the two clocks."""
-    x = torch.zeros(1, model.width)
     found = dict.fromkeys(VERBS[: 2 + steps], (0.0, 0.0))
     for _ in range(STEPS):
         marks = [clocks()]
-        loss = model(x).sum()
+        loss = model()
         marks.append(clocks())
         loss.backward()
         marks.append(clocks())
@@ -99,55 +98,92 @@ def taken(model: Chain, optimizer: Any, *, steps: bool) -> Taken:
     return found
 
 
-def show(kinds: dict[str, Callable[[], tuple[Chain, Any]]], *, steps: bool) -> None:
-    """Print the table of some kinds of model."""
+def empty_hooks() -> tuple[Chain, Any]:
+    """The plain model with as many hooks as a streamed unit has, that do nothing: before and after
+    its forward, on its output's gradient, and on that of each parameter."""
+    model, optimizer = build(None)
+
+    def nothing(*_: object) -> None:
+        pass
+
+    def after(module: object, given: object, output: torch.Tensor) -> None:
+        output.register_hook(nothing)
+
+    for layer in model.layers:
+        layer.register_forward_pre_hook(nothing)
+        layer.register_forward_hook(after)
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(nothing)
+    return model, optimizer
+
+
+KINDS: dict[str, Callable[[], tuple[Chain, Any]]] = {
+    "without an engine": lambda: build(None),
+    "empty hooks": empty_hooks,
+    "all on the device": lambda: build("device", "device", "device"),
+    "weights and gradients on the device": lambda: build("device"),
+    "weights on cpu, gradients on the device": lambda: build("cpu"),
+    "weights and gradients on cpu": lambda: build("cpu", "cpu"),
+    "wide, without an engine": lambda: build(None, width=WIDE),
+    "wide, weights and gradients on cpu": lambda: build("cpu", "cpu", width=WIDE),
+}
+
+Rounds = dict[str, list[Taken]]
+"""By kind."""
+
+
+def measure(
+    kinds: dict[str, Callable[[], tuple[Chain, Any]]], rounds: int = ROUNDS, *, steps: bool = False
+) -> Rounds:
+    """Some kinds of model by turns, after two rounds that do not count, on one thread of torch."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     made = {name: make() for name, make in kinds.items()}
-    rounds: dict[str, list[Taken]] = {name: [] for name in kinds}
-    for number in range(ROUNDS + 2):
+    found: Rounds = {name: [] for name in kinds}
+    for number in range(rounds + 2):
         for name, pair in made.items():
             one = taken(*pair, steps=steps)
             if number >= 2:
-                rounds[name].append(one)
-    what = "pass and step" if steps else "pass"
+                found[name].append(one)
+    for _, optimizer in made.values():
+        if not isinstance(optimizer, torch.optim.AdamW):
+            optimizer.engine.close()
+    torch.set_num_threads(threads)
+    return found
+
+
+def above(rounds: Rounds, name: str, verb: str, plain: str = "without an engine") -> list[float]:
+    """By round, what a kind's own thread takes above the plain model."""
+    return [one[verb][0] - bare[verb][0] for one, bare in zip(rounds[name], rounds[plain])]
+
+
+def show(rounds: Rounds) -> None:
+    """Print the table of some kinds of model."""
+    verbs = list(next(iter(rounds.values()))[0])
+    what = "pass and step" if len(verbs) > 2 else "pass"
     table = Table(title=f"us per unit and {what}, {UNITS} units, load {os.getloadavg()[0]:.1f}")
     table.add_column("", justify="right")
-    verbs = VERBS[: 2 + steps]
     for verb in verbs:
         for column in (verb, "above plain", "all threads"):
             table.add_column(column, justify="right")
     for name, seen in rounds.items():
-        plain = rounds[
-            next(other for other in kinds if made[other][0].width == made[name][0].width)
-        ]
+        plain = "wide, without an engine" if name.startswith("wide") else "without an engine"
         row = []
         for verb in verbs:
-            mine = [one[verb][0] for one in seen]
-            above = [value - one[verb][0] for value, one in zip(mine, plain)]
-            row += [mine, above, [one[verb][1] for one in seen]]
+            row += [[one[verb][0] for one in seen], above(rounds, name, verb, plain)]
+            row.append([one[verb][1] for one in seen])
         table.add_row(name, *(f"{statistics.median(values):.1f}" for values in row))
     Console(width=120).print(table)
-    for _, optimizer in made.values():
-        if not isinstance(optimizer, torch.optim.AdamW):
-            optimizer.engine.close()
 
 
 def main() -> None:
     """Print the tables."""
-    torch.set_num_threads(1)
-    kinds: dict[str, Callable[[], tuple[Chain, Any]]] = {
-        "without an engine": lambda: build(None),
-        "all on the device": lambda: build("device", "device", "device"),
-        "weights and gradients on the device": lambda: build("device"),
-        "weights on cpu, gradients on the device": lambda: build("cpu"),
-        "weights and gradients on cpu": lambda: build("cpu", "cpu"),
-        "wide, without an engine": lambda: build(None, width=WIDE),
-        "wide, weights and gradients on cpu": lambda: build("cpu", "cpu", width=WIDE),
-    }
-    show(kinds, steps=False)
-    kinds = {name: kinds[name] for name in list(kinds)[:3]}
+    show(measure(KINDS))
+    kinds = {name: KINDS[name] for name in ("without an engine", "all on the device")}
+    kinds["weights and gradients on the device"] = lambda: build("device")
     # With micro-batches declared units are announced; of two, none is updated inside backward.
     kinds["the same, announced"] = lambda: build("device", micro_batches=2)
-    show(kinds, steps=True)
+    show(measure(kinds, steps=True))
 
 
 if __name__ == "__main__":

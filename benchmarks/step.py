@@ -1,127 +1,302 @@
-"""The training step of a GPT of 202 M parameters in five placements: seconds, ratios to torch.
+"""What a training step costs beside plain torch, fio and DeepSpeed: a table of ratios.
 
-    PYTHONPATH=. python benchmarks/step.py DIRECTORY [--rounds 5] [--placements cpu nvme ...]
+    python -m benchmarks.step DIRECTORY [--rows 2 7] [--rounds 5] [--deepspeed PYTHON] [--json FILE]
 
-Width 1024, 12 layers, vocabulary 24576, batch 2 x 256, bfloat16, AdamW: the model by which peers
-are measured. Each placement takes two steps unseen, then `--rounds` steps that are timed with the
-wait for their updates. "plain" is torch's own fused AdamW without an engine. To compare two
-versions run both in turns. Files are made in DIRECTORY and none is left.
+Rows 1 to 7 train the GPT of 202 M parameters by which peers are measured (width 1024, 12 layers,
+vocabulary 24576, batch 2 x 256, bfloat16, AdamW), each system in a process of its own. Plain is
+torch's fused AdamW on bfloat16 weights and moments, which is less work than ours with exact fp32
+masters. In each round all take their turns in random order, so that what else the machine does
+falls on all alike; a first round is not counted. A turn is some steps after one that is not timed,
+which leaves as much of its update to do as the last one leaves. fio moves the bytes that the disk
+lane moved in a step by the engine's report, half of them each way, both ways at once, in huge
+pages, with the best of a few settings. A figure is the median over the rounds, with the least and
+the most; the seconds below it are medians, too.
+
+DIRECTORY lies on a local drive; no file is left there. PYTHON is that of an environment with
+DeepSpeed (pip install torch==2.13.0 numpy ninja psutil deepspeed==0.19.8; apt: libaio-dev), which
+compiles for minutes when it first runs. Row 1 takes 16 GiB of memory, row 5 13, the others less.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from typing import Any
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from itertools import groupby
+from random import Random
+from statistics import median
+from typing import Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
-from torch import nn
+import numpy as np
 
-import offload
+from benchmarks import hooks
+from benchmarks.disk import Disk
+from benchmarks.loops import Loop, Process
 
-WIDTH, DEPTH, HEADS, WORDS, LENGTH, BATCH = 1024, 12, 16, 24576, 256, 2
+GPT = {"width": 1024, "depth": 12, "words": 24576, "length": 256, "batch": 2}
+TINY_GPT = {"width": 64, "depth": 2, "words": 512, "length": 16, "batch": 2}
+CHAINS, TINY_CHAINS = {128: 64, 256: 64, 512: 32, 1024: 16}, {16: 2, 32: 2}
+"""Layers by width, whose units are of 66 KiB to 4 MiB."""
 
-PLACEMENTS: dict[str, tuple[str, str, str] | None] = {
-    "plain": None,
-    "device": ("device", "device", "device"),
-    "states": ("device", "device", "cpu"),
-    "cpu": ("cpu", "cpu", "cpu"),
-    "states-nvme": ("cpu", "cpu", "nvme"),
-    "nvme": ("nvme", "nvme", "nvme"),
+AHEAD_BYTES = 256 << 20
+"""What an update may have read before it begins, and may write after the next step has begun."""
+
+Turn = dict[str, float]
+Round = dict[str, Turn]
+Player = Callable[[], Turn]
+
+
+def over_stock(ours: Turn, plain: Turn, fio: Turn) -> float:
+    """Over the least that the stock loop can take: the update begins at `step()` and ends under the
+    next forward, but for what is read before it and written after."""
+    left = fio["step"] * max(0.0, 1 - 2 * AHEAD_BYTES / max(1.0, ours["bytes"]))
+    return ours["step"] / max(plain["step"], plain["backward"] + max(plain["forward"], left))
+
+
+TORCH, FIO, LONGER = "over torch", "over fio", "over max(torch, fio)"
+STOCK, PEER = "over max(torch, its bound by fio)", "under DeepSpeed"
+RATIOS: dict[str, Callable[[Turn, Turn, Turn], float]] = {
+    TORCH: lambda ours, peer, fio: ours["step"] / peer["step"],
+    FIO: lambda ours, peer, fio: ours["step"] / fio["step"],
+    LONGER: lambda ours, peer, fio: ours["step"] / max(peer["step"], fio["step"]),
+    STOCK: over_stock,
+    PEER: lambda ours, peer, fio: peer["step"] / ours["step"],
 }
-"""Tiers of parameters, gradients and optimizer states."""
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer, each after a norm."""
+class Case(NamedTuple):
+    """An attached GPT: who runs beside it, where its weights, gradients and states live, what its
+    steps are measured by, and further fields of its Config."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norms[0](x)).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*heads.chunk(3, dim=1), is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+    row: int
+    peer: str
+    what: str
+    asked: str
+    tiers: str
+    ratio: str
+    config: Mapping[str, Any]
 
 
-class GPT(nn.Module):
-    """A decoder with an untied head."""
+DEVICE, RAM, NVME = "device device device", "cpu cpu cpu", "nvme nvme nvme"
+RAM_STATES, NVME_STATES = "device device cpu", "cpu cpu nvme"
+STOCK_LOOP, EARLY, COMPACT = dict[str, Any](), {"micro_batches": 1}, {"states": "compact"}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+CASES = (
+    Case(1, "plain", "all on the device", "<= 1.02", DEVICE, TORCH, STOCK_LOOP),
+    Case(1, "plain", "states in CPU memory", "<= 1.03", RAM_STATES, TORCH, STOCK_LOOP),
+    Case(1, "plain", "gradients and states there", "<= 1.02", "device cpu cpu", TORCH, STOCK_LOOP),
+    Case(1, "plain", "weights too", "<= 1.02", RAM, TORCH, STOCK_LOOP),
+    Case(2, "plain", "nvme states, declared", "<= 1.08", NVME_STATES, LONGER, EARLY),
+    Case(3, "plain", "nvme states, stock loop", "<= 1.10", NVME_STATES, STOCK, STOCK_LOOP),
+    Case(4, "plain", "compact, declared", "<= 1.08", NVME_STATES, LONGER, EARLY | COMPACT),
+    Case(4, "plain", "all on nvme, declared", "<= 1.25", NVME, LONGER, EARLY),
+    Case(5, "DeepSpeed cpu", "states in CPU memory", "2.4", RAM_STATES, PEER, STOCK_LOOP),
+    Case(5, "DeepSpeed nvme", "nvme states, declared", "2.1", NVME_STATES, PEER, EARLY),
+    Case(5, "DeepSpeed nvme", "compact, declared", "2.5", NVME_STATES, PEER, EARLY | COMPACT),
+    Case(7, "", "the update alone", "<= 1.05", NVME_STATES, FIO, STOCK_LOOP),
+    Case(7, "", "the update alone, compact", "<= 1.05", NVME_STATES, FIO, COMPACT),
+)
+"""Rows 1 to 5 and 7. Declared is micro_batches=1, by which updates begin inside backward."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+
+class Figure(NamedTuple):
+    """One figure of the table, by round; without any, why there is none."""
+
+    row: int
+    what: str
+    asked: str = ""
+    values: Sequence[float] = ()
+    behind: str = ""
+    unit: str = ""
+
+    def show(self, file: str | None) -> None:
+        """Print it, and append it to a file."""
+        line = f"{self.row:2}  {self.what}"
+        if self.values:
+            line = f"{line:62}{median(self.values):8.3f} {self.unit:3} "
+            line += f"({min(self.values):.3f} to {max(self.values):.3f})"
+            line += f", asked {self.asked}" * bool(self.asked)
+        print(f"{line}\n    {self.behind}", flush=True)
+        if file:
+            at = {"at": datetime.now().isoformat(timespec="seconds"), "load": os.getloadavg()[0]}
+            with open(file, "a", encoding="utf-8") as kept:
+                kept.write(json.dumps(self._asdict() | at) + "\n")
 
 
-def step_seconds(
-    placement: tuple[str, str, str] | None, directory: str, rounds: int
-) -> list[float]:
-    """Seconds of each step that counts, with the updates that it began."""
-    torch.manual_seed(0)
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    model = GPT().to(torch.bfloat16)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), fused=placement is None or None)
-    if placement is None:
-        model.to(device)
-    else:
-        tiers: Any = dict(zip(("params", "gradients", "optimizer"), placement))
-        asked = offload.Config(**tiers, nvme_path=directory if "nvme" in placement else ())
-        _, optimizer = offload.attach(model, optimizer, asked)
-    found = []
-    for _ in range(rounds + 2):
-        tokens = torch.randint(WORDS, (BATCH, LENGTH + 1), device=device)
-        start = time.perf_counter()
-        logits = model(tokens[:, :-1])
-        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if placement is not None:
-            optimizer.engine.settle()
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
-        found.append(time.perf_counter() - start)
-    if placement is not None:
-        optimizer.engine.close()
-    return found[2:]
+def behind(rounds: Sequence[Round], *names: str) -> str:
+    """The medians behind a figure, with the bytes that the disk lane moved."""
+    parts = []
+    for name in filter(rounds[0].get, names):
+        moved = rounds[-1][name].get("bytes", 0.0) / 1e9
+        seconds = median(one[name]["step"] for one in rounds)
+        parts.append(f"{name} {seconds:.4g} s" + f" ({moved:.3g} GB)" * bool(moved))
+    return ", ".join(parts)
+
+
+class Bench:
+    """The rows, each of which gives its figures, and what they share."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self._asked, self._directory, self._tiny = asked, asked.directory, asked.tiny
+        self._gpt = TINY_GPT if asked.tiny else GPT
+        self._last = dict[str, Turn]()
+        """By player."""
+        self.opened = contextlib.ExitStack()
+        """What a row has opened."""
+
+    # -- who takes part, and in what order -------------------------------------------------------
+
+    def _loop(self, who: str, *, model: Any = None, watch: bool = False, **config: Any) -> Any:
+        """One who trains: plain, unfused, "ours" and three tiers, or "DeepSpeed" and one."""
+        system, *tiers = who.split()
+        spec = {"system": system, "model": model or self._gpt, "tiers": tiers, "config": config}
+        spec["directory"], python = self._directory, sys.executable
+        if system == "DeepSpeed":
+            if not (python := self._asked.deepspeed):
+                raise RuntimeError("no DeepSpeed: give --deepspeed PYTHON")
+            files = tempfile.TemporaryDirectory(dir=self._directory, ignore_cleanup_errors=True)
+            spec["directory"] = self.opened.enter_context(files)
+        apart = watch or not self._tiny or system == "DeepSpeed"
+        made = Process(spec, python, watch=watch) if apart else Loop(spec)
+        self.opened.callback(made.close)
+        return made
+
+    def _turns(self, loop: Any, times: int = 1) -> Player:
+        return partial(loop.turn, unseen=1, steps=times * self._asked.steps)
+
+    def _disk(self) -> Disk:
+        size = 64 << 20 if self._tiny else 4 << 30
+        return self.opened.enter_context(Disk(self._directory, size))
+
+    def _rounds(self, players: Mapping[str, Player]) -> list[Round]:
+        """All players in random order in each round, but for a first round that is not counted."""
+        found, choice, names = list[Round](), Random(0), list(players)
+        for number in range(1 + self._asked.rounds):
+            for name in choice.sample(names, len(names)) if number else names:
+                self._last[name] = players[name]()
+            found.append({name: self._last[name] for name in names})
+        return found[1:]
+
+    # -- the rows --------------------------------------------------------------------------------
+
+    def compared(self, cases: Sequence[Case]) -> Iterator[Figure]:
+        """Cases beside their peer, and beside fio for the bytes that each has moved last."""
+        peer = cases[0].peer
+        players = {peer: self._turns(self._loop(peer))} if peer else {}
+        for case in cases:
+            loop = self._loop(f"ours {case.tiers}", **case.config)
+            players[case.what] = self._turns(loop) if peer else loop.update
+        if "fio" in cases[0].ratio:
+            disk = self._disk()
+            disk.choose()
+
+            def fio(what: str) -> Turn:
+                return {"step": disk.fio(self._last[what]["bytes"])}
+
+            players |= {f"fio for {case.what}": partial(fio, case.what) for case in cases}
+        rounds, none = self._rounds(players), {"step": 0.0}
+        for case in cases:
+            names, ratio = (case.what, peer, f"fio for {case.what}"), RATIOS[case.ratio]
+            values = [ratio(*(one.get(name, none) for name in names)) for one in rounds]
+            what, told = f"{case.what}, {case.ratio}", behind(rounds, *names)
+            yield Figure(case.row, what, case.asked, values, told)
+
+    def row_6(self) -> Iterator[Figure]:
+        """Memory."""
+        for who, asked in (f"ours {NVME_STATES}", "<= 1.4"), ("DeepSpeed nvme", ""):
+            loop = self._loop(who, watch=True)
+            begun = len(loop.memory)
+            loop.turn(unseen=1, steps=2)
+            parts = loop.memory[:begun], loop.memory[begun:]
+            made, trained = (max(part, default=0) / 2**30 for part in parts)
+            told = f"{made:.2f} GiB to make it, {trained:.2f} GiB in steps"
+            yield Figure(6, f"peak memory, {who}", asked, [max(made, trained)], told, "GiB")
+            self.opened.close()
+
+    def row_8(self) -> Iterator[Figure]:
+        """What a unit costs whatever its size: the intercept of a line through several sizes, for
+        which an error counts by its share of the step. Torch has one thread; unfused is AdamW as
+        it comes."""
+        ram, nvme, found = f"ours {RAM}", f"ours {NVME}", dict[int, list[Round]]()
+        chains = TINY_CHAINS if self._tiny else CHAINS
+        for width, depth in chains.items():
+            players = dict[str, Player]()
+            for who in ("plain", "unfused", ram, nvme):
+                loop = self._loop(who, model={"width": width, "depth": depth})
+                players[who] = self._turns(loop, times=5)
+            found[width] = self._rounds(players)
+            self.opened.close()
+        sizes, depths = [4 * width * (width + 1) for width in chains], [*chains.values()]
+        for who, asked in (ram, "<= 30"), (nvme, "<= 400"):
+            values = []
+            for some in zip(*found.values()):
+                ours, plain = (np.array([one[w]["step"] for one in some]) for w in (who, "plain"))
+                above = (ours - plain) / depths
+                values.append(1e6 * float(np.polyfit(sizes, above, 1, w=depths / ours)[1]))
+            told = "; ".join(f"{w}: {behind(r, 'plain', who)}" for w, r in found.items())
+            yield Figure(8, f"fixed cost of a unit and step, {who}", asked, values, told, "us")
+        least = found[min(chains)]
+        for peer, asked in ("unfused", "<= 1.05"), ("plain", ""):
+            values = [one[ram]["step"] / one[peer]["step"] for one in least]
+            what = f"64 units of 66 KiB, {ram}, over {peer} torch"
+            yield Figure(8, what, asked, values, behind(least, peer, ram))
+
+    def row_9(self) -> Iterator[Figure]:
+        """Hooks."""
+        names = "without an engine", "empty hooks", "weights and gradients on cpu"
+        rounds = hooks.measure({name: hooks.KINDS[name] for name in names}, 3 * self._asked.rounds)
+        for verb in hooks.VERBS[:2]:
+            floor = median(hooks.above(rounds, names[1], verb))
+            told = f"as many empty hooks of Python: {floor:.1f} us"
+            asked, values = "<= 8, or 1.5 x empty native hooks", hooks.above(rounds, names[2], verb)
+            yield Figure(9, f"a streamed unit above plain, {verb}", asked, values, told, "us")
+
+    def row_10(self) -> Iterator[Figure]:
+        """The drive, where a small batch leaves the step to it."""
+        disk = self._disk()
+        disk.search(0.3 if self._tiny else 15.0)
+        model = self._gpt | {"batch": 1, "length": self._gpt["length"] // 4}
+        ours = self._turns(self._loop(f"ours {NVME}", model=model, **EARLY))
+        bench = partial(disk.both, 0.1 if self._tiny else 2.0)
+        rounds = self._rounds({"ours": ours, "bench nvme": bench})
+        lane, drive = (
+            [one[name]["bytes"] / one[name]["busy"] for one in rounds] for name in rounds[0]
+        )
+        busy = median(one["ours"]["busy"] / one["ours"]["step"] for one in rounds)
+        told = f"{median(lane) / 1e9:.2f} GB/s, busy for {busy:.0%} of a step, "
+        told += f"of {median(drive) / 1e9:.2f} GB/s by {disk.setting}"
+        values = [a / b for a, b in zip(lane, drive)]
+        yield Figure(10, "the disk lane in training over bench nvme", ">= 0.9", values, told)
 
 
 def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    """Print the rows that are asked for, each as it is done."""
+    form, every = argparse.RawTextHelpFormatter, range(1, 11)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("directory")
+    parser.add_argument("--rows", nargs="+", type=int, choices=every, default=every, metavar="N")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS))
+    parser.add_argument("--steps", type=int, default=2, help="timed in a turn")
+    parser.add_argument("--deepspeed", metavar="PYTHON")
+    parser.add_argument("--json", metavar="FILE", help="append a line for each figure")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
     asked = parser.parse_args()
-    table = Table(
-        title=f"a step of 202 M parameters, {asked.rounds} rounds, torch {torch.__version__}"
-    )
-    for column in ("placement", "median s", "least s", "most s", "of plain"):
-        table.add_column(column, justify="right")
-    plain = None
-    for name in asked.placements:
-        found = step_seconds(PLACEMENTS[name], asked.directory, asked.rounds)
-        median = statistics.median(found)
-        plain = median if name == "plain" else plain
-        ratio = "" if plain is None else f"{median / plain:.2f}"
-        table.add_row(name, f"{median:.2f}", f"{min(found):.2f}", f"{max(found):.2f}", ratio)
-    Console().print(table)
+    for row in asked.rows:
+        bench, cases = Bench(asked), [case for case in CASES if case.row == row]
+        parts = [partial(bench.compared, [*some]) for _, some in groupby(cases, lambda c: c.peer)]
+        for part in parts or [getattr(bench, f"row_{row}")]:
+            with bench.opened:
+                try:
+                    for figure in part():
+                        figure.show(asked.json)
+                except (ValueError, RuntimeError) as error:
+                    Figure(row, "not measured", behind=str(error)).show(asked.json)
 
 
 if __name__ == "__main__":
