@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -23,14 +24,14 @@ from offload.model.engine import Engine, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
 from offload.model.resident import give_memory
-from offload.model.units import FlatUnit, Group, count_change, make_plain, partition
+from offload.model.units import FlatUnit, Group, count_change, make_plain, merged, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
 from offload.optim.supported_optimizers import check_optimizer, of_no_group, rule_of
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.planning.planner import plan, remarks
+from offload.planning.planner import BudgetError, plan, remarks
 from offload.planning.profile import ParameterSpec, Unit, lay_out_unit, profile_of
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
@@ -46,6 +47,9 @@ from offload.runtime.torch_internals import no_trap
 
 EXPOSED_BYTES_LEAST = 256 << 20
 """Smallest default of Config.exposed_memory."""
+
+UNIT_COST_BYTES = 256 << 10
+"""What one more unit costs in a step, as so many bytes do that live one tier further away."""
 
 
 _attached: weakref.WeakKeyDictionary[nn.Module, tuple[Hooks, Optimizer | None]]
@@ -102,14 +106,13 @@ def attach(
     groups = partition(model)
     check_model(model, optimizer, groups)
     config = config if budget is None else budget.narrowed(config)
-    specs = [_spec_of(group, config, trains=optimizer is not None) for group in groups]
     found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
     rule = rule_of(optimizer)
     if optimizer is not None:
         named = (pair for group in groups for pair in group.named.items())
         if told := of_no_group(optimizer, named):
             warn_user(told)
-    placed = plan(profile_of(specs), config, found, rule=rule)
+    groups, placed = _planned(groups, config, found, rule, trains=optimizer is not None)
     for remark in remarks(placed, config, found):
         warn_user(remark)
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
@@ -211,6 +214,35 @@ def _spec_of(group: Group, config: Config, *, trains: bool) -> Unit:
         lasting=group.lasting,
         backward=group.backward,
     )
+
+
+def _planned(
+    groups: list[Group], config: Config, machine: Machine, rule: str, *, trains: bool
+) -> tuple[list[Group], Plan]:
+    """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
+    have larger slots, which leave less room in the fast tiers.
+
+    Raises:
+        BudgetError: nothing fits; it tells what would do where none are fused.
+    """
+
+    def units(groups: list[Group]) -> list[Unit]:
+        return [_spec_of(group, config, trains=trains) for group in groups]
+
+    def planned(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
+        try:
+            found = plan(profile_of(units(groups)), config, machine, rule=rule)
+        except BudgetError as error:
+            return math.inf, groups, error
+        away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
+        return away + UNIT_COST_BYTES * len(groups), groups, found
+
+    fused = profile_of(units(groups)).fusions([group.listed for group in groups])
+    ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
+    _, chosen, found = min(map(planned, ways), key=itemgetter(0))
+    if isinstance(found, BudgetError):
+        raise found
+    return chosen, found
 
 
 def _same_parameters(model: nn.Module) -> Callable[[], None]:

@@ -168,6 +168,9 @@ SHAPES: dict[str, tuple[Callable[[], Net], int]] = {
     "reentrant checkpoints": (partial(Net, checkpointed=True, reentrant=True), 6),
     "checkpoints over several": (Regions, 4),
     "checkpoints over several, reentrant": (partial(Regions, reentrant=True), 6),
+    "fused": (partial(Net, layers=16, width=8), 5),
+    "fused, checkpoints": (partial(Net, layers=16, width=8, checkpointed=True), 5),
+    "fused, reentrant": (partial(Net, layers=16, width=8, checkpointed=True, reentrant=True), 5),
 }
 """Models, and how many updates must have begun when the embedding's gradient comes."""
 

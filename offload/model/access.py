@@ -92,7 +92,7 @@ class ParameterAccess:
         """A snapshot of the parameter; None while it is in use, and shows its weights."""
         engine = self.engine
         engine.end_broken_pass()
-        if self._flat.buffer is not None:
+        if type(self._flat.parameters[self.index]) is not OffloadedParameter:
             return None
         if in_backward():
             engine.early.require_open(self.unit, "a touch")

@@ -40,7 +40,7 @@ class ActiveUnits:
         """Those in use."""
 
     def use(self, unit: FlatUnit) -> None:
-        """Wait for a unit's weights and let its parameters be views of them."""
+        """Wait for a unit's weights, of which `bind` lets parameters be views."""
         entry = self._passes.take(unit.index)
         slot = self._weight_slot[unit.index]
         if slot is not None and any(slot == self._weight_slot[one.index] for one in self.units):
@@ -50,7 +50,7 @@ class ActiveUnits:
             self._runner.begin(entry.task)
             if unit.kept is None:
                 unit.kept = unit.views_of(self._runner.memory.weights(unit.index))
-            unit.bind(unit.kept)
+            unit.take(unit.kept)
         except BaseException:
             if entry.task.begun:
                 self._runner.finish(entry.task)
@@ -70,7 +70,7 @@ class ActiveUnits:
             for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
                 home = self._runner.read_home(Value("weight", unit.index, piece))
                 buffer[offset : offset + size].copy_(home)
-            unit.bind(unit.views_of(buffer))
+            unit.take(unit.views_of(buffer))
         except BaseException:
             self._snapshots.unreserve(unit.index)
             raise
@@ -86,13 +86,21 @@ class ActiveUnits:
         for unit in used:
             unit.depth = max(0, unit.depth - 1)
             unit.held = unit.buffer is not None and (unit.held or unit.spec.lasting) and not changed
+            if unit.fused and unit.buffer is not None and not unit.depth:
+                unit.unbind(between=True)
             self.release(unit)
         if changed:
             refuse_change(changed[0], "forward")
 
+    def make_way(self) -> None:
+        """Put at rest what is in its slot between two calls."""
+        for unit in [one for one in self.units if one.between]:
+            unit.between = False
+            self.release(unit)
+
     def release(self, unit: FlatUnit) -> None:
         """Put a unit at rest when nothing uses it any more."""
-        if unit.buffer is None or unit.depth > 0 or unit.held:
+        if unit.buffer is None or unit.depth > 0 or unit.held or unit.between:
             return
         self._snapshots.unreserve(unit.index)
         unit.unbind()
@@ -122,6 +130,7 @@ class ActiveUnits:
             if unit.graph_task == graph_task and not (stays or unit.spec.lasting):
                 changed = changed or unit.changed()
                 unit.held, unit.graph_task = False, -1
+                unit.between &= but is None  # Else another one's turn has come.
                 self.release(unit)
         if changed:
             refuse_change(changed, "backward")
@@ -130,13 +139,13 @@ class ActiveUnits:
         """Put at rest units that are held, but that no module uses which is under way."""
         for unit in list(self.units):
             if not unit.depth:
-                unit.held, unit.graph_task = False, -1
+                unit.held, unit.between, unit.graph_task = False, False, -1
                 self.release(unit)
 
     def release_all(self) -> None:
         """Put every unit at rest, whatever uses it."""
         for unit in list(self.units):
-            unit.depth, unit.held, unit.graph_task = 0, False, -1
+            unit.depth, unit.held, unit.between, unit.graph_task = 0, False, False, -1
             self.release(unit)
 
     def saved_weight(self, tensor: torch.Tensor) -> SavedWeight | None:

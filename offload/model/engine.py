@@ -70,7 +70,7 @@ class Engine:
         self.runner = runner
         self.residents = Residents(runner, units, self.lock, self.check)
         self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)
-        self.snapshots = Snapshots(runner, self.passes.weights_changed, exposed_bytes_max)
+        self.snapshots = Snapshots(runner, self._weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
         self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
         self.gradients = Gradients(runner, self.passes, self.snapshots)
@@ -301,6 +301,8 @@ class Engine:
 
     def _use(self, unit: FlatUnit) -> None:
         """Bring a unit into use, in a pass that is opened where there is none."""
+        if unit.between and not unit.held and unit.index in self.snapshots:
+            self.snapshots.boundary(unit.index)  # An edit puts it at rest.
         if unit.buffer is not None:
             if unit.task is not None:
                 self.runner.join(unit.task)
@@ -309,9 +311,15 @@ class Engine:
             self.early.require_step("the next forward")
             self.snapshots.boundary()
             self._open(Verb.FORWARD)
+        self.active.make_way()
         if unit.index in self.snapshots:
             self.snapshots.boundary(unit.index)
         self.active.use(unit)
+
+    def _weights_changed(self, unit: int) -> None:
+        """The home of a unit's weights changes: what a slot has of them is old."""
+        self.active.make_way()
+        self.passes.weights_changed(unit)
 
     # -- weights outside their use -----------------------------------------------------------------
 

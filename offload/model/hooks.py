@@ -177,6 +177,7 @@ class Hooks:
                 self._drop_guards()
             for unit in used:
                 engine.enter(unit)
+                unit.bind(unit.part_of(module))
             guard = SavingGuard(engine.active.saved_weight, used, inside)
             self._running.append(_Running(module, guard, (*args, *kwargs.values())))
 
@@ -195,7 +196,7 @@ class Hooks:
                 tensor = engine.active.outliving(tensor)
                 node = tensor.grad_fn if torch.is_grad_enabled() else None
                 if node is not None and not any(tensor is one for one in run.given):
-                    self._announce_backward(node, used)
+                    self._announce_backward(node, used, module)
                 return tensor
 
             output = _changed(output, leaving)
@@ -207,17 +208,18 @@ class Hooks:
                 engine.active.release_lasting()
             return output
 
-    def _announce_backward(self, node: Node, used: tuple[FlatUnit, ...]) -> None:
-        """Let the node that made an output tell that the backward of these units is next."""
+    def _announce_backward(self, node: Node, used: tuple[FlatUnit, ...], module: nn.Module) -> None:
+        """Let the node that made a module's output tell that the backward of its units is next."""
         for unit in used:
             if (announcement := self._announce[unit.index]) is not None:
-                node.register_prehook(announcement)
+                node.register_prehook(partial(announcement, unit.part_of(module)))
 
-    def _before_backward(self, unit: FlatUnit, gradients: object) -> None:
+    def _before_backward(self, unit: FlatUnit, part: Sequence[int], gradients: object) -> None:
         if torch.is_grad_enabled():
             _refuse_create_graph()
         with self._engine.lock:
             self._engine.hold(unit)
+            unit.bind(part)
 
 
 def _changed(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

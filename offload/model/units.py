@@ -5,6 +5,13 @@ A unit's weights are one flat buffer. In use, each parameter's `data` is a view 
 the unit's slot; at rest it is a stand-in full of NaN, and the trap of `parameter` answers for it. A
 parameter in use is read-only: what changes one in place is found by torch's version counters when
 the use ends, and raises.
+
+[Note: Fused units]
+Small neighbours in a list are one unit, as `Profile.fusions` says. The first call of one of its
+modules brings all its weights into the slot, where they stay until another unit comes into use or
+the pass ends. Between two calls all its parameters rest. In a call, or its backward, those of other
+modules rest that have not come to theirs. So a touch is of a snapshot, as ever, and nothing that
+autograd saves outside of a module is a view of the slot. An edit of a snapshot ends the stay.
 """
 
 from __future__ import annotations
@@ -12,7 +19,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +48,8 @@ class Group:
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     lasting: bool = False
     backward: bool = True
+    listed: str = ""
+    """Name of the list around whose modules are likely used one after the other, if any."""
 
 
 def partition(model: nn.Module) -> list[Group]:
@@ -52,14 +61,14 @@ def partition(model: nn.Module) -> list[Group]:
     further, so that each of these is a unit: which of them is used may depend on the data.
     A parameter shared between units is a unit of its own.
     """
-    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     names: dict[nn.Parameter, str] = {}
-    for unit_name, unit_module, prefix, owner in _walk(model):
+    for unit_name, unit_module, prefix, owner, listed in _walk(model):
         for name, parameter in owner.named_parameters(
             prefix=prefix, recurse=False, remove_duplicate=False
         ):
             names.setdefault(parameter, name)
-            entry = (unit_name, unit_module)
+            entry = (unit_name, unit_module, listed or "")
             if entry not in owners.setdefault(parameter, []):
                 owners[parameter].append(entry)
     groups: dict[str, Group] = {}
@@ -69,8 +78,8 @@ def partition(model: nn.Module) -> list[Group]:
         shared = len(users) > 1
         key = f"{names[parameter]} (shared)" if shared else users[0][0]
         if key not in groups:
-            modules = list(dict.fromkeys(module for _, module in users))
-            groups[key] = Group(key, modules, lasting=shared)
+            modules = list(dict.fromkeys(module for _, module, _ in users))
+            groups[key] = Group(key, modules, lasting=shared, listed=users[0][2])
         groups[key].named[names[parameter]] = parameter
     announcers = {module for group in groups.values() for module in group.modules}
     for group in groups.values():
@@ -84,27 +93,45 @@ def partition(model: nn.Module) -> list[Group]:
     return list(groups.values())
 
 
+def merged(groups: Sequence[Group], parts: Iterable[Sequence[int]]) -> Iterator[Group]:
+    """A group for each of `parts`, which are indices of neighbours, see [Note: Fused units]."""
+    for part in parts:
+        first, *others = (groups[index] for index in part)
+        name = f"{first.name} to {others[-1].name}" if others else first.name
+        modules = [module for index in part for module in groups[index].modules]
+        named = {n: p for index in part for n, p in groups[index].named.items()}
+        yield replace(first, name=name, modules=modules, named=named)
+
+
 def _walk(
     module: nn.Module,
     name: str = "",
     called: tuple[str, nn.Module] | None = None,
     cuts: Callable[[nn.Module], bool] | None = None,
-) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
-    """(unit's name, announcing module, prefix, owner of parameters) for every module.
+    listed: str | None = "",
+) -> Iterator[tuple[str, nn.Module, str, nn.Module, str | None]]:
+    """(unit's name, announcing module, prefix, owner of parameters, list) for every module.
 
     `called` is the unit around, and `cuts` tells modules for which a unit is cut; None for the
-    model itself, which always is.
+    model itself, which always is. `listed` is the list around, empty where there is none. It is
+    None where no `ModuleList` counts as one: inside a block, as which experts are used may depend
+    on the data, and beside another list, as both may be used in turns.
     """
     me = called if called and isinstance(module, _NEVER_CALLED) else (name or "root", module)
     if cuts is not None and not any(map(cuts, module.modules())):
         for inner_name, inner in module.named_modules(prefix=name, remove_duplicate=False):
-            yield (*me, inner_name, inner)
+            yield (*me, inner_name, inner, listed)
         return
-    yield (*me, name, module)
+    yield (*me, name, module, None)
+    in_order = nn.Sequential if listed is None else (nn.Sequential, nn.ModuleList)
+    if isinstance(module, in_order):
+        listed = listed or name or "root"
+    elif listed or sum(isinstance(child, nn.ModuleList) for child in module.children()) > 1:
+        listed = None
     for child_name, child in module.named_children():
         full = f"{name}.{child_name}" if name else child_name
         block = _is_container(module) and not _is_container(child)
-        yield from _walk(child, full, me, _lists_blocks if block else _is_container)
+        yield from _walk(child, full, me, _lists_blocks if block else _is_container, listed)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -199,6 +226,8 @@ class FlatUnit:
         """Modules whose call announces its use. Weak: a parameter keeps no module alive."""
         self.depth = 0
         """Calls of announcing modules under way."""
+        self.between = False
+        """In its slot between two calls, see [Note: Fused units]."""
         self.held = False
         """In use beyond those calls: for its backward, or lasting to the end of the pass."""
         self.graph_task = -1
@@ -223,7 +252,16 @@ class FlatUnit:
         self._offsets = [spec.weight_offset(i) for i in range(len(self.parameters))]
         self._counters: list[torch.Tensor] = []
         """Aliases that share the version counters of the parameters, and have no trap."""
-        self._versions: list[int] = []
+        self._versions = [0] * len(self.parameters)
+        self._bound: list[int] = []
+        """Parameters that are views of the weights in use."""
+        self.fused = len(group.modules) > 1 and not spec.lasting
+        at, owners = {id(p): i for i, p in enumerate(self.parameters)}, group.modules
+        self._every = list(at.values())
+        self._parts = {
+            id(one): [at[id(p)] for p in one.parameters() if id(p) in at]
+            for one in (owners if self.fused else ())
+        }
         self._saver: Callable[[], Saver | None] = lambda: None
 
     # -- in use and at rest ----------------------------------------------------------------------
@@ -236,33 +274,44 @@ class FlatUnit:
         ]
         return Weights(buffer, views, buffer.data_ptr())
 
-    def bind(self, weights: Weights) -> None:
-        """Let the parameters be views of these weights."""
+    def part_of(self, module: nn.Module) -> Sequence[int]:
+        """The parameters that are in use while an announcing module runs."""
+        return self._parts.get(id(module), self._every)
+
+    def take(self, weights: Weights) -> None:
+        """Have these weights, of which `bind` lets parameters be views."""
         self.buffer, self.views, self.address = weights
-        for parameter, view in zip(self.parameters, self.views):
-            parameter.__class__ = ActiveParameter  # Torch sends nothing of it to a trap.
-            _set_data(parameter, view)
-        self._versions = list(map(version, self._counters))
         self.end = self.address + self.spec.weight_bytes
 
-    def unbind(self) -> None:
-        """Let the parameters be at rest."""
-        for parameter, stand_in in zip(self.parameters, self.stand_ins):
+    def bind(self, part: Sequence[int]) -> None:
+        """Let some parameters be views of the weights in use, if there are any."""
+        for index in part if len(self._bound) < len(self.views) else ():
+            parameter = self.parameters[index]
             if type(parameter) is not ActiveParameter:
-                parameter.__class__ = ActiveParameter  # As above.
-            _set_data(parameter, stand_in)
+                parameter.__class__ = ActiveParameter  # Torch sends nothing of it to a trap.
+                _set_data(parameter, self.views[index])
+                self._versions[index] = version(self._counters[index])
+                self._bound.append(index)
+
+    def unbind(self, *, between: bool = False) -> None:
+        """Let the parameters be at rest; `between` two calls the weights stay in the slot."""
+        for index in self._every if self.buffer is None else self._bound:
+            parameter = self.parameters[index]
+            parameter.__class__ = ActiveParameter  # As above.
+            _set_data(parameter, self.stand_ins[index])
             parameter.__class__ = OffloadedParameter
-        self.buffer, self.views = None, []
+        self._bound.clear()
+        self.between = between
+        if not between:
+            self.buffer, self.views = None, []
         if not self._counters:
             with no_trap(), torch.inference_mode(False):
                 self._counters = [torch.Tensor.detach(one) for one in self.parameters]
 
     def changed(self) -> str | None:
         """Name of a parameter that was changed in place in this use; None where none was."""
-        now = list(map(version, self._counters))
-        if now == self._versions:
-            return None
-        return next(p.name for p, a, b in zip(self.spec.parameters, now, self._versions) if a != b)
+        moved = (i for i in self._bound if version(self._counters[i]) != self._versions[i])
+        return next((self.spec.parameters[index].name for index in moved), None)
 
     def note_versions(self) -> None:
         """Take the parameters as they are now for unchanged."""

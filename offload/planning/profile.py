@@ -10,6 +10,7 @@ at most `CHUNK_ELEMENTS` consecutive elements of one trainable segment.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -28,6 +29,13 @@ KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk: the grain in which values are stored and updates stream."""
+
+FUSED_BYTES_MAX = 2 << 20
+"""Weights of neighbours that are fused to one unit: above it nothing is gained, and from twice as
+much on copies and updates hide less well under compute."""
+
+FUSED_PARTS_MIN = 4
+"""A list stays at least so many units: one is in use while others come and go."""
 
 LEAF_ELEMENTS = SUM_BLOCK_ELEMENTS
 """Of the norm's tree. Each parameter starts at a multiple of this in its segment, and each cut of
@@ -214,6 +222,33 @@ class Profile:
             for piece in self.locate(one.name) if parameters is None or at in parameters else ():
                 found.setdefault(piece.chunk, []).append(piece)
         return found
+
+    def fusions(self, lists: Sequence[str]) -> Iterator[list[list[int]]]:
+        """Ways to fuse small neighbours: indices of units in order, the coarsest first.
+
+        Neighbours are fused if they are of one list, as `lists` names it by unit (empty: none),
+        alike in being trained and in what backward needs of them, and not lasting; and as long as
+        their weights are at most `FUSED_BYTES_MAX`, and such a part of the list that
+        `FUSED_PARTS_MIN` units are left. The next way has half of that, as long as any are fused.
+        """
+        total = Counter[str]()
+        for unit, name in zip(self.units, lists):
+            total[name] += unit.weight_bytes
+        most = {name: min(FUSED_BYTES_MAX, n // FUSED_PARTS_MIN) for name, n in total.items()}
+        while any(most.values()):
+            found, before, size = list[list[int]](), None, 0
+            for index, (unit, name) in enumerate(zip(self.units, lists)):
+                kind = (name, unit.backward, unit.trainable) if name and not unit.lasting else None
+                size += unit.weight_bytes
+                if kind is None or kind != before or size > most[name]:
+                    found.append([])
+                    size = unit.weight_bytes
+                found[-1].append(index)
+                before = kind
+            if len(found) == len(self.units):
+                return
+            yield found
+            most = {name: size // 2 for name, size in most.items()}
 
 
 @dataclass(frozen=True, slots=True)
