@@ -167,8 +167,8 @@ def require_form(name: str, wanted: torch.Tensor, found: torch.Tensor) -> None:
             for one in (found, wanted)
         )
         raise ValueError(
-            f"{name} was given values of shape {form}, but was attached as {kept}; likely the model "
-            "was resized, converted or moved: do that before attach, or after offload.detach(model)"
+            f"{name} was given values of shape {form}, but was attached as {kept}; likely the "
+            "model was resized or converted: do that before attach, or after offload.detach(model)"
         )
 
 
