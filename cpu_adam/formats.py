@@ -121,29 +121,34 @@ FORMATS: dict[str, StateFormat] = {
 """Every state format there is, by name. To add one, add a row."""
 
 
+DEVICE_BLOCK_ELEMENTS = 4 * 1024 * 1024
+"""So many elements torch's operations work on at a time on a device, where launches cost most."""
+
 GROUP_SCRATCH_ITEMS = 16
 """Of four bytes, for each group of coded states, beside what is for each element."""
 
 
 def scratch_bytes(elements: int, *, coded: bool = False) -> int:
-    """Bytes of the temporaries with which torch's operations update `elements`.
+    """Bytes of the temporaries with which torch's operations update `elements`, a block of them
+    (`DEVICE_BLOCK_ELEMENTS`) at a time.
 
     Six arrays of four bytes per element, each on a boundary that suits every device; of `coded`
     states (`StateFormat.coded`) one more, and some numbers for each group.
     """
-    groups = -(-elements // GROUP_ELEMENTS)
+    groups = -(-min(elements, DEVICE_BLOCK_ELEMENTS) // GROUP_ELEMENTS)
     per_group = 7 * GROUP_ELEMENTS + GROUP_SCRATCH_ITEMS if coded else 6 * GROUP_ELEMENTS
     return 4 * per_group * groups
 
 
 def squares_bytes(elements: int) -> int:
-    """Bytes of the temporaries with which torch's operations sum the squares of `elements`.
+    """Bytes of the temporaries with which torch's operations sum the squares of `elements`, a block
+    of them at a time.
 
     Never more than those of their update, `scratch_bytes`.
     """
     wide = min(SUM_BLOCK_ELEMENTS, 1 << max(elements - 1, 0).bit_length())
-    rows = -(-elements // wide)
-    return 8 * (rows * wide + (1 << max(rows - 1, 0).bit_length()))
+    block = -(-min(elements, DEVICE_BLOCK_ELEMENTS) // wide) * wide
+    return 8 * (block + (1 << max(-(-elements // wide) - 1, 0).bit_length()))
 
 
 def format_for(weight_dtype: str, states: str = "exact", rule: str = "adam") -> StateFormat:

@@ -15,15 +15,18 @@ from torch import Tensor
 from cpu_adam import compact
 from cpu_adam.checks import check_span
 from cpu_adam.compact import CodedScratch
-from cpu_adam.formats import SUM_BLOCK_ELEMENTS, StateFormat, scratch_bytes
+from cpu_adam.formats import (
+    DEVICE_BLOCK_ELEMENTS,
+    SUM_BLOCK_ELEMENTS,
+    StateFormat,
+    scratch_bytes,
+)
 from cpu_adam.hyper import Hyper
 from cpu_adam.rules import RULES, Factors, Scratch
 
 BLOCK_ELEMENTS = 32 * 1024
 """Elements updated at a time on a CPU: a block and its temporaries stay in a core's cache, and
 torch runs ops of this size on the calling thread alone."""
-DEVICE_BLOCK_ELEMENTS = 4 * 1024 * 1024
-"""Elements updated at a time on any other device: enough to hide the launch of an op."""
 _CANONICAL_NAN = 0x7FC0  # bfloat16
 
 

@@ -31,8 +31,15 @@ from offload.optim.supported_optimizers import check_optimizer, of_no_group, rul
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.planning.planner import BudgetError, plan, remarks
-from offload.planning.profile import ParameterSpec, Unit, lay_out_unit, profile_of
+from offload.planning.planner import BudgetError, chunk_sizes, plan, remarks
+from offload.planning.profile import (
+    CHUNK_ELEMENTS,
+    ParameterSpec,
+    Profile,
+    Unit,
+    lay_out_unit,
+    profile_of,
+)
 from offload.planning.tiers import TIERS
 from offload.program.ops import Value
 from offload.runtime import entry as entries
@@ -201,7 +208,9 @@ def _refuse_attached(model: nn.Module) -> None:
         )
 
 
-def _spec_of(group: Group, config: Config, *, trains: bool) -> Unit:
+def _spec_of(
+    group: Group, config: Config, chunk_elements: int = CHUNK_ELEMENTS, *, trains: bool
+) -> Unit:
     """The layout of a unit whose parameters are known."""
     wanted = [
         ParameterSpec(name, tuple(p.shape), str(p.dtype)[6:], trains and p.requires_grad)
@@ -213,6 +222,7 @@ def _spec_of(group: Group, config: Config, *, trains: bool) -> Unit:
         gradient_dtype={"param": "param", "fp32": "float32"}[config.gradient_dtype],
         lasting=group.lasting,
         backward=group.backward,
+        chunk_elements=chunk_elements,
     )
 
 
@@ -220,24 +230,32 @@ def _planned(
     groups: list[Group], config: Config, machine: Machine, rule: str, *, trains: bool
 ) -> tuple[list[Group], Plan]:
     """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
-    have larger slots, which leave less room in the fast tiers.
+    have larger slots, which leave less room in the fast tiers. Chunks are large where no drive
+    takes part.
 
     Raises:
         BudgetError: nothing fits; it tells what would do where none are fused.
     """
 
-    def units(groups: list[Group]) -> list[Unit]:
-        return [_spec_of(group, config, trains=trains) for group in groups]
+    def profile(groups: list[Group], chunk: int = CHUNK_ELEMENTS) -> Profile:
+        return profile_of([_spec_of(group, config, chunk, trains=trains) for group in groups])
 
     def planned(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
-        try:
-            found = plan(profile_of(units(groups)), config, machine, rule=rule)
-        except BudgetError as error:
-            return math.inf, groups, error
+        for chunk in chunk_sizes(config, machine):
+            found: Plan | BudgetError
+            try:
+                found = plan(profile(groups, chunk), config, machine, rule=rule)
+            except BudgetError as error:
+                found = error
+            else:
+                if not found.file.extents:
+                    break
+        if isinstance(found, BudgetError):
+            return math.inf, groups, found
         away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
         return away + UNIT_COST_BYTES * len(groups), groups, found
 
-    fused = profile_of(units(groups)).fusions([group.listed for group in groups])
+    fused = profile(groups).fusions([group.listed for group in groups])
     ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
     _, chosen, found = min(map(planned, ways), key=itemgetter(0))
     if isinstance(found, BudgetError):

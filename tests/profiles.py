@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from offload.planning.layout import Placement, Plan, lay_out
 from offload.planning.machine import DriveSpeed
 from offload.planning.profile import (
+    CHUNK_ELEMENTS,
     ParameterSpec,
     Profile,
     StateChoice,
@@ -47,12 +48,18 @@ def unit(
     gradient_dtype: str = "param",
     lasting: bool = False,
     backward: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Unit:
     """A unit of trainable parameters of `elements` each, and frozen ones."""
     wanted = [ParameterSpec(f"{name}.p{i}", (n,), dtype, True) for i, n in enumerate(elements)]
     wanted += [ParameterSpec(f"{name}.f{i}", (n,), dtype, False) for i, n in enumerate(frozen)]
     return lay_out_unit(
-        name, wanted, gradient_dtype=gradient_dtype, lasting=lasting, backward=backward
+        name,
+        wanted,
+        gradient_dtype=gradient_dtype,
+        lasting=lasting,
+        backward=backward,
+        chunk_elements=chunk_elements,
     )
 
 

@@ -121,7 +121,9 @@ def test_sums_on_the_device_are_those_on_the_cpu() -> None:
     on = device().torch_device
     for dtype in (torch.bfloat16, torch.float32):
         x, y = (
-            (torch.randn(3, 70_001) * 10.0 ** torch.randint(-9, 3, (3, 1))).to(dtype).split(1)[:2]
+            (torch.randn(3, 5_000_001) * 10.0 ** torch.randint(-9, 3, (3, 1)))
+            .to(dtype)
+            .split(1)[:2]
         )
         workspace = torch.full((squares_bytes(x.numel()),), 255, dtype=torch.uint8, device=on)
         for given in (None, workspace):
@@ -240,27 +242,6 @@ def test_hooks_run_on_autograds_thread_and_the_streams_of_the_forward(
     seen.clear()
     assert_same(train(CPU_TIER, tmp_path, on_the_side), expected)
     assert {stream for _, stream in seen} == {side}
-
-
-def test_lanes_have_streams_of_their_own(tmp_path: Path) -> None:
-    found: list[tuple[str, int, Any]] = []
-    with attached(CPU_TIER, tmp_path) as run:
-        copy = run.engine.runner.device.copy
-
-        def spy(*args: Any) -> None:
-            name, stream = threading.current_thread().name, torch.cuda.current_stream()
-            found.append((name, torch.cuda.current_device(), stream))
-            copy(*args)
-
-        run.engine.runner.device.copy = spy  # type: ignore[method-assign]
-        plain(run, 0)
-        run.engine.settle()
-    streams = {name: {stream for lane, _, stream in found if lane == name} for name, _, _ in found}
-    assert {"offload-h2d", "offload-d2h"} <= streams.keys()
-    assert all(len(of_lane) == 1 for of_lane in streams.values())
-    assert streams["offload-h2d"] != streams["offload-d2h"]
-    assert torch.cuda.default_stream() not in set().union(*streams.values())
-    assert {index for _, index, _ in found} == {device().torch_device.index}
 
 
 # -- memory -----------------------------------------------------------------------------------

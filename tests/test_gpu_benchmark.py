@@ -187,7 +187,7 @@ def test_a_chunk_is_as_large_as_is_asked(there: Path) -> None:
         one.engine.close()
     assert counts[1] > 4 * counts[0]
     train.run(["--dry"])  # As it was before.
-    assert train.profile.CHUNK_ELEMENTS == train.CHUNK_ELEMENTS
+    assert train.CHUNKS[0] == train.planner.CHUNK_ELEMENTS
 
 
 def test_masters_take_the_steps_of_adamw_in_fp32() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import cpu_adam
 from cpu_adam import native
 from cpu_adam.reference import Node, push, square_sums, total
-from offload.planning import profile
+from offload.planning import planner, profile
 from offload.planning.profile import profile_of
 from tests.examples import cheap
 from tests.profiles import unit
@@ -110,7 +110,7 @@ def test_the_norm_of_a_step_is_that_of_the_gradients_wherever_chunks_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profile, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setattr(planner, "CHUNK_ELEMENTS", elements)
     with attached(placement, tmp_path, max_grad_norm=0.5) as run:
         assert (len(run.engine.plan.profile.units[1].chunks) > 3) == (elements < 1 << 20)
         for _ in range(2):

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning import profile as profiles
 from offload.planning.profile import (
     BLOCK_BYTES,
     CHUNK_ELEMENTS,
@@ -62,38 +61,38 @@ def small_profiles(draw: st.DrawFn) -> Profile:
             "dtype": draw(st.sampled_from(["bfloat16", "float32"])),
             "gradient_dtype": draw(st.sampled_from(["param", "float32"])),
         }
-        made.append(unit(f"unit{i}", *draw(sizes), frozen=draw(sizes), **kinds))
+        made.append(
+            unit(f"unit{i}", *draw(sizes), frozen=draw(sizes), chunk_elements=2048, **kinds)
+        )
     return profile_of(made)
 
 
 @given(st.data())
 @cheap(40)
 def test_the_pieces_of_a_range_are_those_found_one_by_one(data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(profiles, "CHUNK_ELEMENTS", 2048)
-        one = data.draw(small_profiles())
-        for parameter in itertools.chain(*(spec.parameters for spec in one.units)):
-            wanted = found_one_by_one(one, parameter.name)
-            start = data.draw(st.integers(0, parameter.elements))
-            stop = data.draw(st.integers(start, parameter.elements))
-            for part in (range(start, stop), None):
-                at, found = 0 if part is None else start, list[tuple[int, int, int]]()
-                for piece in one.locate(parameter.name, part):
-                    assert (piece.parameter_start, piece.parameter_stop) == (
-                        at,
-                        at + piece.elements,
-                    )
-                    assert one.units[piece.unit].parameters[piece.parameter] is parameter
-                    at = piece.parameter_stop
-                    here = range(piece.chunk_start, piece.chunk_start + piece.elements)
-                    assert here
-                    found += [(piece.unit, piece.chunk, element) for element in here]
-                assert found == (wanted if part is None else wanted[start:stop])
-        for number, spec in enumerate(one.units):
-            by_chunk = one.by_chunk(number)
-            by_name = [piece for p in spec.parameters for piece in one.locate(p.name)]
-            assert list(itertools.chain(*by_chunk.values())) == by_name
-            assert list(by_chunk) == sorted(by_chunk)
+    one = data.draw(small_profiles())
+    for parameter in itertools.chain(*(spec.parameters for spec in one.units)):
+        wanted = found_one_by_one(one, parameter.name)
+        start = data.draw(st.integers(0, parameter.elements))
+        stop = data.draw(st.integers(start, parameter.elements))
+        for part in (range(start, stop), None):
+            at, found = 0 if part is None else start, list[tuple[int, int, int]]()
+            for piece in one.locate(parameter.name, part):
+                assert (piece.parameter_start, piece.parameter_stop) == (
+                    at,
+                    at + piece.elements,
+                )
+                assert one.units[piece.unit].parameters[piece.parameter] is parameter
+                at = piece.parameter_stop
+                here = range(piece.chunk_start, piece.chunk_start + piece.elements)
+                assert here
+                found += [(piece.unit, piece.chunk, element) for element in here]
+            assert found == (wanted if part is None else wanted[start:stop])
+    for number, spec in enumerate(one.units):
+        by_chunk = one.by_chunk(number)
+        by_name = [piece for p in spec.parameters for piece in one.locate(p.name)]
+        assert list(itertools.chain(*by_chunk.values())) == by_name
+        assert list(by_chunk) == sorted(by_chunk)
 
 
 @given(units())

@@ -130,8 +130,10 @@ stage_tests() { # [WORD]
     # Warnings of another torch than that of the fast tier are no failures of this one, nor is it
     # one where pytest does not know an option of a plugin that is missing. Each test is named when
     # it ends, and where one hangs all threads are shown: who reads may not see the end.
-    "$PYTHON" -m pytest "${files[@]}" -m "$marker" ${1:+-k "$1"} -o addopts= -o filterwarnings= \
-        -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb short --durations 10 --maxfail 8
+    local workers=()
+    [ -z "$DRY" ] && "$PYTHON" -c 'import xdist' 2>/dev/null && workers=(-n 6 --dist worksteal)
+    "$PYTHON" -m pytest "${files[@]}" "${workers[@]}" -m "$marker" ${1:+-k "$1"} -o addopts= -o filterwarnings= \
+        -o faulthandler_timeout=100 -p no:cacheprovider -v -ra --tb short --durations 10 --maxfail 40
 }
 
 stage_copies() { "$PYTHON" benchmarks/gpu/copies.py $DRY; }

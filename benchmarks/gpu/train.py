@@ -42,7 +42,7 @@ from benchmarks.gpu.results import accelerator, keep, synchronize
 from offload import recording, reporting
 from offload.cli import gpt
 from offload.cli.breakdown import breakdown
-from offload.planning import profile
+from offload.planning import planner
 from offload.planning.machine import probe
 from offload.planning.tiers import parse_bytes
 from offload.runtime.device import compute_device
@@ -53,8 +53,8 @@ CLIP = 1.0
 LENGTH, DRY_LENGTH, DRY_LESS = 1024, 8, 512
 """Tokens of a sequence, and by how much fewer of them a dry point has."""
 
-WARMUP, STEPS, PROFILED = 2, 4, 2
-CHUNK_ELEMENTS = profile.CHUNK_ELEMENTS
+WARMUP, STEPS, PROFILED = 2, 8, 2
+CHUNKS = planner.CHUNK_ELEMENTS, planner.LARGE_CHUNK_ELEMENTS
 HOST_SHARE = 0.85
 """Of the host's memory, for the cpu tier: the machine is ours alone."""
 
@@ -159,7 +159,8 @@ def resident(args: argparse.Namespace) -> tuple[nn.Module, Any]:
 def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model as the engine has it; `--memory` counts in place of what is free now."""
     tiers: Any = ("auto",) * 3 if args.placement == "auto" else args.placement.split("-")
-    profile.CHUNK_ELEMENTS = args.chunk or CHUNK_ELEMENTS
+    chunks = (args.chunk,) * 2 if args.chunk else CHUNKS
+    planner.CHUNK_ELEMENTS, planner.LARGE_CHUNK_ELEMENTS = chunks
     model = built(SHAPES[args.size], recompute=True)
     paths = (args.nvme_path,) if args.nvme_path and "nvme" in tiers else ()
     machine = probe(paths, device_free_bytes=compute_device().free_bytes())

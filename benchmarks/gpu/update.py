@@ -20,7 +20,10 @@ import torch
 import cpu_adam
 from benchmarks.gpu.results import accelerator, keep, synchronize, table, used_columns
 from cpu_adam import FORMATS, AdamHyper, Part, update_parts, views
+from cpu_adam.choice import ptx
+from offload.runtime.device import compute_device
 from offload.runtime.memory import host_tensor
+from offload.runtime.native import Native, native_runner
 
 ROUNDS = 5
 ELEMENTS = 1 << 27
@@ -51,14 +54,38 @@ def updates(
     size = fmt.record_bytes(chunk)
     records = host_tensor(size * (elements // chunk)).to(device)
 
-    def run() -> None:
-        for index in range(elements // chunk):
-            here = slice(index * chunk, (index + 1) * chunk)
-            record = views(records[index * size : (index + 1) * size], fmt, chunk)
-            part = Part(0, chunk, 0, 0, is_last=True)
-            update_parts(weight[here], gradient[here], record, [part], [(HYPER, 3)], format=fmt)
+    parts = []
+    for index in range(elements // chunk):
+        here = slice(index * chunk, (index + 1) * chunk)
+        record = views(records[index * size : (index + 1) * size], fmt, chunk)
+        parts.append((weight[here], gradient[here], record))
 
-    return run, gradient.nbytes + 2 * (weight.nbytes + records.nbytes)
+    def run() -> None:
+        for one in parts:
+            part = Part(0, chunk, 0, 0, is_last=True)
+            update_parts(*one, [part], [(HYPER, 3)], format=fmt)
+
+    moved = gradient.nbytes + 2 * (weight.nbytes + records.nbytes)
+    return run if device.type == "cpu" else by_kernels(name, parts), moved
+
+
+def by_kernels(name: str, parts: list[tuple[Any, Any, Any]]) -> Callable[[], None]:
+    """The same as the lanes have it done on a device."""
+    device, lanes = compute_device(), native_runner()
+    driver = device.open(lanes)
+    driver.load(ptx().decode())
+    native = Native(driver=driver)
+    settings, works = native.settings([(HYPER, 3)], None), list[Any]()
+    for weight, gradient, record in parts:
+        arrays = [gradient, weight, *(record[slot.name] for slot in FORMATS[name].slots)]
+        row, dtype = [weight.numel(), 0, 0, *(x.data_ptr() for x in arrays)], str(weight.dtype)[6:]
+        works.append(native._sweep(name, dtype, [row], [0] * len(arrays), there=True))
+
+    def run() -> None:
+        for work in works:
+            native.perform(work, settings, device.handle(device.stream()))
+
+    return run
 
 
 def copied(size: int, device: torch.device, count: int) -> float:

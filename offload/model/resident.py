@@ -56,10 +56,10 @@ class PendingUnit:
     versions: list[int] = field(default_factory=list)
     """Of the gradients that it reads."""
 
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where these are: torch may give the same memory in each step."""
-        return tuple(one.data_ptr() for kind in self.flat.values() for one in kind.values())
+
+def addresses(flat: Flat) -> tuple[int, ...]:
+    """Where weights and gradients are: torch may give the same memory in each step."""
+    return tuple(one.data_ptr() for kind in flat.values() for one in kind.values())
 
 
 class Residents:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from cpu_adam.hyper import Hyper
 from offload.model.early_updates import Step
-from offload.model.resident import PendingUnit, Residents
-from offload.planning.layout import Plan
+from offload.model.resident import PendingUnit, Residents, addresses
+from offload.planning.layout import Plan, site
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
 from offload.program.ops import Lane, Op, Use
@@ -128,14 +129,20 @@ class Updates:
 
     def _squares_at_once(self, here: Sequence[int], step: Step, clip: Any) -> None:
         """Put the sums of the squares of residents."""
-        jobs, op = list[Job](), None
-        for unit in here:
-            one = square(self._plan, unit)
-            flat = self._residents.flat(unit, step)
-            jobs += self._runner.works.squares(one, step[unit].keys(), flat).jobs
-            op = one if op is None else replace(op, bytes=op.bytes + one.bytes)
-        if op is not None:
-            self._runner.perform(op, Work(jobs), self._runner.settings([], clip))
+        if not here:
+            return
+        flats = {unit: self._residents.flat(unit, step) for unit in here}
+        ops = [square(self._plan, unit) for unit in here]
+        taking = tuple((unit, *step[unit], addresses(flat)) for unit, flat in flats.items())
+
+        def made() -> Work:
+            every, jobs = zip(ops, flats.items(), strict=True), list[Job]()
+            for op, (unit, flat) in every:
+                jobs += self._runner.works.squares(op, step[unit].keys(), flat).jobs
+            return Work(jobs)
+
+        op = replace(ops[0], bytes=sum(op.bytes for op in ops))
+        self._runner.perform(op, ("squares", taking), made, self._runner.settings([], clip))
 
     @torch.no_grad()
     def _update_at_once(
@@ -145,8 +152,10 @@ class Updates:
             self._runner.wait([self._normed])
         for unit in here:
             flat = self._residents.flat(unit, step)
-            work = self._runner.works.update(self._ops[unit], dict(members[unit]), flat)
-            self._runner.perform(self._ops[unit], work, settings)
+            op, taking = self._ops[unit], dict(members[unit])
+            made = partial(self._runner.works.update, op, taking, flat)
+            key = "update", unit, members[unit], addresses(flat)
+            self._runner.perform(op, key, made, settings)
         device = self._runner.device
         if here and self._lane_shares:
             self._runner.drain()  # Before a lane uses the workspace.
@@ -165,7 +174,7 @@ class Updates:
     ) -> Any:
         """The squares that are not summed yet, the norm, and the updates of a step."""
         works = self._runner.works
-        lies = tuple(one.addresses for one in prepared.values())
+        lies = tuple(addresses(one.flat) for one in prepared.values())
 
         def made() -> Iterator[tuple[Op, Work | None]]:
             for unit, taking in squared:
@@ -211,4 +220,4 @@ def _numbered(step: Step) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]
 def _lane_shares(plan: Plan) -> bool:
     """Whether a lane, too, works in the workspace, on units that are no residents."""
     others = (p for unit, p in enumerate(plan.placements) if unit not in plan.residents)
-    return any(p.state == "device" or (plan.clips and p.gradient == "device") for p in others)
+    return any(site(p) == "device" or (plan.clips and p.gradient == "device") for p in others)

@@ -56,6 +56,8 @@ class Placement:
     weight: Tier
     gradient: Tier
     state: Tier
+    shared: bool = False
+    """The device updates the unit, though its states live in CPU memory."""
 
     def of(self, kind: Kind) -> Tier:
         """The tier of `kind`."""
@@ -227,8 +229,9 @@ class Plan:
 
 
 def site(placement: Placement) -> Tier:
-    """Where a unit is updated: where its states live, or on the cpu for states on nvme."""
-    return "device" if placement.state == "device" else "cpu"
+    """Where a unit is updated: where its states live, or on the cpu for states on nvme; on the
+    device if it is `shared`."""
+    return "device" if placement.state == "device" or placement.shared else "cpu"
 
 
 @functools.cache
@@ -316,7 +319,7 @@ def lay_out_memory(
             "cpu", use, max((n for n, p in pairs if p.of(kind) in tiers), default=0), STAGES
         )
 
-    updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
+    updated = (n for n, p in zip(sizes.scratch, placements) if site(p) == "device")
     squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
     ring("weight", "weight", "nvme")

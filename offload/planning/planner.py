@@ -4,6 +4,13 @@
 that the config assigns to a tier go there. Values of the others (`auto`) are a fixed list: its
 longest prefix that fits goes to the device, the next values to the cpu, the rest to nvme. Equal
 inputs give equal plans.
+
+[Note: Shared updates]
+An update of states in CPU memory is bound by that memory. Where it cannot hide behind the backward,
+as the norm or the last micro-batch is not known before, an accelerator with nothing to do waits for
+it. So it takes part: of some units the states come to it in chunks, and go back. The bus moves 24
+bytes a parameter, about as fast as the CPU updates one (26 bytes): a part that both end at the same
+time. Units are dealt out in the order in which the next forward needs them.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, Choice, Config
 from offload.planning.layout import (
+    CHUNK_STAGES,
     WEIGHT_SLOTS_MAX,
     Placement,
     Plan,
@@ -27,8 +35,17 @@ from offload.planning.layout import (
     lay_out_memory,
 )
 from offload.planning.machine import Machine
-from offload.planning.profile import KINDS, Kind, Profile, StateChoice
+from offload.planning.profile import CHUNK_ELEMENTS, ITEM_BYTES, KINDS, Kind, Profile, StateChoice
 from offload.planning.tiers import TIERS, Tier, format_bytes
+
+LARGE_CHUNK_ELEMENTS = 1 << 24
+"""Elements in a full chunk where an accelerator shares values with CPU memory alone."""
+
+RING_SHARE = 1 / 16
+"""Of a memory budget, at most, for staging slots of chunks."""
+
+SHARED = 0.4
+"""The part of the states in CPU memory that the device updates, see [Note: Shared updates]."""
 
 IDLE_BYTES_TOLD = 256 << 20
 """So much of a budget that lies idle is told."""
@@ -53,6 +70,29 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
     return {"device": device, "cpu": cpu, "nvme": nvme if config.nvme_path else 0}
 
 
+def chunk_sizes(config: Config, machine: Machine) -> list[int]:
+    """Elements in a full chunk to plan with, the best first; the last serves any plan.
+
+    Small chunks go to and from a drive while others are updated, and a host has no other memory to
+    bring them from. Large ones keep a bus busy: see docs/decisions.md. Their staging slots take
+    part of the budgets.
+    """
+    if machine.device_is_cpu:
+        return [CHUNK_ELEMENTS]
+    budgets = budgets_of(config, machine)
+    staged = ITEM_BYTES["bfloat16"] * (
+        2 if _begins_early(config) else 7
+    )  # Without states, or with.
+    room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
+    large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)
+    return [*[large] * (large > CHUNK_ELEMENTS), CHUNK_ELEMENTS]
+
+
+def _begins_early(config: Config) -> bool:
+    """Whether updates begin inside the last backward of a step."""
+    return config.micro_batches is not None and config.max_grad_norm is None
+
+
 def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:
     """Decide where everything lives; `rule`, that of the updates, decides the size of states.
 
@@ -61,7 +101,13 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     """
     states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
     budgets, search = budgets_of(config, machine), _Search(profile, config, states)
-    for arrangement in search.fitting(budgets):
+    room = budgets["device"] * RING_SHARE
+    arrangements = search.fitting(budgets)
+    if states.on_accelerator and search.state_rings() <= room and not search.early:
+        sharing = _Search(profile, config, states, shares=True)
+        if (first := next(sharing.fitting(budgets), None)) is not None:
+            search, arrangements = sharing, iter([first])
+    for arrangement in arrangements:
         found = search.plan_of(arrangement, budgets)
         taken = {tier: found.taken_bytes(tier) for tier in TIERS}
         if lack := _lack_of_memory(taken, machine) or _lack_of_nvme(taken["nvme"], config, machine):
@@ -115,10 +161,12 @@ class _Search:
     on the device, then most on the cpu) places no value slower than one for smaller budgets.
     """
 
-    def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
-        self.profile, self.states = profile, states
+    def __init__(
+        self, profile: Profile, config: Config, states: StateChoice, *, shares: bool = False
+    ) -> None:
+        self.profile, self.states, self.shares = profile, states, shares
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
-        self.early = config.micro_batches is not None and not self.clips
+        self.early = _begins_early(config)
         choices = (config.params, config.gradients, config.optimizer)
         self.forced: dict[Kind, Choice] = dict(zip(KINDS, choices))
         self.auto: list[Kind] = [kind for kind in KINDS if self.forced[kind] == "auto"]
@@ -173,7 +221,22 @@ class _Search:
             first = self.auto.index(kind) * len(units) if choice == "auto" else 0
             ranks = [(first + u >= on_device) + (first + u >= on_cpu) for u in units]
             tiers.append([TIERS[rank] if choice == "auto" else choice for rank in ranks])
-        return [Placement(*homes) for homes in zip(*tiers)]
+        found = [Placement(*homes) for homes in zip(*tiers)]
+        return self._dealt_out(found) if self.shares else found
+
+    def _dealt_out(self, placements: list[Placement]) -> list[Placement]:
+        """Some with their updates shared, see [Note: Shared updates]."""
+        found, done = list(placements), [0, 0]
+        for unit in dict.fromkeys((*self.profile.forward, *range(len(found)))):
+            if found[unit].state == "cpu" and self.profile.units[unit].trainable:
+                there = done[True] * (1 - SHARED) < done[False] * SHARED
+                done[there] += self.sizes.value["state"][unit]
+                found[unit] = replace(found[unit], shared=there)
+        return found
+
+    def state_rings(self) -> int:
+        """Bytes of staging slots of all kinds."""
+        return CHUNK_STAGES * sum(max(self.sizes.chunk[kind], default=0) for kind in KINDS)
 
     def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int]) -> Plan:
         """The plan of an arrangement, down to the byte."""

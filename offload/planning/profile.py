@@ -5,7 +5,7 @@ dtype and trainability, each starting at a multiple of 4 KiB. Inside a segment p
 another, each starting at a multiple of 1024 elements: a leaf of the norm, and whole groups of
 compact states, so no result depends on where a cut at such a multiple falls. Gradients are a second
 buffer, with the same element numbering, of the trainable segments only. States are kept per chunk:
-at most `CHUNK_ELEMENTS` consecutive elements of one trainable segment.
+at most `Unit.chunk_elements` consecutive elements of one trainable segment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ KINDS: tuple[Kind, ...] = ("weight", "gradient", "state")
 """All kinds, those first that gain most from a fast home."""
 
 CHUNK_ELEMENTS = 1 << 20
-"""Elements in a full chunk: the grain in which values are stored and updates stream."""
+"""Elements in a full chunk, the grain in which values are stored and updates stream, where a drive
+takes part or the host computes."""
 
 FUSED_BYTES_MAX = 2 << 20
 """Weights of neighbours that are fused to one unit: above it nothing is gained, and from twice as
@@ -136,6 +137,8 @@ class Unit:
     own."""
     backward: bool = True
     """Backward needs its weights (an embedding's does not)."""
+    chunk_elements: int = CHUNK_ELEMENTS
+    """Elements in a full chunk, a multiple of a leaf of the norm."""
     weight_chunks: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
     """(offset, bytes) of the chunks in which weights are stored: `chunks`, then frozen ones."""
 
@@ -143,7 +146,7 @@ class Unit:
         found = tuple(
             (segment.weight_offset + start * item, elements * item)
             for segment, item in ((one, ITEM_BYTES[one.dtype]) for one in self.segments)
-            for start, elements in _cuts(0, segment.elements)
+            for start, elements in _cuts(0, segment.elements, self.chunk_elements)
         )
         object.__setattr__(self, "weight_chunks", found)
 
@@ -207,10 +210,11 @@ class Profile:
         """
         unit, parameter, _ = self._place(name)
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
-        before = sum(-(-s.elements // CHUNK_ELEMENTS) for s in segments[: one.segment])
+        full = self.units[unit].chunk_elements
+        before = sum(-(-s.elements // full) for s in segments[: one.segment])
         part = range(one.elements) if elements is None else elements
-        for at, count in _cuts(one.start + part.start, one.start + part.stop):
-            chunk, start = divmod(at, CHUNK_ELEMENTS)
+        for at, count in _cuts(one.start + part.start, one.start + part.stop, full):
+            chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
 
     def by_chunk(
@@ -310,6 +314,7 @@ def lay_out_unit(
     gradient_dtype: str = "param",
     lasting: bool = False,
     backward: bool = True,
+    chunk_elements: int = CHUNK_ELEMENTS,
 ) -> Unit:
     """Lay out a unit: segments by (trainable first, dtype), parameters in the given order.
 
@@ -346,7 +351,7 @@ def lay_out_unit(
         weight_bytes += elements * ITEM_BYTES[dtype]
         if not frozen:
             gradient_bytes += elements * ITEM_BYTES[kept]
-            chunks += _cut(len(segments) - 1, segment)
+            chunks += _cut(len(segments) - 1, segment, chunk_elements)
     return Unit(
         name=name,
         parameters=tuple(parameters),
@@ -356,21 +361,22 @@ def lay_out_unit(
         gradient_bytes=gradient_bytes,
         lasting=lasting,
         backward=backward,
+        chunk_elements=chunk_elements,
     )
 
 
-def _cuts(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Elements of a segment cut where chunks end: (start, number) of each part."""
+def _cuts(start: int, stop: int, full: int) -> Iterator[tuple[int, int]]:
+    """Elements of a segment cut where chunks of `full` end: (start, number) of each part."""
     while start < stop:
-        elements = min(stop, (start // CHUNK_ELEMENTS + 1) * CHUNK_ELEMENTS) - start
+        elements = min(stop, (start // full + 1) * full) - start
         yield start, elements
         start += elements
 
 
-def _cut(index: int, segment: Segment) -> Iterator[Chunk]:
+def _cut(index: int, segment: Segment, full: int) -> Iterator[Chunk]:
     """The chunks of `segment`."""
     weight_item, gradient_item = ITEM_BYTES[segment.dtype], ITEM_BYTES[segment.gradient_dtype]
-    for start, elements in _cuts(0, segment.elements):
+    for start, elements in _cuts(0, segment.elements, full):
         yield Chunk(
             segment=index,
             start=start,

@@ -105,7 +105,7 @@ class Native:
         """Of every place."""
         self.start, self.cancel = runner.start, runner.cancel
         self.begin, self.over, self.finish = runner.begin, runner.over, runner.finish
-        self.all, self.stop = runner.all, runner.stop
+        self.all, self.stop, self.perform = runner.all, runner.stop, runner.perform
 
     clip: Callable[[float], Any] = staticmethod(lambda norm: _native.Clip(norm))
 
@@ -132,9 +132,9 @@ class Native:
     def _numbered(self, names: Iterable[object]) -> list[int]:
         return [self._numbers.setdefault(one, len(self._numbers)) for one in names]
 
-    def perform(self, op: Op, work: Work, settings: Any, stream: int) -> None:
-        """Do a work on the calling thread, or queue it on that stream of the user's."""
-        self._runner.perform(self._work(op.lane, work), settings, stream)
+    def work(self, op: Op, work: Work) -> Any:
+        """Write down a work of an op, to be performed."""
+        return self._work(op.lane, work)
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> Any:
         """Whom an op with these cells would have to wait for."""

@@ -259,9 +259,13 @@ class Reference:
         self._ran.append(Ran(task.op.lane, task.op, task.began_at, time.perf_counter()))
         task.over, task.waits = True, ()
 
-    def perform(self, op: Op, work: Work, settings: Settings | None, stream: object) -> None:
+    def work(self, op: Op, work: Work) -> tuple[Op, Work]:
+        """Write down a work of an op, to be performed."""
+        return op, work
+
+    def perform(self, work: tuple[Op, Work], settings: Settings | None, stream: object) -> None:
         """Do a work on the calling thread and its stream."""
-        self._performer.perform(op, work, settings)
+        self._performer.perform(*work, settings)
 
     def over(self, task: Task, seconds: float) -> bool:
         """Whether `task` is over; with `seconds` it is done now."""

@@ -104,7 +104,7 @@ class Runner:
         self.clip, self.settings = self._lanes.clip, self._lanes.settings
         self.touching, self.all = self._lanes.touching, self._lanes.all
         self.lasting = self._lanes.native
-        """Whether a phase that is kept holds no tensors."""
+        """Whether a phase, or a work, that is kept holds no tensors."""
         self._by_handle = self._lanes.native and not device.is_host
         """Whether lanes know the user's streams by number."""
 
@@ -132,21 +132,28 @@ class Runner:
     # -- phases --------------------------------------------------------------------------------
 
     def phase(self, key: Hashable, make: Callable[[], Iterable[tuple[Op, Work | None]]]) -> Any:
-        """The phase of the ops and works that `make` gives: kept under `key`, as its addresses are
-        those of the arenas of now.
+        """The phase of the ops and works that `make` gives, kept under `key`.
 
         Raises:
             ProgramError: an op that breaks a rule by itself.
         """
+
+        def written() -> Any:
+            made = list(make())
+            for op, _ in made:
+                check_op(self.plan, op)
+            return self.written(made)
+
+        return self._keep(key, written)
+
+    def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is kept under `key`, as its addresses are those of the arenas of now."""
         too_many = len(self._kept) >= KEPT_PER_UNIT_MAX * len(self.plan.profile.units)
         if too_many or self._kept_in != self.memory.taken:
             self._kept.clear()
             self._kept_in = self.memory.taken
         if key not in self._kept:
-            made = list(make())
-            for op, _ in made:
-                check_op(self.plan, op)
-            self._kept[key] = self.written(made)
+            self._kept[key] = make()
         return self._kept[key]
 
     def moves(self, make: Callable[..., Op | list[Op]], *args: Hashable) -> Any:
@@ -171,13 +178,18 @@ class Runner:
             self.fail(error)  # Some may be queued, and nobody has them.
             raise
 
-    def perform(self, op: Op, work: Work, settings: Any) -> None:
-        """Do an op's work on the calling thread, or queue it on its stream of the device; the host
-        waits there for sums."""
+    def perform(self, op: Op, key: Hashable, make: Callable[[], Work], settings: Any) -> None:
+        """Do an op's work, kept under `key`, on the calling thread, or queue it on its stream of
+        the device; the host waits there for sums."""
+
+        def made() -> Any:
+            return self._lanes.work(op, make())
+
+        work = self._keep(key, made) if self.lasting else made()
         since, waits = time.perf_counter(), op.verb is Verb.SQUARE and not self.device.is_host
         stream = self.device.handle(self.device.stream()) if self._by_handle else 0
         with self.waited(Lane.COMPUTE) if waits else nullcontext():
-            self._lanes.perform(op, work, settings, stream)
+            self._lanes.perform(work, settings, stream)
         self.stats.count(op, since)
 
     # -- the user's thread ---------------------------------------------------------------------

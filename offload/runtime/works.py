@@ -252,10 +252,14 @@ class Works:
     def _stream(
         self, op: Op, chunks: Mapping[int, Sequence[Job]], kinds: Collection[Kind], flat: Flat
     ) -> Work:
-        """The jobs of the chunks of an op: those of its values that are away come and go."""
+        """The jobs of the chunks of an op: those of its values that are away come and go.
+
+        Beside a device even those that stay go one by one: between two of them the CPU takes up
+        what is more urgent.
+        """
         unit = op.value.unit
         away = [kind for kind in kinds if self._hops(kind, unit, op)]
-        if not away:
+        if not away and (op.lane is not Lane.CPU or self._device_is_host):
             return Work([job for jobs in chunks.values() for job in jobs])
         written = [use.value.kind for use in op.writes if use.place.use == "home"]
         back = [kind for kind in away if kind in written]

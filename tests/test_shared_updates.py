@@ -1,0 +1,104 @@
+"""Beside an accelerator: chunks as large as budgets allow, and updates that both sides share."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cpu_adam.formats import scratch_bytes
+from offload.config import Config
+from offload.planning import planner
+from offload.planning.layout import Place
+from offload.planning.machine import Machine
+from offload.planning.planner import LARGE_CHUNK_ELEMENTS, BudgetError, chunk_sizes, plan
+from offload.planning.profile import CHUNK_ELEMENTS, profile_of
+from offload.program.compile import compile_program
+from offload.program.ops import Lane
+from tests.profiles import blocks, unit
+from tests.stand_in import driven
+from tests.test_plan import HUGE
+from tests.test_stand_in import OFFLOADED, two_micro_batches
+from tests.training import assert_same, attached, result_of
+
+pytest.importorskip("offload.runtime._runner", reason="not compiled here")
+
+
+@pytest.mark.parametrize(
+    ("config", "machine", "largest"),
+    [
+        (Config(micro_batches=1), HUGE, LARGE_CHUNK_ELEMENTS),
+        (Config(device_memory="1GiB", micro_batches=1), HUGE, 1 << 22),
+        (Config(device_memory="1GiB"), HUGE, CHUNK_ELEMENTS),  # The states' chunks pass there, too.
+        (Config(cpu_memory="1MiB"), HUGE, CHUNK_ELEMENTS),
+        (Config(), replace(HUGE, device_is_cpu=True), CHUNK_ELEMENTS),
+    ],
+)
+def test_chunks_are_as_large_as_part_of_the_budgets_allows(
+    config: Config, machine: Machine, largest: int
+) -> None:
+    found = chunk_sizes(config, machine)
+    assert found[0] == largest
+    assert found[-1] == CHUNK_ELEMENTS
+
+
+ON_CPU: dict[str, Any] = dict.fromkeys(("params", "gradients", "optimizer"), "cpu")
+
+
+def test_the_device_takes_part_in_updates_that_nothing_hides() -> None:
+    profile = blocks(20, 5000)
+    found = plan(profile, Config(**ON_CPU), HUGE)
+    shared = [one.shared for one in found.placements]
+    assert shared[:4] == [False, True, False, True]
+    assert sum(shared) == 8
+    updates = compile_program(found).phases["update"].ops
+    assert {op.lane for op in updates} == {Lane.CPU, Lane.COMPUTE}
+    for config, machine in (
+        (Config(**ON_CPU, micro_batches=1), HUGE),  # They hide behind the backward.
+        (Config(**ON_CPU, device_memory=found.taken_bytes("device")), HUGE),
+        (Config(**ON_CPU), replace(HUGE, device_is_cpu=True)),
+        (Config(**{**ON_CPU, "optimizer": "nvme"}, nvme_path=("/nvme",)), HUGE),
+    ):
+        assert not any(one.shared for one in plan(profile, config, machine).placements)
+    clipping = Config(**ON_CPU, micro_batches=1, max_grad_norm=1.0)
+    assert any(one.shared for one in plan(profile, clipping, HUGE).placements)
+
+
+def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
+    profile = profile_of([unit("small", 70_000), unit("wide", 3_000_000)])
+    need = scratch_bytes(1 << 20)
+    for states, on_cpu in itertools.product(("device", "cpu"), (False, True)):
+        asked: dict[str, Any] = {"params": "cpu", "gradients": "cpu", "optimizer": states}
+        config = Config(**asked, micro_batches=1)  # Which shares no updates.
+        found = plan(profile, config, replace(HUGE, device_is_cpu=on_cpu))
+        room = found.slots.get(Place("device", "workspace"))
+        assert (room is not None) == (states == "device" and not on_cpu)
+        if room is not None:
+            assert room.bytes == need
+            size = found.taken_bytes("device")
+            assert room.offset + room.bytes <= size
+            assert plan(profile, replace(config, device_memory=size), HUGE) is not None
+            with pytest.raises(BudgetError):
+                plan(profile, replace(config, device_memory=size - 1), HUGE)
+
+
+@pytest.mark.parametrize("states", ["exact", "compact"])
+@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), OFFLOADED])
+def test_updates_that_the_device_shares_have_the_bits_of_the_cpu(
+    placement: tuple[str, str, str], states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for part in (0.0, 0.4, 0.9):
+        monkeypatch.setattr(planner, "SHARED", part)
+        with driven(2, 300), attached(placement, tmp_path, states=states, max_grad_norm=0.1) as run:
+            assert any(one.shared for one in run.engine.plan.placements) == (part > 0)
+            torch.manual_seed(2)
+            for number in range(3):
+                two_micro_batches(run, number)
+            found.append(result_of(run))
+    for one in found[1:]:
+        assert_same(one, found[0])
