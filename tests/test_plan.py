@@ -402,11 +402,11 @@ def test_the_search_finds_what_trying_everything_finds(
         (on_device, on_cpu, slots): {
             "device": search.device(on_device, slots),
             "cpu": search.cpu(on_device, on_cpu),
-            "nvme": search.nvme(on_cpu),
+            "nvme": search.nvme(on_device, on_cpu),
         }
         for on_device, slots in search.candidates()
         for on_cpu in range(search.count, -1, -1)
-        if on_cpu >= on_device and (config.nvme_path or on_cpu == search.count)
+        if config.nvme_path or on_cpu == search.count
     }
     budgets: dict[Tier, int] = {}
     for tier in TIERS:

@@ -18,7 +18,8 @@ from offload.planning.machine import Machine
 from offload.planning.planner import LARGE_CHUNK_ELEMENTS, BudgetError, chunk_sizes, plan
 from offload.planning.profile import CHUNK_ELEMENTS, profile_of
 from offload.program.compile import compile_program
-from offload.program.ops import Lane
+from offload.program.ops import Lane, Verb
+from offload.program.simulate import simulate
 from tests.profiles import blocks, unit
 from tests.stand_in import driven
 from tests.test_plan import HUGE
@@ -53,8 +54,8 @@ def test_the_device_takes_part_in_updates_that_nothing_hides() -> None:
     profile = blocks(20, 5000)
     found = plan(profile, Config(**ON_CPU), HUGE)
     shared = [one.shared for one in found.placements]
-    assert shared[:4] == [False, True, False, True]
-    assert sum(shared) == 8
+    assert shared[:3] == [False, False, True]
+    assert 4 <= sum(shared) <= 7
     updates = compile_program(found).phases["update"].ops
     assert {op.lane for op in updates} == {Lane.CPU, Lane.COMPUTE}
     for config, machine in (
@@ -86,16 +87,58 @@ def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
                 plan(profile, replace(config, device_memory=size - 1), HUGE)
 
 
+H100 = Machine(
+    device_bytes=1 << 50,
+    cpu_bytes=1 << 50,
+    h2d_bytes_per_s=46e9,
+    d2h_bytes_per_s=49e9,
+    cpu_bytes_per_s=139e9,
+    compute_bytes_per_s=1.5e12,
+    op_seconds=3e-5,
+)
+"""As it was measured: see benchmarks/results."""
+
+
+@pytest.mark.parametrize("tokens", [1024, 4096, 16384])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_more_device_memory_is_hardly_ever_slower_and_often_faster(
+    clip: float | None, tokens: int
+) -> None:
+    """All but the updates on the device itself, which nothing hides: a twentieth at most."""
+    elements = 190_000_000
+    units = [unit(f"block{i}", elements, chunk_elements=LARGE_CHUNK_ELEMENTS) for i in range(18)]
+
+    def seconds(one: int, verb: Verb) -> float:
+        return (2 if verb is Verb.FORWARD else 6) * elements * tokens / 400e12
+
+    def step(gigabytes: int) -> float:
+        config = Config(
+            device_memory=gigabytes * 10**9,
+            cpu_memory="1TiB",
+            max_grad_norm=clip,
+            micro_batches=1,
+        )
+        program = compile_program(plan(profile_of(units), config, H100))
+        early = clip is None
+        return simulate(program, H100, seconds, updates_in_backward=early).step_seconds
+
+    steps = [step(size) for size in (3, 6, 9, 12, 20, 30, 40, 60)]
+    assert all(more <= 1.05 * less for less, more in itertools.pairwise(steps)), steps
+    assert max(steps[1:]) <= 1.05 * steps[0]
+    if clip is not None or tokens < 16384:
+        assert steps[-1] < 0.9 * steps[0]
+
+
 @pytest.mark.parametrize("states", ["exact", "compact"])
 @pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), OFFLOADED])
 def test_updates_that_the_device_shares_have_the_bits_of_the_cpu(
     placement: tuple[str, str, str], states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
-    for part in (0.0, 0.4, 0.9):
-        monkeypatch.setattr(planner, "SHARED", part)
+    for rate in (1e-9, 0.4, 1e9):
+        monkeypatch.setattr(planner, "BUS_RATE", rate)
         with driven(2, 300), attached(placement, tmp_path, states=states, max_grad_norm=0.1) as run:
-            assert any(one.shared for one in run.engine.plan.placements) == (part > 0)
+            assert any(one.shared for one in run.engine.plan.placements) == (rate > 1e-9)
             torch.manual_seed(2)
             for number in range(3):
                 two_micro_batches(run, number)

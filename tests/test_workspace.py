@@ -139,7 +139,7 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
 def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner, "SHARED", 0.0)
+    monkeypatch.setattr(planner, "BUS_RATE", 1e-9)  # Shares no updates.
     on_device = ("cpu", "device", "cpu")
     with as_on_an_accelerator(tmp_path, on_device, max_grad_norm=0.1) as run:
         plan = run.engine.plan
