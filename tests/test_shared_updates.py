@@ -24,7 +24,7 @@ from tests.profiles import blocks, unit
 from tests.stand_in import driven
 from tests.test_plan import HUGE
 from tests.test_stand_in import OFFLOADED, two_micro_batches
-from tests.training import assert_same, attached, result_of
+from tests.training import RESIDENT, assert_same, attached, plain, result_of
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
@@ -145,3 +145,22 @@ def test_updates_that_the_device_shares_have_the_bits_of_the_cpu(
             found.append(result_of(run))
     for one in found[1:]:
         assert_same(one, found[0])
+
+
+def test_memory_that_activations_leave_idle_is_told_where_more_would_be_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.paced.Paced.idle_bytes", lambda _: 1 << 30, raising=False)
+    for placement, tells in ((("auto",) * 3, True), (("cpu",) * 3, False), (RESIDENT, False)):
+        with (
+            driven(),
+            attached(placement, tmp_path, device_memory="256KiB" if tells else None) as run,
+        ):
+            for number in range(3):
+                assert not run.engine.notices or number > 1
+                plain(run, number)
+            told = [one for one in run.engine.notices if "were idle" in one]
+            assert len(told) == tells
+            if tells:
+                assert "1.00 GiB" in told[0]
+                assert "Config.device_memory='768.25MiB'" in told[0]

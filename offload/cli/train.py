@@ -57,7 +57,8 @@ def command(arguments: Sequence[str]) -> None:
             remarks.sentence(f"making the model, {settings.size}...")
             (model, optimizer), told = _warnings_of(lambda: build(settings))
         with optimizer.engine as engine:
-            remarks.notes([*told, *engine.notices])
+            known = engine.notices
+            remarks.notes([*told, *known])
             _introduce(console, settings, model, corpus, engine)
             reached = Reached()
             try:
@@ -67,6 +68,7 @@ def command(arguments: Sequence[str]) -> None:
                     reached.run = recording.run_of(engine, typed)
                     engine.settle()
                     reached.report = engine.report()
+                    remarks.notes([one for one in engine.notices if one not in known])
                     _judge(settings, model, corpus, progress, reached)
             except BaseException as error:
                 # What goes wrong in telling must not take the place of the error.

@@ -24,11 +24,16 @@ from offload.model.resident import Residents
 from offload.model.running import ForwardCall, GraphTasks, in_backward
 from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit, count_change
+from offload.planning.profile import KINDS
+from offload.planning.tiers import format_bytes
 from offload.program.ops import Use, Verb
 from offload.runtime import entry as entries
 from offload.runtime.entry import EngineError, entry
 from offload.runtime.runner import Runner
 from offload.runtime.stats import Report
+
+STEPS_OF_PEAK = 2
+"""So many steps have seen the highest use of the device's memory."""
 
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 """All engines of the process."""
@@ -87,8 +92,7 @@ class Engine:
             runner.notice,
             None if runner.store is None else runner.store.notice,
         )
-        self.notices: tuple[str, ...] = tuple(filter(None, found))
-        """What the user should know, in sentences."""
+        self._notices: tuple[str, ...] = tuple(filter(None, found))
         self._pid, self._since = os.getpid(), time.perf_counter()
         self._interruptions = len(entries.interruptions())
         engines.add(self)
@@ -110,6 +114,25 @@ class Engine:
 
     def __reduce__(self) -> Any:
         raise TypeError("an engine cannot be pickled: save model.state_dict() instead")
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the user should know, in sentences; after some steps also how much of the device's
+        memory the activations have left idle, where a larger budget would be filled."""
+        plan, idle = self.plan, 0
+        if self.steps >= STEPS_OF_PEAK and not self.runner.closed:
+            idle = self.runner.device.idle_bytes()
+        budget, units = plan.budgets["device"], range(len(self.units))
+        largest = max((plan.bytes_of(kind, u) for kind in KINDS for u in units), default=0)
+        away = any(tier != "device" for one in plan.placements for tier in map(one.of, KINDS))
+        if not away or idle < max(largest, budget // 4) or plan.idle_bytes("device") > 2 * largest:
+            return self._notices
+        more = format_bytes(budget + idle * 3 // 4).replace(" ", "")
+        return (
+            *self._notices,
+            f"{format_bytes(idle)} of the device's memory were idle at the highest use so far: "
+            f"with Config.device_memory={more!r} more of what is left to 'auto' would live there",
+        )
 
     # -- whether it can be used --------------------------------------------------------------------
 

@@ -208,6 +208,10 @@ class Plan:
             return self.file.bytes if self.file.extents else 0
         return self._end(tier, self.homes.values())
 
+    def idle_bytes(self, tier: Tier) -> int:
+        """Bytes of the budget of a tier that the plan does not take."""
+        return self.budgets[tier] - self.taken_bytes(tier)
+
     def arena_bytes(self, tier: Tier) -> int:
         """The size of the arena of a memory tier."""
         return self._end(tier, (home for key, home in self.homes.items() if self.in_arena(*key)))

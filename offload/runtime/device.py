@@ -68,6 +68,10 @@ class Device:
         """Free memory in bytes, or None if it is the CPU's."""
         return None
 
+    def idle_bytes(self) -> int:
+        """Bytes of its memory that nobody uses, not even at torch's highest use so far."""
+        return 0
+
     # -- memory -------------------------------------------------------------------------------
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -141,6 +145,12 @@ class Accelerator(Device):
         """Free memory in bytes."""
         free, _ = getattr(torch, self.torch_device.type).mem_get_info(self.torch_device)
         return int(free)
+
+    def idle_bytes(self) -> int:
+        """See `Device.idle_bytes`."""
+        of = getattr(torch, self.torch_device.type)
+        kept = of.memory_reserved(self.torch_device) - of.max_memory_allocated(self.torch_device)
+        return max(0, (self.free_bytes() or 0) + int(kept))
 
     def zeros(self, size: int) -> torch.Tensor:
         """See `Device.zeros`. Raises MemoryError if so much is not free in one block."""
