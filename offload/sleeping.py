@@ -255,12 +255,10 @@ class SwapArea:
     def _placements(self) -> list[Placement]:
         """All that sleeps on nvme, and nothing else there."""
         asleep = set(self.values())
-        units = range(len(self._plan.placements))
-        homes = {
-            kind: ["nvme" if Value(kind, u) in asleep else "device" for u in units]
-            for kind in KINDS
-        }
-        return [Placement(*each) for each in zip(*homes.values())]
+        return [
+            Placement(*("nvme" if Value(kind, unit) in asleep else "device" for kind in KINDS))
+            for unit in range(len(self._plan.placements))
+        ]
 
     def hold(self, *, awake: bool) -> None:
         """Take of a shared budget the swap area, and what the plan has in the tiers that are there:

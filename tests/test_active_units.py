@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload.model import running
 from offload.model.active_units import ActiveUnits
 from offload.model.parameter import OffloadedParameter
 from offload.model.units import FlatUnit
@@ -438,3 +439,31 @@ def test_an_embedding_that_a_backward_recomputes_waits_for_its_fetch(tmp_path: P
     expected = train_alone(plain, build=Recomputed)
     for placement in (("cpu", "cpu", "cpu"), ("nvme", "cpu", "cpu")):
         assert_same(train(placement, tmp_path, plain, build=Recomputed, pace=pace), expected)
+
+
+def test_a_backward_that_raised_elsewhere_is_over_once_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator a thread of autograd's has it, and forgets it a moment after it raised."""
+    call_at_end, kept = running.call_at_end, list[object]()
+
+    def lingering(ended: Callable[[], None]) -> None:
+        kept.append(ended)
+        call_at_end(ended)
+
+    def fails(loss: torch.Tensor) -> None:
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+
+    with attached(CPU, tmp_path) as run:
+        plain(run, 0)
+        loss = run.loss()
+        hook = run.model.blocks[2].up.weight.register_hook(lambda _: 1 / 0)  # type: ignore
+        monkeypatch.setattr(running, "call_at_end", lingering)
+        elsewhere(partial(fails, loss))
+        hook.remove()
+        assert kept
+        threading.Timer(0.05, kept.clear).start()
+        run.optimizer.zero_grad()
+        assert not kept
+        plain(run, 1)

@@ -16,20 +16,8 @@ from hypothesis import strategies as st
 from offload.config import Config
 from offload.planning.layout import Placement, Plan, lay_out, route, site
 from offload.planning.machine import Machine
-from offload.planning.planner import (
-    BudgetError,
-    _Search,
-    budgets_of,
-    plan,
-)
-from offload.planning.profile import (
-    BLOCK_BYTES,
-    KINDS,
-    Profile,
-    StateChoice,
-    profile_of,
-    round_up,
-)
+from offload.planning.planner import BudgetError, _Search, budgets_of, plan
+from offload.planning.profile import BLOCK_BYTES, KINDS, Profile, StateChoice, profile_of, round_up
 from offload.planning.tiers import TIERS, Tier
 from offload.program.compile import compile_program
 from offload.program.verify import verify

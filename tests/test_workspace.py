@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import offload
 from cpu_adam import FORMATS, choice, native, reference
 from cpu_adam.formats import scratch_bytes, squares_bytes
-from offload.planning import planner
 from offload.planning.machine import Machine
 from tests.adam_states import State, assert_same_state, hyper_of
 from tests.training import RESIDENT, Run, assert_same, attached, config_of, plain, result_of, train
@@ -136,10 +135,7 @@ def test_the_engine_gives_updates_on_the_device_the_workspace_of_its_plan(
         assert not any(place.use == "workspace" for place in run.engine.plan.slots)
 
 
-def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "BUS_RATE", 1e-9)  # Shares no updates.
+def test_norms_of_gradients_on_the_device_have_a_workspace_of_their_own(tmp_path: Path) -> None:
     on_device = ("cpu", "device", "cpu")
     with as_on_an_accelerator(tmp_path, on_device, max_grad_norm=0.1) as run:
         plan = run.engine.plan

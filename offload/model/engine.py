@@ -24,8 +24,6 @@ from offload.model.resident import Residents
 from offload.model.running import ForwardCall, GraphTasks, in_backward
 from offload.model.snapshots import Key, Snapshots
 from offload.model.units import FlatUnit, count_change
-from offload.planning.profile import KINDS
-from offload.planning.tiers import format_bytes
 from offload.program.ops import Use, Verb
 from offload.runtime import entry as entries
 from offload.runtime.entry import EngineError, entry
@@ -119,20 +117,10 @@ class Engine:
     def notices(self) -> tuple[str, ...]:
         """What the user should know, in sentences; after some steps also how much of the device's
         memory the activations have left idle, where a larger budget would be filled."""
-        plan, idle = self.plan, 0
-        if self.steps >= STEPS_OF_PEAK and not self.runner.closed:
-            idle = self.runner.device.idle_bytes()
-        budget, units = plan.budgets["device"], range(len(self.units))
-        largest = max((plan.bytes_of(kind, u) for kind in KINDS for u in units), default=0)
-        away = any(tier != "device" for one in plan.placements for tier in map(one.of, KINDS))
-        if not away or idle < max(largest, budget // 4) or plan.idle_bytes("device") > 2 * largest:
+        if self.steps < STEPS_OF_PEAK:
             return self._notices
-        more = format_bytes(budget + idle * 3 // 4).replace(" ", "")
-        return (
-            *self._notices,
-            f"{format_bytes(idle)} of the device's memory were idle at the highest use so far: "
-            f"with Config.device_memory={more!r} more of what is left to 'auto' would live there",
-        )
+        told = self.plan.told_idle(self.runner.device.idle_bytes())
+        return (*self._notices, *filter(None, (told,)))
 
     # -- whether it can be used --------------------------------------------------------------------
 
@@ -177,7 +165,7 @@ class Engine:
             return
         if in_backward() and not self.runner.device.is_host:
             return
-        if self.forward.running or self.graph_tasks.running:
+        if self.forward.running or self.graph_tasks.go_on:
             raise RuntimeError(
                 f"thread {threading.current_thread().name!r} asked for weights, gradients or "
                 "states of an offloaded model while another thread was inside its forward or "

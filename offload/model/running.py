@@ -5,12 +5,13 @@ Ctrl-C in a forward skips its hooks, as torch calls even those of `always_call` 
 only. So the outermost call of a hooked module is known by the frame that it is made in: once that
 has ended, the call is over, whatever hooks it has skipped. Nothing tells that a backward has raised
 but that autograd drops the callback that it was to call at the end, of which a weak reference is
-kept.
+kept. On an accelerator a thread of autograd's drops it a moment after `backward()` has raised.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +24,9 @@ from offload.runtime.torch_internals import call_at_end, graph_task
 
 _BETWEEN = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent / "_dynamo"))
 """Where the frames between a hook and the module's call come from."""
+
+DROPPED_SECONDS = 0.2
+"""So long autograd's thread has to drop the callback of a backward that has raised."""
 
 
 def in_backward() -> bool:
@@ -82,6 +86,14 @@ class GraphTasks:
         for task in [one for one, ended in self._ended.items() if ended() is None]:
             del self._ended[task]
         return bool(self._ended)
+
+    @property
+    def go_on(self) -> bool:
+        """Whether any goes on, on another thread: one that has just raised there does not."""
+        until = time.monotonic() + DROPPED_SECONDS
+        while self.running and time.monotonic() < until:
+            time.sleep(1e-3)
+        return self.running
 
     def began(self, task: int, ended: Callable[[], None]) -> None:
         """One has begun on this thread; `ended` is called at its end, unless it raises."""

@@ -56,8 +56,6 @@ class Placement:
     weight: Tier
     gradient: Tier
     state: Tier
-    shared: bool = False
-    """The device updates the unit, though its states live in CPU memory."""
 
     def of(self, kind: Kind) -> Tier:
         """The tier of `kind`."""
@@ -208,9 +206,20 @@ class Plan:
             return self.file.bytes if self.file.extents else 0
         return self._end(tier, self.homes.values())
 
-    def idle_bytes(self, tier: Tier) -> int:
-        """Bytes of the budget of a tier that the plan does not take."""
-        return self.budgets[tier] - self.taken_bytes(tier)
+    def told_idle(self, idle: int) -> str | None:
+        """What to tell of the bytes of the device that activations leave idle, if `auto` would fill
+        a larger budget with more of what lives elsewhere."""
+        budget, units = self.budgets["device"], range(len(self.placements))
+        left = budget - self.taken_bytes("device")
+        largest = max((self.bytes_of(kind, unit) for kind in KINDS for unit in units), default=0)
+        away = any(one.of(kind) != "device" for one in self.placements for kind in KINDS)
+        if not away or idle < max(largest, budget // 4) or left > 2 * largest:
+            return None
+        more = format_bytes(budget + idle * 3 // 4).replace(" ", "")
+        return (
+            f"{format_bytes(idle)} of the device's memory were idle at the highest use so far: "
+            f"with Config.device_memory={more!r} more of what is left to 'auto' would live there"
+        )
 
     def arena_bytes(self, tier: Tier) -> int:
         """The size of the arena of a memory tier."""
@@ -233,9 +242,8 @@ class Plan:
 
 
 def site(placement: Placement) -> Tier:
-    """Where a unit is updated: where its states live, or on the cpu for states on nvme; on the
-    device if it is `shared`."""
-    return "device" if placement.state == "device" or placement.shared else "cpu"
+    """Where a unit is updated: where its states live, or on the cpu for states on nvme."""
+    return "device" if placement.state == "device" else "cpu"
 
 
 @functools.cache
@@ -323,7 +331,7 @@ def lay_out_memory(
             "cpu", use, max((n for n, p in pairs if p.of(kind) in tiers), default=0), STAGES
         )
 
-    updated = (n for n, p in zip(sizes.scratch, placements) if site(p) == "device")
+    updated = (n for n, p in zip(sizes.scratch, placements) if p.state == "device")
     squared = (n for n, p in zip(sizes.squares, placements) if clips and p.gradient == "device")
     memory.ring("device", "workspace", max((*updated, *squared), default=0), 1)
     ring("weight", "weight", "nvme")

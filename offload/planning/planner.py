@@ -11,12 +11,6 @@ leave no edge between steps. Weights alone there save fetches, which compute hid
 update on the CPU, which it often does not: simulated for seven billion parameters on an H100, steps
 are up to 0.7 times as long, and a few hundredths longer only where nearly all fits. On the cpu, a
 byte of weights or gradients saves a drive as much as one of states, and more with micro-batches.
-
-[Note: Shared updates]
-An update of states in CPU memory is bound by that memory. Where it cannot hide behind the backward,
-as the norm or the last micro-batch is not known before, an accelerator with nothing to do waits for
-it. So it takes part: of some units the states come to it in chunks, and go back. Units are dealt
-out in the order in which the next forward needs them, each to who would be through with it first.
 """
 
 from __future__ import annotations
@@ -49,10 +43,6 @@ LARGE_CHUNK_ELEMENTS = 1 << 24
 
 RING_SHARE = 1 / 16
 """Of a memory budget, at most, for staging slots of chunks."""
-
-BUS_RATE = 0.3
-"""What a bus moves one way in the time in which the CPU, updating, reads and writes one byte: 50
-over 130 GB/s beside an H100, less what both take of the memory's speed. Others are much alike."""
 
 IDLE_BYTES_TOLD = 256 << 20
 """So much of a budget that lies idle is told."""
@@ -87,17 +77,10 @@ def chunk_sizes(config: Config, machine: Machine) -> list[int]:
     if machine.device_is_cpu:
         return [CHUNK_ELEMENTS]
     budgets = budgets_of(config, machine)
-    staged = ITEM_BYTES["bfloat16"] * (
-        2 if _begins_early(config) else 7
-    )  # Without states, or with.
+    staged = ITEM_BYTES["bfloat16"] * 2  # Weights and gradients: no states, where no drive is.
     room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
     large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)
     return [*[large] * (large > CHUNK_ELEMENTS), CHUNK_ELEMENTS]
-
-
-def _begins_early(config: Config) -> bool:
-    """Whether updates begin inside the last backward of a step."""
-    return config.micro_batches is not None and config.max_grad_norm is None
 
 
 def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:
@@ -108,13 +91,7 @@ def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "ada
     """
     states = StateChoice(rule, config.states, on_accelerator=not machine.device_is_cpu)
     budgets, search = budgets_of(config, machine), _Search(profile, config, states)
-    room = budgets["device"] * RING_SHARE
-    arrangements = search.fitting(budgets)
-    if states.on_accelerator and search.state_rings() <= room and not search.early:
-        sharing = _Search(profile, config, states, shares=True)
-        if (first := next(sharing.fitting(budgets), None)) is not None:
-            search, arrangements = sharing, iter([first])
-    for arrangement in arrangements:
+    for arrangement in search.fitting(budgets):
         found = search.plan_of(arrangement, budgets)
         taken = {tier: found.taken_bytes(tier) for tier in TIERS}
         if lack := _lack_of_memory(taken, machine) or _lack_of_nvme(taken["nvme"], config, machine):
@@ -170,12 +147,10 @@ class _Search:
     places no value slower than one for smaller budgets.
     """
 
-    def __init__(
-        self, profile: Profile, config: Config, states: StateChoice, *, shares: bool = False
-    ) -> None:
-        self.profile, self.states, self.shares = profile, states, shares
+    def __init__(self, profile: Profile, config: Config, states: StateChoice) -> None:
+        self.profile, self.states = profile, states
         self.clips, self.open = config.max_grad_norm is not None, bool(config.nvme_path)
-        self.early = _begins_early(config)
+        self.early = config.micro_batches is not None and not self.clips
         choices = (config.params, config.gradients, config.optimizer)
         self.forced: dict[Kind, Choice] = dict(zip(KINDS, choices))
         self.auto: list[Kind] = [kind for kind in KINDS if self.forced[kind] == "auto"]
@@ -237,29 +212,7 @@ class _Search:
             rest = units - there
             counts: dict[Tier, int] = {"device": here, "cpu": there - here, "nvme": rest}
             tiers.append([tier for tier, count in counts.items() for _ in range(count)])
-        found = [Placement(*homes) for homes in zip(*tiers)]
-        return self._dealt_out(found) if self.shares else found
-
-    def _dealt_out(self, placements: list[Placement]) -> list[Placement]:
-        """Some with their updates shared, see [Note: Shared updates]."""
-        found, cpu, bus = list(placements), 0.0, 0.0
-        for unit in dict.fromkeys((*self.profile.forward, *range(len(found)))):
-            one = found[unit]
-            weight, gradient, state = (self.sizes.value[kind][unit] for kind in KINDS)
-            if one.state != "cpu" or not state:
-                continue
-            here = gradient + 2 * (weight + state)
-            away = 2 * weight * (one.weight != "device") + gradient * (one.gradient != "device")
-            there = (state + away) / BUS_RATE
-            if bus + there < cpu + here:
-                found[unit], bus = replace(one, shared=True), bus + there
-            else:  # Its weights go to the device, by this update or to be used.
-                cpu, bus = cpu + here, bus + weight / BUS_RATE
-        return found
-
-    def state_rings(self) -> int:
-        """Bytes of staging slots of all kinds."""
-        return CHUNK_STAGES * sum(max(self.sizes.chunk[kind], default=0) for kind in KINDS)
+        return [Placement(*homes) for homes in zip(*tiers)]
 
     def plan_of(self, arrangement: _Arrangement, budgets: Mapping[Tier, int]) -> Plan:
         """The plan of an arrangement, down to the byte."""

@@ -1,4 +1,4 @@
-"""Beside an accelerator: chunks as large as budgets allow, and updates that both sides share."""
+"""Plans beside an accelerator: the size of chunks, what a larger budget gains, what lies idle."""
 
 from __future__ import annotations
 
@@ -8,23 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from cpu_adam.formats import scratch_bytes
 from offload.config import Config
-from offload.planning import planner
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
 from offload.planning.planner import LARGE_CHUNK_ELEMENTS, BudgetError, chunk_sizes, plan
 from offload.planning.profile import CHUNK_ELEMENTS, profile_of
 from offload.program.compile import compile_program
-from offload.program.ops import Lane, Verb
+from offload.program.ops import Verb
 from offload.program.simulate import simulate
-from tests.profiles import blocks, unit
+from tests.profiles import unit
 from tests.stand_in import driven
 from tests.test_plan import HUGE
-from tests.test_stand_in import OFFLOADED, two_micro_batches
-from tests.training import RESIDENT, assert_same, attached, plain, result_of
+from tests.training import RESIDENT, attached, plain
 
 pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 
@@ -32,9 +29,8 @@ pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 @pytest.mark.parametrize(
     ("config", "machine", "largest"),
     [
-        (Config(micro_batches=1), HUGE, LARGE_CHUNK_ELEMENTS),
-        (Config(device_memory="1GiB", micro_batches=1), HUGE, 1 << 22),
-        (Config(device_memory="1GiB"), HUGE, CHUNK_ELEMENTS),  # The states' chunks pass there, too.
+        (Config(), HUGE, LARGE_CHUNK_ELEMENTS),
+        (Config(device_memory="1GiB"), HUGE, 1 << 22),
         (Config(cpu_memory="1MiB"), HUGE, CHUNK_ELEMENTS),
         (Config(), replace(HUGE, device_is_cpu=True), CHUNK_ELEMENTS),
     ],
@@ -47,34 +43,12 @@ def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     assert found[-1] == CHUNK_ELEMENTS
 
 
-ON_CPU: dict[str, Any] = dict.fromkeys(("params", "gradients", "optimizer"), "cpu")
-
-
-def test_the_device_takes_part_in_updates_that_nothing_hides() -> None:
-    profile = blocks(20, 5000)
-    found = plan(profile, Config(**ON_CPU), HUGE)
-    shared = [one.shared for one in found.placements]
-    assert shared[:3] == [False, False, True]
-    assert 4 <= sum(shared) <= 7
-    updates = compile_program(found).phases["update"].ops
-    assert {op.lane for op in updates} == {Lane.CPU, Lane.COMPUTE}
-    for config, machine in (
-        (Config(**ON_CPU, micro_batches=1), HUGE),  # They hide behind the backward.
-        (Config(**ON_CPU, device_memory=found.taken_bytes("device")), HUGE),
-        (Config(**ON_CPU), replace(HUGE, device_is_cpu=True)),
-        (Config(**{**ON_CPU, "optimizer": "nvme"}, nvme_path=("/nvme",)), HUGE),
-    ):
-        assert not any(one.shared for one in plan(profile, config, machine).placements)
-    clipping = Config(**ON_CPU, micro_batches=1, max_grad_norm=1.0)
-    assert any(one.shared for one in plan(profile, clipping, HUGE).placements)
-
-
 def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
     profile = profile_of([unit("small", 70_000), unit("wide", 3_000_000)])
     need = scratch_bytes(1 << 20)
     for states, on_cpu in itertools.product(("device", "cpu"), (False, True)):
         asked: dict[str, Any] = {"params": "cpu", "gradients": "cpu", "optimizer": states}
-        config = Config(**asked, micro_batches=1)  # Which shares no updates.
+        config = Config(**asked)
         found = plan(profile, config, replace(HUGE, device_is_cpu=on_cpu))
         room = found.slots.get(Place("device", "workspace"))
         assert (room is not None) == (states == "device" and not on_cpu)
@@ -127,24 +101,6 @@ def test_more_device_memory_is_hardly_ever_slower_and_often_faster(
     assert max(steps[1:]) <= 1.05 * steps[0]
     if clip is not None or tokens < 16384:
         assert steps[-1] < 0.9 * steps[0]
-
-
-@pytest.mark.parametrize("states", ["exact", "compact"])
-@pytest.mark.parametrize("placement", [("cpu", "cpu", "cpu"), OFFLOADED])
-def test_updates_that_the_device_shares_have_the_bits_of_the_cpu(
-    placement: tuple[str, str, str], states: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = []
-    for rate in (1e-9, 0.4, 1e9):
-        monkeypatch.setattr(planner, "BUS_RATE", rate)
-        with driven(2, 300), attached(placement, tmp_path, states=states, max_grad_norm=0.1) as run:
-            assert any(one.shared for one in run.engine.plan.placements) == (rate > 1e-9)
-            torch.manual_seed(2)
-            for number in range(3):
-                two_micro_batches(run, number)
-            found.append(result_of(run))
-    for one in found[1:]:
-        assert_same(one, found[0])
 
 
 def test_memory_that_activations_leave_idle_is_told_where_more_would_be_filled(
