@@ -8,7 +8,8 @@ home), which whoever makes them ready does where they are as small. "Fused" are 
 unit, so that the rest of a layer's time is that of its own hooks. Given are microseconds per layer
 and pass, medians over rounds that take turns: of the user's thread, what of that is above the plain
 model in the same round, and of all threads of the process. The second table is of a loop that
-steps: what the first forward after a step costs where the update is waited for.
+steps: what the first forward after a step costs where the update is waited for. Of the third the
+layers are as many and have as many parameters as the blocks of a model of seven billion.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from offload.planning import profile
 
 UNITS, WIDTH, WIDE, ROUNDS, STEPS = 64, 16, 128, 15, 4
 VERBS = ("forward", "backward", "step")
+BLOCKS, PARTS = 37, 9
+"""Units of a model of seven billion parameters, and what is trained of each."""
 
 
 class Chain(nn.Module):
@@ -38,12 +41,26 @@ class Chain(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.width = width
 
     def forward(self) -> torch.Tensor:
-        x = torch.zeros(1, self.layers[0].in_features, device=self.layers[0].weight.device)
+        x = torch.zeros(1, self.width, device=next(self.parameters()).device)
         for layer in self.layers:
             x = layer(x)
         return x.sum()
+
+
+class Block(nn.Module):
+    """As many products of small matrices as a block of a language model has parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(PARTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
 
 
 def build(
@@ -54,13 +71,16 @@ def build(
     micro_batches: int | None = None,
     *,
     fused: bool = False,
+    blocks: bool = False,
 ) -> tuple[Chain, Any]:
     """The model: plain, or attached with its weights in a tier."""
-    model = Chain(width, UNITS)
+    model = Chain(width, 0 if blocks else UNITS)
+    if blocks:
+        model.layers.extend(Block() for _ in range(BLOCKS))
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if params is None:
         return model, optimizer
-    streamed = "8MiB" if fused else "576KiB" if width == WIDTH else "1MiB"
+    streamed = "8MiB" if fused or blocks else "576KiB" if width == WIDTH else "1MiB"
     small = {"device_memory": "4MiB" if params == "device" else streamed}
     config: Any = offload.Config(
         params=params,
@@ -97,7 +117,7 @@ def taken(model: Chain, optimizer: Any, *, steps: bool) -> Taken:
         optimizer.zero_grad()
         for name, start, stop in zip(found, marks, marks[1:]):
             spent = [b - a for a, b in zip(start, stop)]
-            mine, all_threads = (s * 1e6 / UNITS / STEPS for s in spent)
+            mine, all_threads = (s * 1e6 / len(model.layers) / STEPS for s in spent)
             found[name] = found[name][0] + mine, found[name][1] + all_threads
     if not isinstance(optimizer, torch.optim.AdamW):
         optimizer.engine.settle()  # What its lanes have left is not the next one's.
@@ -140,6 +160,12 @@ Rounds = dict[str, list[Taken]]
 """By kind."""
 
 
+LARGE: dict[str, Callable[[], tuple[Chain, Any]]] = {
+    "without an engine": lambda: build(None, blocks=True),
+    "all in CPU memory": lambda: build("cpu", "cpu", micro_batches=1, blocks=True),
+}
+
+
 def measure(
     kinds: dict[str, Callable[[], tuple[Chain, Any]]], rounds: int = ROUNDS, *, steps: bool = False
 ) -> Rounds:
@@ -169,7 +195,7 @@ def show(rounds: Rounds) -> None:
     """Print the table of some kinds of model."""
     verbs = list(next(iter(rounds.values()))[0])
     what = "pass and step" if len(verbs) > 2 else "pass"
-    table = Table(title=f"us per layer and {what}, {UNITS} layers, load {os.getloadavg()[0]:.1f}")
+    table = Table(title=f"us per layer and {what}, load {os.getloadavg()[0]:.1f}")
     table.add_column("", justify="right")
     for verb in verbs:
         for column in (verb, "above plain", "all threads"):
@@ -192,6 +218,7 @@ def main() -> None:
     # With micro-batches declared units are announced; of two, none is updated inside backward.
     kinds["the same, announced"] = lambda: build("device", micro_batches=2)
     show(measure(kinds, steps=True))
+    show(measure(LARGE, steps=True))
 
 
 if __name__ == "__main__":

@@ -256,6 +256,12 @@ class Bench:
             told = f"as many empty hooks of Python: {floor:.1f} us"
             asked, values = "<= 8, or 1.5 x empty native hooks", hooks.above(rounds, names[2], verb)
             yield Figure(9, f"a streamed unit above plain, {verb}", asked, values, told, "us")
+        large, host = hooks.measure(hooks.LARGE, self._asked.rounds, steps=True), list[float]()
+        for plain, ours in zip(*large.values()):
+            own = ours["step"][0] + sum(ours[v][0] - plain[v][0] for v in hooks.VERBS[:2])
+            host.append(own * hooks.BLOCKS / 1e3)
+        what = f"the host's own time of a step, {hooks.BLOCKS} blocks of {hooks.PARTS} parameters"
+        yield Figure(9, what, "<= 40", host, "forward, backward and step() of the engine", "ms")
 
     def row_10(self) -> Iterator[Figure]:
         """The drive, where a small batch leaves the step to it."""
