@@ -18,7 +18,6 @@ Whatever would look at half-updated weights, or bring another gradient, is refus
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -56,9 +55,9 @@ class EarlyUpdates:
         self._finished = self._finished_before = 0
         """Backwards since the last step, or since gradients were given up; those before that."""
         self._said = self._is_last = False
-        self._now: list[Counter[int]] = [Counter() for _ in names]
+        self._now: list[dict[int, int]] = [{} for _ in names]
         """By unit and parameter, how often a gradient came in the backward under way."""
-        self._before: list[Counter[int]] | None = None
+        self._before: list[dict[int, int]] | None = None
         """The same of the last backward that was finished."""
 
     def last_micro_batch(self) -> None:
@@ -71,7 +70,7 @@ class EarlyUpdates:
         """An outermost backward begins."""
         guess = self._number or (self._finished_before if self._clips else 0)
         self._is_last = self._said or self._finished + 1 == guess
-        self._now = [Counter() for _ in self._names]
+        self._now = [{} for _ in self._names]
 
     def gradient_came(self, unit: int, parameter: int) -> None:
         """A backward has produced a gradient.
@@ -80,9 +79,10 @@ class EarlyUpdates:
             RuntimeError: the unit's update has begun without it.
         """
         self.require_open(unit, "another gradient")
-        self._now[unit][parameter] += 1
+        now = self._now[unit]
+        now[parameter] = now.get(parameter, 0) + 1
         if self._is_last and self._before is not None:
-            complete = self._now[unit] == self._before[unit]
+            complete = now == self._before[unit]
             (self.final.add if complete else self.final.discard)(unit)
 
     def begin(self, unit: int) -> Mapping[int, ParameterStep]:

@@ -103,18 +103,20 @@ def interruptible() -> Iterator[None]:
 
 def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Make `function` a call from the user's code into the engine, see [Note: Entry]."""
+    disable: Any = torch.compiler.disable
+    alone: Callable[Parameters, Result] = disable(function)
 
-    @uncompiled
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         since = _now()
+        work = function if compiler() is None else alone
         try:
             if in_dispatch_mode():
                 if get_proxy_mode() is not None:
                     _refuse_tracing("an offloaded model was used")
                 with without_dispatch_modes():
-                    return function(*args, **kwargs)
-            return function(*args, **kwargs)
+                    return work(*args, **kwargs)
+            return work(*args, **kwargs)
         except Exception:
             raise
         except BaseException as error:
@@ -125,7 +127,8 @@ def entry(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         finally:
             _calls.append((since, _now(), owner))
 
-    return call
+    skipped: Callable[Parameters, Result] = disable(call, recursive=False)
+    return skipped
 
 
 def refuse_recording(what: str) -> None:
