@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from offload.model.engine import Engine
-from offload.planning.machine import Machine
+from offload.planning.machine import Machine, both_bytes_per_s
 from offload.planning.profile import profile_of
 from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
@@ -78,6 +78,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         steps=engine.report().steps,
         homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
         tiers={t.tier: (t.resident_bytes + t.staging_bytes, t.budget_bytes) for t in tiers},
+        drive_bytes_per_s=both_bytes_per_s(engine.nvme_path),
         spans=spans,
         waits=[Wait(w.lane.value, w.start - zero, w.stop - zero) for w in trace.waited],
         stepped=[(one.number, one.at - zero, one.misses) for one in trace.stepped],

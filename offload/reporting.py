@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from offload.planning.machine import cache_path, replace_file
 
-FORMAT, VERSION = "offload run", 4
+FORMAT, VERSION = "offload run", 5
 
 KEPT_MAX = 5
 """Runs that are kept in the user's cache."""
@@ -88,6 +88,8 @@ class Run:
     """(kind, tier, bytes) of what lives where."""
     tiers: Mapping[str, tuple[int, int]]
     """By tier, bytes taken and the budget."""
+    drive_bytes_per_s: float
+    """Of the nvme tier as measured, reading and writing at once; 0 where it was not."""
     spans: Sequence[Span]
     waits: Sequence[Wait]
     stepped: Sequence[tuple[int, float, int]]

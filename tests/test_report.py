@@ -56,6 +56,7 @@ MADE = Run(
     steps=3,
     homes=[["weight", "cpu", 1 << 20], ["state", "nvme", 6 << 20]],
     tiers={"device": [0, 0], "cpu": [1 << 20, 1 << 30], "nvme": [6 << 20, 1 << 40]},
+    drive_bytes_per_s=0.0,
     spans=[
         Span("model", "forward", "a", 0.0, 9.0, 0),
         Span("model", "forward", "a<script>", 10.0, 14.0, 0),
@@ -96,6 +97,30 @@ def test_what_was_forgotten_is_not_looked_at():
     for since, stepped in ((25.0, MADE.stepped), (0.0, MADE.stepped[:1]), (0.0, [])):
         with pytest.raises(ValueError, match="holds no whole step; likely it was too short"):
             breakdown(replace(MADE, since=since, stepped=stepped))
+
+
+@pytest.mark.parametrize(
+    ("changes", "drive", "told"),
+    [
+        (
+            {},
+            90,
+            "moved 0.00 GB/s while it worked; bench nvme measured 0.00 for reading and writing",
+        ),
+        ({}, 90, "at once."),
+        ({}, 0, ""),
+        ({"size": 1 << 30}, 1 << 30, "at once. Likely the model and the updates take"),
+        ({"size": 1 << 30, "host": False}, 1 << 30, "at once. Likely other programs use the drive"),
+    ],
+)
+def test_the_speed_of_the_disk_lane_is_held_against_the_drive(changes, drive, told):
+    spans = [one._replace(bytes=changes.get("size", one.bytes)) for one in MADE.spans]
+    host = changes.get("host", True)
+    made = replace(MADE, spans=spans, drive_bytes_per_s=drive, device_is_host=host)
+    said = " ".join(verdict(made, breakdown(made)))
+    assert told in said
+    assert ("bench nvme measured" in said) == bool(drive)
+    assert ("Likely" in said) == ("Likely" in told)
 
 
 def test_what_bounds_the_step_is_what_would_help():

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
+import os
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 import cpu_adam
 from cpu_adam import FORMATS, AdamHyper, LionHyper, SGDHyper, StateFormat
 from offload.cli import Signals, bad_input, nearest
-from offload.cli.console import Output, bar, cores, others_percent, processor
+from offload.cli.console import Output, bar, others_percent, processor
 from offload.cli.flags import check_field, parse_flags
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes, parse_bytes
@@ -146,7 +147,7 @@ def command(arguments: list[str]) -> None:
         threads = asked.threads or cpu_adam.threads()
         console.sentence(
             f"{asked.elements} parameters, kernel {kernel.name}, threads: {threads}; "
-            f"{processor()}, {cores()} cores; torch {torch.__version__}"
+            f"{processor()}, {len(os.sched_getaffinity(0))} cores; torch {torch.__version__}"
         )
         figures: list[Figure] = []
         with bar(remarks) as progress:

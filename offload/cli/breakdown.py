@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from offload.reporting import ENGINE, LANES, MODEL, OTHER, Interval, Run, Span, Wait, clip, seconds
+
+SLOW = 0.9
+"""Share of a drive's measured speed below which a cause is named."""
 
 GAIN_LEAST = 0.02
 """Share of the step that something must save to be worth naming."""
@@ -146,9 +149,25 @@ def verdict(run: Run, found: Breakdown) -> list[str]:
         told.append("Nothing was moved: all that a step needs lives on the device.")
     elif not gains:
         told.append(f"What would help was not simulated: {run.unpredicted}.")
+    told += _drive(run, found)
     if not run.device_is_host:
         told.append(
             f"Times are those of the host's thread: {run.device} computes beside it, and forward "
             "and backward, which are queued there, cannot be told from what waits for them."
         )
     return told
+
+
+def _drive(run: Run, found: Breakdown) -> Iterator[str]:
+    """The speed of the disk lane beside that of the drive, and why it is less."""
+    moved, busy, drive = found.bytes.get("disk", 0), found.busy.get("disk"), run.drive_bytes_per_s
+    if not (busy and drive):
+        return
+    cause = "other programs use the drive, or it is slower than it was: offload bench nvme again"
+    if run.device_is_host:
+        cause = "the model and the updates take the processors and the memory that it needs"
+    yield (
+        f"The disk lane moved {moved / busy / 1e9:.2f} GB/s while it worked; bench nvme measured "
+        f"{drive / 1e9:.2f} for reading and writing at once"
+        + (f". Likely {cause}." if moved / busy < SLOW * drive else ".")
+    )

@@ -73,7 +73,8 @@ def command(arguments: Sequence[str]) -> None:
             except BaseException as error:
                 # What goes wrong in telling must not take the place of the error.
                 with contextlib.suppress(Exception, Stopped, KeyboardInterrupt):
-                    reached.stopped_by = _ended_by(error)
+                    name = type(error).__name__.replace("KeyboardInterrupt", "Ctrl-C")
+                    reached.stopped_by = error.by if isinstance(error, Stopped) else name
                     if isinstance(error, Stopped) and not signals.hurried:
                         engine.settle()  # The last step's updates are part of what is told.
                     if reached.steps or isinstance(error, Stopped):
@@ -163,14 +164,12 @@ def _judge(
         loss, count = evaluate(settings, model, corpus, progress.evaluating)
     _check_finite(loss, f"the held-out loss is {loss} after the last step", settings)
     reached.held_out_loss, reached.held_out_bytes = loss, count
-    reached.sample = _sampled(settings, model, corpus)
-
-
-def _ended_by(error: BaseException) -> str:
-    """What a run was ended by, as its summary tells."""
-    if isinstance(error, Stopped):
-        return error.by
-    return "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    if settings.sample:
+        window = settings.seq_len
+        prompt, seed = bytes(corpus.held_out[:window]), settings.seed
+        with memory_short("for the sample"):
+            written = gpt.generate(model, prompt, settings.sample, seed=seed, window=window)
+        reached.sample = gpt.readable(written)
 
 
 @dataclass(slots=True)
@@ -229,18 +228,6 @@ def _conclude(console: Output, settings: Train, reached: Reached) -> None:
         console.print("\nwhat it writes after some held-out text:", highlight=False)
         for line in reached.sample.splitlines():
             console.print(f"  {line}", highlight=False, markup=False, style="italic")
-
-
-def _sampled(settings: Train, model: nn.Module, corpus: data.Corpus) -> str | None:
-    """Text that the model goes on with, where that was asked for."""
-    if not settings.sample:
-        return None
-    window = settings.seq_len
-    prompt = bytes(corpus.held_out[:window])
-    with memory_short("for the sample"):
-        return gpt.readable(
-            gpt.generate(model, prompt, settings.sample, seed=settings.seed, window=window)
-        )
 
 
 def build(settings: Train) -> tuple[nn.Module, Any]:

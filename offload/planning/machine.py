@@ -265,6 +265,17 @@ def measured_speeds(paths: Sequence[str]) -> tuple[DriveSpeed | None, ...]:
     return tuple(speed and _part(speed, drives.count(d)) for speed, d in zip(found, drives))
 
 
+def both_bytes_per_s(paths: Sequence[str]) -> float:
+    """What the drives of the nvme tier were measured to read and write at once, both together; 0
+    where there are none, or one was not measured."""
+    speeds = measured_speeds(paths)
+    shares = shares_of(speeds) or [1 / max(1, len(speeds))] * len(speeds)
+    each = (
+        speed.both_bytes_per_s / share if speed else 0.0 for speed, share in zip(speeds, shares)
+    )
+    return min(each, default=0.0)
+
+
 def _part(speed: DriveSpeed, count: int) -> DriveSpeed:
     return replace(
         speed,
