@@ -159,6 +159,17 @@ class Loop:
         done = self._disk()
         return {"step": self._now() - start} | {name: done[name] - before[name] for name in done}
 
+    def predicted(self) -> dict[str, float]:
+        """Seconds of a step, those of the last turn, and what the simulator makes of the compute
+        and the speeds of the lanes in them."""
+        from offload.cli.breakdown import breakdown
+        from offload.recording import run_of
+
+        run = run_of(self.engine)
+        if run is None or run.prediction is None:
+            raise RuntimeError(f"no prediction: {run and run.unpredicted}")
+        return {"step": breakdown(run).step_s, "predicted": run.prediction.step_s}
+
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
@@ -211,6 +222,9 @@ class Process:
 
     def update(self) -> dict[str, float]:
         return self._ask("update", {})
+
+    def predicted(self) -> dict[str, float]:
+        return self._ask("predicted", {})
 
     def close(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 from random import Random
 from statistics import median
 from typing import Any, NamedTuple
@@ -103,6 +103,14 @@ CASES = (
     Case(7, "", "the update alone, compact", "<= 1.05", NVME_STATES, FIO, COMPACT),
 )
 """Rows 1 to 5 and 7. Declared is micro_batches=1, by which updates begin inside backward."""
+
+
+PREDICTED = tuple(
+    " ".join(tiers)
+    for tiers in product(("device", "cpu", "nvme"), ("device", "cpu", "nvme"), ("cpu", "nvme"))
+    if tiers[:2] != ("device", "device")
+)
+"""Placements of which no unit lives on the device."""
 
 
 class Figure(NamedTuple):
@@ -280,10 +288,24 @@ class Bench:
         values = [a / b for a, b in zip(lane, drive)]
         yield Figure(10, "the disk lane in training over bench nvme", ">= 0.9", values, told)
 
+    def row_11(self) -> Iterator[Figure]:
+        """Predictions."""
+        ratios = list[float]()
+        for tiers in PREDICTED:
+            loop = self._loop(f"ours {tiers}", **EARLY)
+            loop.turn(unseen=2, steps=2 + self._asked.rounds)
+            found = loop.predicted()
+            ratios.append(found["predicted"] / found["step"])
+            told = f"predicted {found['predicted']:.4g} s, measured {found['step']:.4g} s"
+            yield Figure(11, f"predicted over measured, {tiers}", "", ratios[-1:], told)
+            self.opened.close()
+        what = f"the median of {len(ratios)} placements"
+        yield Figure(11, what, "0.93 to 1.07", [median(ratios)], "of the figures above")
+
 
 def main() -> None:
     """Print the rows that are asked for, each as it is done."""
-    form, every = argparse.RawTextHelpFormatter, range(1, 11)
+    form, every = argparse.RawTextHelpFormatter, range(1, 12)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("directory")
     parser.add_argument("--rows", nargs="+", type=int, choices=every, default=every, metavar="N")

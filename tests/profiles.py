@@ -9,7 +9,7 @@ from itertools import product
 from hypothesis import strategies as st
 
 from offload.planning.layout import Placement, Plan, lay_out
-from offload.planning.machine import DriveSpeed
+from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import (
     CHUNK_ELEMENTS,
     ParameterSpec,
@@ -38,6 +38,19 @@ SPEED = DriveSpeed(
     measured="2026-11-21T12:00:00",
 )
 """What was measured of a drive."""
+
+H100 = Machine(
+    device_bytes=1 << 50,
+    cpu_bytes=1 << 50,
+    h2d_bytes_per_s=46e9,
+    d2h_bytes_per_s=49e9,
+    disk_read_bytes_per_s=6e9,
+    disk_write_bytes_per_s=5e9,
+    cpu_bytes_per_s=139e9,
+    compute_bytes_per_s=1.5e12,
+    op_seconds=3e-5,
+)
+"""As its lanes were measured (benchmarks/results), with a drive that such a machine may have."""
 
 
 def unit(

@@ -18,7 +18,7 @@ from offload.planning.profile import CHUNK_ELEMENTS, profile_of
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
 from offload.program.simulate import simulate
-from tests.profiles import unit
+from tests.profiles import H100, unit
 from tests.stand_in import driven
 from tests.test_plan import HUGE
 from tests.training import RESIDENT, attached, plain
@@ -59,18 +59,6 @@ def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:
             assert plan(profile, replace(config, device_memory=size), HUGE) is not None
             with pytest.raises(BudgetError):
                 plan(profile, replace(config, device_memory=size - 1), HUGE)
-
-
-H100 = Machine(
-    device_bytes=1 << 50,
-    cpu_bytes=1 << 50,
-    h2d_bytes_per_s=46e9,
-    d2h_bytes_per_s=49e9,
-    cpu_bytes_per_s=139e9,
-    compute_bytes_per_s=1.5e12,
-    op_seconds=3e-5,
-)
-"""As it was measured: see benchmarks/results."""
 
 
 @pytest.mark.parametrize("tokens", [1024, 4096, 16384])

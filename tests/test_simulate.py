@@ -16,7 +16,7 @@ from offload.planning.profile import KINDS, Profile, StateChoice, profile_of
 from offload.program.compile import compile_program, compute_phase, parts_of
 from offload.program.ops import Lane, Op, Phase, Program, Verb
 from offload.program.simulate import Timeline, seconds_of, simulate
-from tests.profiles import AMPLE, all_placements, blocks, busy, moved, plans, program_of, unit
+from tests.profiles import AMPLE, H100, all_placements, blocks, busy, moved, plans, program_of, unit
 
 BYTES = 8192
 """Weights and gradients of a block of 4096 bfloat16; its record has 10 bytes per element."""
@@ -301,6 +301,40 @@ def test_a_step_takes_as_long_as_its_busiest_lane(placement: Placement) -> None:
         for lane in Lane:
             assert more.step_seconds >= 0.9999 * (busy(more, lane) - busy(few, lane))
         assert more.step_seconds >= 0.9999 * 12 * compute
+
+
+AWAY = [one for one in all_placements() if one.state != "device"]
+
+
+@pytest.mark.parametrize("placement", AWAY, ids=lambda one: "-".join(map(one.of, KINDS)))
+def test_under_longer_compute_only_the_edge_is_exposed(placement: Placement) -> None:
+    """What lanes do for the unit that is used first, between its backward and its next forward."""
+    plan = lay_out(
+        blocks(24, 4 << 20),
+        [placement] * 24,
+        budgets=AMPLE,
+        clips=False,
+        states=StateChoice(),
+        weight_slots=3,
+        early=True,
+    )
+    program = compile_program(plan)
+
+    def run(seconds: float, steps: int = 5) -> Timeline:
+        def compute(unit: int, verb: Verb) -> float:
+            return seconds * (1 if verb is Verb.FORWARD else 2)
+
+        return simulate(program, H100, compute, steps=steps, updates_in_backward=True)
+
+    idle = run(1e-9), run(1e-9, steps=4)
+    slowest = max(busy(idle[0], lane) - busy(idle[1], lane) for lane in Lane)
+    found = run(1.25 * slowest / 72)
+    first = [
+        s for s in found.spans if s.step == 3 and s.op.value.unit == 0 and s.op.verb not in USER
+    ]
+    edge = sum(span.stop - span.start for span in first)
+    assert found.exposed <= edge + 0.02 * found.step_seconds
+    assert edge < 0.08 * found.step_seconds
 
 
 def test_what_is_resident_exposes_updates_only() -> None:
