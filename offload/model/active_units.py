@@ -166,12 +166,12 @@ class ActiveUnits:
             RuntimeError: the parameter was modified after the forward that saved it.
         """
         with self._lock:
-            self._check()
             unit = self._all[saved.unit]
             unit.require_version(saved)
-            if unit.buffer is None:
-                return self._from_snapshot(saved)
-            return saved.of(unit.views[saved.parameter])
+            if unit.buffer is not None:
+                return unit.shown(saved)
+            self._check()
+            return self._from_snapshot(saved)
 
     @entry
     def _from_snapshot(self, saved: SavedWeight) -> torch.Tensor:

@@ -59,6 +59,11 @@ class SavedWeight(NamedTuple):
     saver: Saver
     """The unit's, to keep alive."""
 
+    @property
+    def looks(self) -> tuple[object, ...]:
+        """What tells it from others of its unit."""
+        return self[2:8]
+
     def of(self, base: torch.Tensor) -> torch.Tensor:
         """What it stands for, where `base` has the parameter's values."""
         if base.dtype is not self.dtype:

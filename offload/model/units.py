@@ -37,6 +37,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are not called: parameters right in them belong to the module around."""
 
+SAVED_PER_PARAMETER_MAX = 8
+"""Views kept of what autograd saves: with sizes that depend on the data there were no end."""
+
 
 @dataclass(slots=True)
 class Group:
@@ -199,6 +202,8 @@ class Weights(NamedTuple):
     views: list[torch.Tensor]
     """By parameter."""
     address: int
+    saved: dict[object, torch.Tensor]
+    """What autograd has saved of them, by what it looks like."""
 
 
 class FlatUnit:
@@ -242,6 +247,7 @@ class FlatUnit:
         """Of the weights in use."""
         self.views: list[torch.Tensor] = []
         """By parameter, the weights in use."""
+        self._saved: dict[object, torch.Tensor] = {}
         self.stand_ins = [
             stand_ins[p.dtype].expand(p.shape) if p.shape else stand_ins[p.dtype][0]
             for p in spec.parameters
@@ -272,7 +278,7 @@ class FlatUnit:
             typed(buffer, p.dtype, offset, p.shape)
             for p, offset in zip(self.spec.parameters, self._offsets)
         ]
-        return Weights(buffer, views, buffer.data_ptr())
+        return Weights(buffer, views, buffer.data_ptr(), {})
 
     def part_of(self, module: nn.Module) -> Sequence[int]:
         """The parameters that are in use while an announcing module runs."""
@@ -280,7 +286,7 @@ class FlatUnit:
 
     def take(self, weights: Weights) -> None:
         """Have these weights, of which `bind` lets parameters be views."""
-        self.buffer, self.views, self.address = weights
+        self.buffer, self.views, self.address, self._saved = weights
         self.end = self.address + self.spec.weight_bytes
 
     def bind(self, part: Sequence[int]) -> None:
@@ -332,7 +338,7 @@ class FlatUnit:
 
     def close(self) -> None:
         """Let go of all views of the slot."""
-        self.kept = None
+        self.kept, self.buffer, self._saved = None, None, {}
 
     # -- what autograd saves of the weights ------------------------------------------------------
 
@@ -362,6 +368,15 @@ class FlatUnit:
         offset = address - self.address
         parameter = bisect_right(self._offsets, offset) - 1
         return self.saved_weight(resolve, parameter, offset - self._offsets[parameter], saved)
+
+    def shown(self, saved: SavedWeight) -> torch.Tensor:
+        """The weight in use that autograd has saved: the same tensor in each pass."""
+        found = self._saved.get(saved.looks)
+        if found is None:
+            if len(self._saved) >= SAVED_PER_PARAMETER_MAX * len(self.views):
+                self._saved.clear()
+            found = self._saved[saved.looks] = saved.of(self.views[saved.parameter])
+        return found
 
     def require_version(self, saved: SavedWeight) -> None:
         """Refuse a weight that is not what was saved.

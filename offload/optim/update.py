@@ -109,7 +109,7 @@ class Updates:
             taking = {unit: frozenset(step[unit]) for unit in streamed}
             squared = [(unit, of) for unit, of in taking.items() if summed.get(unit) != of]
             squared = [] if clip is None else squared
-            updated = {unit: members[unit] for unit in self._ops if unit in {*pending, *taking}}
+            updated = {unit: members[unit] for unit in due if unit in taking or unit in prepared}
             phase = self._phase(clip is not None, tuple(taking), tuple(squared), updated, prepared)
             tasks = runner.start(phase, pass_number, settings)
             if clip is not None:

@@ -103,6 +103,8 @@ class Native:
         )
         self._numbers: dict[object, int] = {}
         """Of every place."""
+        self._rows: tuple[Steps, Any] | None = None
+        """What updates were given last: units that are updated one by one have the same."""
         self.start, self.cancel = runner.start, runner.cancel
         self.begin, self.over, self.finish = runner.begin, runner.over, runner.finish
         self.all, self.stop, self.perform = runner.all, runner.stop, runner.perform
@@ -111,7 +113,9 @@ class Native:
 
     def settings(self, steps: Steps, clip: Any) -> Any:
         """What of a step its works are given: what updates its parameters, and the clipping."""
-        return _native.settings(factor_rows(self._kernel, steps, 1.0), clip)
+        if self._rows is None or self._rows[0] != steps:
+            self._rows = steps, factor_rows(self._kernel, steps, 1.0)
+        return _native.settings(self._rows[1], clip)
 
     def phase(self, ops: Sequence[Op], works: Sequence[Work | None]) -> Any:
         """Write ops down with their works; without one it is the user's compute."""
