@@ -146,8 +146,8 @@ WAITS = (
     Wait(
         "states: for updates before they are written",
         "optim/optimizer",
-        "        self.engine.settle()\n        for",
-        "        for",
+        "        self.engine.settle()\n        begun",
+        "        begun",
     ),
     Wait(
         "updates: until all are done",
