@@ -290,7 +290,7 @@ def test_pageable_memory_trains_to_the_same_bits(
     expected = train(MIXED, tmp_path)
     monkeypatch.setattr("offload.runtime.memory.PIN_BYTES_MAX", 1 << 16)
     calls = []
-    pin = driver._Cuda.pin
+    pin = driver.Accelerator.pin
 
     def failing(self: Any, address: int, size: int) -> None:
         calls.append(address)
@@ -298,7 +298,7 @@ def test_pageable_memory_trains_to_the_same_bits(
             raise PinError("injected")
         pin(self, address, size)
 
-    monkeypatch.setattr(driver._Cuda, "pin", failing)
+    monkeypatch.setattr(driver.Accelerator, "pin", failing)
     with attached(MIXED, tmp_path) as run:
         assert any("injected" in notice for notice in run.engine.notices)
         torch.manual_seed(2)

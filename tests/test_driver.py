@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload.runtime import device as driver
-from offload.runtime.device import Accelerator, PinError, accelerator_of, compute_device
+from offload.runtime.device import Accelerator, PinError
 from tests.training import assert_same, attached, batch, loss_of, plain, result_of, train
 
 ROOT = Path(__file__).parents[1]
@@ -80,8 +80,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
 def test_memory_is_registered_and_given_back_by_any_thread_on_our_device(
     runtime: FakeRuntime,
 ) -> None:
-    accelerator_of(CUDA).pin(4096, 1 << 20)
-    accelerator_of(CUDA).unpin(4096)
+    Accelerator(CUDA).pin(4096, 1 << 20)
+    Accelerator(CUDA).unpin(4096)
     assert runtime.calls == [("register", 4096, 1 << 20, 0), ("unregister", 4096, 0, 0)]
     assert runtime.devices == [CUDA.index, CUDA.index]
     assert runtime.current == 0
@@ -91,13 +91,13 @@ def test_a_refused_registration_says_why_and_leaves_nothing_pending(runtime: Fak
     runtime.fails = True
     told = r"cudaHostRegister of 1.00 MiB returned 2, out of memory"
     with pytest.raises(PinError, match=f"{told}; likely .* is left to pin"):
-        accelerator_of(CUDA).pin(4096, 1 << 20)
+        Accelerator(CUDA).pin(4096, 1 << 20)
     assert runtime.pending == 0
 
 
 def test_a_failure_to_give_back_is_taken_out_too(runtime: FakeRuntime) -> None:
     runtime.fails = True
-    accelerator_of(CUDA).unpin(4096)
+    Accelerator(CUDA).unpin(4096)
     assert runtime.pending == 0
 
 
@@ -120,7 +120,7 @@ def test_an_attached_model_refuses_to_be_captured(
             with monkeypatch.context() as patch:
                 on = run.engine.runner.device
                 patch.setattr(on, "is_host", False)
-                patch.setattr(on, "refuse_capture", accelerator_of(CUDA).refuse_capture)
+                patch.setattr(on, "refuse_capture", Accelerator(CUDA).refuse_capture)
                 patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
                 with pytest.raises(RuntimeError, match=r"CUDA graph .*Capture nothing"):
                     use()
@@ -161,18 +161,11 @@ def test_fences_block_without_spinning_on_streams_of_their_own_device(
 
     monkeypatch.setattr(torch.cuda, "Event", make)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"current of {device}")
-    one = accelerator_of(CUDA)
+    one = Accelerator(CUDA)
     fence = one.fence(one.stream())
     fence.synchronize()
     assert made[0].blocking
     assert made[0].asked == [("record", "current of cuda:1"), ("synchronize", None)]
-
-
-def test_other_accelerators_do_without() -> None:
-    other = accelerator_of(torch.device("xpu", 0))
-    assert type(other) is Accelerator
-    with pytest.raises(PinError, match="xpu"):
-        other.pin(4096, 4096)
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -184,30 +177,19 @@ def test_to_wait_for_all_of_a_device_makes_no_context_on_another(
     waited: list[tuple[torch.device, int]] = []
 
     @contextmanager
-    def chosen(device: int) -> Iterator[None]:
-        current.append(device)
+    def chosen(device: torch.device) -> Iterator[None]:
+        current.append(device.index)
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.accelerator, "device_index", chosen)
+    monkeypatch.setattr(torch.cuda, "device", chosen)
     monkeypatch.setattr(
-        torch.accelerator, "synchronize", lambda device: waited.append((device, current[-1]))
+        torch.cuda, "synchronize", lambda device: waited.append((device, current[-1]))
     )
     ours = torch.device("cuda", index)
     Accelerator(ours).drain_all()
     assert waited == [(ours, index)]
     assert current == [0]
-
-
-@pytest.mark.parametrize(("kind", "taken"), [("mps", False), ("xpu", True), ("cuda", True)])
-def test_an_accelerator_without_streams_for_lanes_leaves_the_compute_to_the_cpu(
-    kind: str, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
-    found = compute_device()
-    assert found.torch_device == (torch.device(kind, 0) if taken else torch.device("cpu"))
 
 
 # -- names ------------------------------------------------------------------------------------

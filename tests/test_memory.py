@@ -134,12 +134,6 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_notice(fail_at: 
     assert driver.released == [address for address, _ in driver.calls[: fail_at - 1]]
 
 
-def test_where_no_call_registers_memory_no_limit_is_blamed() -> None:
-    (notice,) = Arena(1 << 20, CPU, driver=Accelerator(torch.device("xpu", 0))).notices
-    assert "no call that registers memory for xpu" in notice
-    assert "likely" not in notice
-
-
 def test_nothing_is_pinned_for_a_cpu_or_of_no_size() -> None:
     driver = FakeDriver()
     Arena(1 << 20, CPU).close()

@@ -13,12 +13,11 @@ import torch
 import offload
 from offload.program.ops import Lane, Op, Value, Verb
 from offload.runtime import device as devices
-from offload.runtime.device import accelerator_of
+from offload.runtime.device import Accelerator
 from offload.runtime.native import RUNNER_VARIABLE, Native
-from offload.runtime.reference import Reference
 from offload.runtime.works import At, Copy, Work
 from tests.forked import Forked
-from tests.paced import Paced, paced
+from tests.paced import paced
 from tests.paced_loops import Script, Step, check, draw_script, nap
 from tests.stand_in import Driven, controls, driven, library
 from tests.test_paced import LATE, LATE_US
@@ -192,7 +191,7 @@ def test_a_call_that_fails_is_told_and_nothing_hangs(
 def opened(path: str, patch: pytest.MonkeyPatch) -> Any:
     """What the engine opens where CUDA's driver is at that path."""
     patch.setenv(devices.LIBRARY_VARIABLE, path)
-    return accelerator_of(torch.device("cuda", 0)).open(native)
+    return Accelerator(torch.device("cuda", 0)).open(native)
 
 
 def test_a_library_that_cannot_serve_is_told_in_a_sentence(
@@ -227,14 +226,6 @@ def test_without_a_driver_python_serves_and_that_is_told_once(tmp_path: Path) ->
             (told,) = run.engine.notices
             assert "the lanes run in Python, which is slower: " in told
             assert "lacks cuStreamCreateWithPriority" in told
-
-
-def test_other_accelerators_have_lanes_in_python(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="no driver for xpu"):
-        accelerator_of(torch.device("xpu", 0)).open(native)
-    with paced() as device, attached(MIXED, tmp_path, build=small) as run:
-        assert isinstance(device, Paced)
-        assert isinstance(run.engine.runner._lanes, Reference)
 
 
 def test_a_forked_child_calls_nothing(tmp_path: Path) -> None:

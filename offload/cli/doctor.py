@@ -101,7 +101,7 @@ def _findings(paths: Sequence[str]) -> Iterator[Finding]:
     torch, told = _torch()
     yield told
     if torch:
-        yield _accelerator(torch)
+        yield _accelerator()
         yield _kernels()
     yield findings.file_backends(aio.probe(), os.environ)
     yield findings.memory(host_free_bytes(), psutil.virtual_memory().total, ranks)
@@ -124,7 +124,7 @@ def _torch() -> tuple[Any, Finding]:
     return torch, findings.torch(str(torch.__version__))
 
 
-def _accelerator(torch: Any) -> Finding:
+def _accelerator() -> Finding:
     """What torch says of accelerators; nothing that is wrong with one raises."""
     from offload.runtime import device as driver
 
@@ -132,8 +132,7 @@ def _accelerator(torch: Any) -> Finding:
     try:
         device = driver.compute_device()
         if not device.is_host:
-            name = getattr(torch, device.torch_device.type).get_device_name(device.torch_device)
-            told = f"{name}, {format_bytes(device.free_bytes() or 0)} free"
+            told = f"{device.name()}, {format_bytes(device.free_bytes() or 0)} free"
         elif built:
             driver.initialize()
     except (RuntimeError, AssertionError, AttributeError) as raised:

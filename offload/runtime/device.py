@@ -13,9 +13,8 @@ One stream runs in order, two streams in any order, so the engine orders them:
 A `Device` that is no accelerator finishes every call before it returns.
 
 [Note: Blocking events]
-A host thread that waits for a `torch.Event` spins on a core, which the update needs: `torch.Event`
-ignores `blocking=True` (torch/csrc/Event.cpp). `torch.cuda.Event` does not. It expects streams of
-`torch.cuda`, unchecked, and defaults to the current device's, so it is always given a stream.
+A host thread that waits for an event spins on a core, which the update needs, unless the event is
+`torch.cuda.Event(blocking=True)`. It defaults to the current device, so it is given a stream.
 
 [Note: Pending errors]
 A CUDA runtime call that fails also leaves its error pending in the thread, and the next kernel
@@ -63,6 +62,10 @@ class Device:
 
     def __init__(self, torch_device: torch.device):
         self.torch_device = torch_device
+
+    def name(self) -> str:
+        """What its maker calls it."""
+        return "CPU"
 
     def free_bytes(self) -> int | None:
         """Free memory in bytes, or None if it is the CPU's."""
@@ -132,93 +135,16 @@ class Device:
         """
 
 
-class Accelerator(Device):
-    """A device of `torch.accelerator`, with its index."""
-
-    is_host = False
-
-    def __init__(self, torch_device: torch.device):
-        super().__init__(torch_device)
-        self.driver = self
-
-    def free_bytes(self) -> int | None:
-        """Free memory in bytes."""
-        free, _ = getattr(torch, self.torch_device.type).mem_get_info(self.torch_device)
-        return int(free)
-
-    def idle_bytes(self) -> int:
-        """See `Device.idle_bytes`."""
-        of = getattr(torch, self.torch_device.type)
-        kept = of.memory_reserved(self.torch_device) - of.max_memory_allocated(self.torch_device)
-        return max(0, (self.free_bytes() or 0) + int(kept))
-
-    def zeros(self, size: int) -> torch.Tensor:
-        """See `Device.zeros`. Raises MemoryError if so much is not free in one block."""
-        try:
-            return super().zeros(size)
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(
-                f"{format_bytes(size)} of {self.torch_device} were refused ({error}): likely "
-                "other programs, or tensors of this one, hold it; lower Config.device_memory"
-            ) from error
-
-    def trim(self) -> None:
-        """Return the freed memory that torch caches to the system."""
-        torch.accelerator.empty_cache()
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in its memory."""
-        return tensor.device.type == self.torch_device.type
-
-    def stream(self) -> Any:
-        """The current stream of the calling thread; equal only to itself."""
-        return torch.accelerator.current_stream(self.torch_device)
-
-    def fence(self, stream: Any) -> Fence:
-        """The end of what is queued now on a stream that `stream` returned."""
-        event = torch.Event(self.torch_device, enable_timing=False)
-        event.record(stream)
-        return event
-
-    def pin(self, address: int, size: int) -> None:
-        """Register CPU memory, so that copies of it overlap the host and compute.
-
-        Raises:
-            PinError: it was refused.
-        """
-        raise PinError(f"torch has no call that registers memory for {self.torch_device.type}")
-
-    def unpin(self, address: int) -> None:
-        """Undo `pin` at this address."""
-
-    def drain(self) -> None:
-        """Wait, on the host, for what is queued on the calling thread's current stream."""
-        self.fence(self.stream()).synchronize()
-
-    def drain_all(self) -> None:
-        """See `Device.drain_all`."""
-        # Torch's call makes the current device current again: [Note: Current device].
-        with torch.accelerator.device_index(self.torch_device.index):
-            torch.accelerator.synchronize(self.torch_device)
-
-
 CPU = Device(torch.device("cpu"))
 """The CPU."""
 
 
 def compute_device() -> Device:
-    """The accelerator that torch finds, else the CPU.
-
-    An accelerator that does not report its free memory, such as MPS, has no streams either and is
-    not used.
-    """
-    if torch.accelerator.is_available():
-        found = torch.accelerator.current_accelerator()
-        if found is not None and hasattr(getattr(torch, found.type, None), "mem_get_info"):
-            index = torch.accelerator.current_device_index()
-            make_scalers_wait()
-            return accelerator_of(torch.device(found.type, index))
-    return CPU
+    """The device of CUDA, or ROCm, that is current, else the CPU."""
+    if not torch.cuda.is_available():
+        return CPU
+    make_scalers_wait()
+    return Accelerator(torch.device("cuda", torch.cuda.current_device()))
 
 
 class PinError(OSError):
@@ -252,37 +178,79 @@ def initialize() -> None:
     start()
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
-    """The accelerator of a type and index."""
-    return _Cuda(device) if device.type == "cuda" else Accelerator(device)
-
-
 LIBRARY_VARIABLE = "OFFLOAD_LIBCUDA"
 """Environment variable: the library of CUDA's driver, where it is not found by its name."""
 
 
-class _Cuda(Accelerator):
-    """CUDA, or ROCm, which torch offers under the same names."""
+class Accelerator(Device):
+    """A device of CUDA, or of ROCm, which torch offers under the same names."""
+
+    is_host = False
+
+    def __init__(self, torch_device: torch.device):
+        super().__init__(torch_device)
+        self.driver = self
+
+    def name(self) -> str:
+        """What its maker calls it."""
+        return torch.cuda.get_device_name(self.torch_device)
+
+    def free_bytes(self) -> int | None:
+        """Free memory in bytes."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def idle_bytes(self) -> int:
+        """See `Device.idle_bytes`."""
+        highest = torch.cuda.max_memory_allocated(self.torch_device)
+        kept = torch.cuda.memory_reserved(self.torch_device) - highest
+        return max(0, (self.free_bytes() or 0) + kept)
+
+    def zeros(self, size: int) -> torch.Tensor:
+        """See `Device.zeros`. Raises MemoryError if so much is not free in one block."""
+        try:
+            return super().zeros(size)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"{format_bytes(size)} of {self.torch_device} were refused ({error}): likely "
+                "other programs, or tensors of this one, hold it; lower Config.device_memory"
+            ) from error
+
+    def trim(self) -> None:
+        """Return the freed memory that torch caches to the system."""
+        torch.cuda.empty_cache()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in its memory."""
+        return tensor.is_cuda
 
     def stream(self) -> Any:
+        """The current stream of the calling thread; equal only to itself."""
         return torch.cuda.current_stream(self.torch_device)
 
     def fence(self, stream: Any) -> Fence:
+        """The end of what is queued now on a stream that `stream` returned."""
         make: Any = torch.cuda.Event
         event: Fence = make(blocking=True)  # See [Note: Blocking events].
         event.record(stream)  # type: ignore[attr-defined]
         return event
 
     def handle(self, stream: Any) -> int:
+        """See `Device.handle`."""
         return int(stream.cuda_stream)
 
     def open(self, native: Any) -> Any:
+        """See `Device.open`."""
         if getattr(torch.version, "hip", None):
             raise RuntimeError("native lanes have no driver for ROCm")
         library = os.environ.get(LIBRARY_VARIABLE, "libcuda.so.1")
         return native.open_cuda(library, self.torch_device.index or 0)
 
     def pin(self, address: int, size: int) -> None:
+        """Register CPU memory, so that copies of it overlap the host and compute.
+
+        Raises:
+            PinError: it was refused.
+        """
         runtime: Any = _runtime()
         with torch.cuda.device(self.torch_device):
             code = runtime.cudaHostRegister(address, size, 0)  # Default: mapped and portable.
@@ -295,11 +263,22 @@ class _Cuda(Accelerator):
                 )
 
     def unpin(self, address: int) -> None:
+        """Undo `pin` at this address."""
         with torch.cuda.device(self.torch_device):
             if int(_runtime().cudaHostUnregister(address)) != 0:
                 self._clear_error()
 
+    def drain(self) -> None:
+        """Wait, on the host, for what is queued on the calling thread's current stream."""
+        self.fence(self.stream()).synchronize()
+
+    def drain_all(self) -> None:
+        """See `Device.drain_all`."""
+        with torch.cuda.device(self.torch_device):  # See [Note: Current device].
+            torch.cuda.synchronize(self.torch_device)
+
     def refuse_capture(self) -> None:
+        """See `Device.refuse_capture`."""
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "an offloaded model ran while a CUDA graph is captured (torch.cuda.graph, "
