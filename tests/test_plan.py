@@ -20,8 +20,8 @@ from offload.planning.planner import BudgetError, _Search, budgets_of, plan
 from offload.planning.profile import BLOCK_BYTES, KINDS, Profile, StateChoice, profile_of, round_up
 from offload.planning.tiers import TIERS, Tier
 from offload.program.compile import compile_program
-from offload.program.verify import verify
 from tests.profiles import AMPLE, all_placements, blocks, large_model, plan_of, profiles, unit
+from tests.proof import verify
 
 HUGE = Machine(device_bytes=1 << 60, cpu_bytes=1 << 60, nvme_bytes=1 << 60)
 

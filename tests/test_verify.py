@@ -12,9 +12,9 @@ from hypothesis import given
 
 from offload.planning.layout import Place, Plan
 from offload.planning.profile import profile_of
-from offload.program.compile import compile_program
+from offload.program.compile import compile_program, pass_phase
 from offload.program.ops import FACTOR, Lane, Program, Use, Value, Verb
-from offload.program.verify import CHAIN, ProgramError, place_text, verify
+from offload.program.verify import ProgramError, place_text, verify_pass
 from tests.profiles import (
     all_placements,
     blocks,
@@ -25,6 +25,7 @@ from tests.profiles import (
     with_phase,
 )
 from tests.profiles import with_op as changed
+from tests.proof import CHAIN, verify
 
 
 def broken(
@@ -462,3 +463,21 @@ def test_a_unit_that_needs_no_weights_in_backward() -> None:
     verify(program)
     at = [op.value.unit for op in program.phases["backward_first"].ops if op.verb is Verb.BACKWARD]
     assert at == [1, 0]
+
+
+def test_a_pass_is_refused_without_a_wait_or_a_fetch() -> None:
+    """In an order of its own, as the engine compiles one; the first unit's slot is filled."""
+    plan = program_of(blocks(6), weight_slots=2).plan
+    phase, _ = pass_phase(plan, Verb.BACKWARD, (4, 1, 1, 3, 0), 2, {plan.weight_slot[4]: 4})
+    verify_pass(plan, phase)
+    waiting = [index for index, op in enumerate(phase.ops) if op.waits]
+    assert len(waiting) > 5
+    for index in waiting:
+        alone = replace(phase.ops[index], waits=())
+        ops = (*phase.ops[:index], alone, *phase.ops[index + 1 :])
+        with pytest.raises(ProgramError, match="does not wait for op"):
+            verify_pass(plan, replace(phase, ops=ops))
+    with pytest.raises(ProgramError, match=r"reads weight of block4 in .* which has nothing"):
+        verify_pass(plan, replace(phase, entry={}))
+    with pytest.raises(ProgramError, match="counts 1 bytes"):
+        verify_pass(plan, replace(phase, ops=(replace(phase.ops[1], bytes=1, waits=()),)))

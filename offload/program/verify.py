@@ -1,38 +1,29 @@
-"""Prove on the plain data that a program cannot go wrong, or name the op that breaks a rule. Pure.
+"""Check phases before they run, or name the op that breaks a rule. Pure.
 
-[Note: What is proved]
-First, rules of the plan and of single ops. Homes and slots are disjoint and inside their budgets.
-An op is on the lane of its work, counts the bytes of its value, fits it into its slot, and waits
-for earlier ops only. The user computes in order, and every op is issued after those that it waits
-for, so waits cannot form a cycle: no deadlock. A chunk of a stream takes one staging slot, waits
-for nothing else, and gives it back, so that slots cannot take part in one.
+[Note: What is checked]
+Before its first run each op is checked by itself (`check_op`): it is on the lane of its work,
+counts the bytes of its value, and fits it into its slot. A pass, in whatever order of units, is
+checked as a whole (`verify_pass`): an op must reach, through waits, every earlier access to the
+same place if one of the two writes, so all orders in which lanes can run the ops give the result of
+the order of issue; and in that order every compute finds the weights of its unit. Between phases
+the rule of `Scoreboard` holds.
 
-Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
-Waits inside a phase are the compiled ones, between phases those of `Scoreboard`. An op must reach,
-through waits, every earlier access to the same place if one of the two writes. So all orders in
-which lanes can run the ops give the result of the order of issue, and it suffices to follow the
-contents of every place in that order. An op must read the newest version of its value, put there in
-this phase or declared at its entry. An update must use the sum of all gradients. No gradient may be
-overwritten before it is home.
+That all phases of a step together cannot go wrong, whatever the plan, is proved by the tests: homes
+and slots are disjoint and within their budgets, every legal pair of phases may follow each other,
+an update uses the sum of all gradients, and none is overwritten before it is home.
 
-The engine verifies each pass by its order before its first run (`verify_pass`), and each other op
-by itself (`check_op`). Where units are used in another order than the one compiled it cancels what
-is queued, and goes on by passes of single units: between them the rule of `Scoreboard` holds.
-
-A version of a value is the set of the ops that made it: one update, or the backward ops of all
-micro-batches whose gradients were added.
+Waits cannot form a cycle: the user computes in order, and every op is issued after those that it
+waits for. A chunk of a stream takes one staging slot, waits for nothing else, and gives it back.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import pairwise
 from typing import NamedTuple
 
-from offload.planning.layout import Buffer, Place, Plan, site
-from offload.planning.profile import BLOCK_BYTES, KINDS, Kind
-from offload.planning.tiers import TIERS, Tier
+from offload.planning.layout import Place, Plan, site
+from offload.planning.profile import KINDS, Kind
+from offload.planning.tiers import Tier
 from offload.program.ops import (
     ALL_UNITS,
     FACTOR,
@@ -40,7 +31,6 @@ from offload.program.ops import (
     Lane,
     Op,
     Phase,
-    Program,
     Use,
     Value,
     Verb,
@@ -62,50 +52,15 @@ class ProgramError(ValueError):
         )
 
 
-_ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
-_STEP = ("forward", "backward_first", "norm", "update")
-_EVALUATION = ("forward", "forward", "norm", "update", "norm", "update")
-CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, *_EVALUATION)
-"""Phases in an order with every legal pair of neighbours: micro-batches, evaluation, steps.
-
-Backward follows only forward, and update only norm; the others may follow all but norm."""
-
-Version = frozenset[int]
-"""Numbers, along the chain, of the ops that made a value; empty for values from before it."""
-
-START: Version = frozenset()
-
-
-def verify(program: Program) -> None:
-    """Check a program as compiled, see [Note: What is proved].
-
-    Raises:
-        ProgramError: the first broken rule, with its phase and op.
-    """
-    plan = program.plan
-    check_buffers(plan)
-    check_slots(plan)
-    for phase in program.phases.values():
-        for index, op in enumerate(phase.ops):
-            late = next((wait for wait in op.waits if not 0 <= wait < index), None)
-            rule = f"waits for op {late}, which is not an earlier op of its phase"
-            if rule := broken_by(plan, op) if late is None else rule:
-                raise ProgramError(rule, phase.name, index, op_text(plan, op))
-    walk = _Walk(plan, {})
-    for name in CHAIN:
-        walk.run(program.phases[name])
-
-
 def verify_pass(plan: Plan, phase: Phase) -> None:
-    """Check a pass in any order before its first run, as `verify` does those of a program: each
-    compute finds the weights of its unit, and ops that share a place wait for one another.
+    """Check a pass in any order before its first run, see [Note: What is checked].
 
     Raises:
         ProgramError: the first broken rule.
     """
     for op in phase.ops:
         check_op(plan, op)
-    _Walk(plan, phase.entry).run(phase)
+    Walk(plan, phase.entry).run(phase)
 
 
 def check_op(plan: Plan, op: Op) -> None:
@@ -116,49 +71,6 @@ def check_op(plan: Plan, op: Op) -> None:
     """
     if rule := broken_by(plan, op):
         raise ProgramError(f"{op_text(plan, op)} {rule}", "an op")
-
-
-def check_buffers(plan: Plan) -> None:
-    """Homes exist and fit their values; buffers are aligned, disjoint and inside the budgets."""
-    buffers: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
-    in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
-    for kind in KINDS:
-        for u, unit in enumerate(plan.profile.units):
-            size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
-            name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
-            if home is not None:
-                buffers.append((home, f"home of {name}"))
-            found = home.bytes if home is not None and home.tier == tier else 0
-            found = in_file.get((kind, unit.name), 0) if tier == "nvme" else found
-            if found < size:
-                raise ProgramError(f"{name} of {size} bytes has {found} bytes at home on {tier}")
-    buffers.sort(key=lambda entry: (entry[0].tier, entry[0].offset))
-    for buffer, name in buffers:
-        if buffer.offset % BLOCK_BYTES or buffer.bytes % BLOCK_BYTES or buffer.offset < 0:
-            raise ProgramError(f"{name} is not aligned to blocks of {BLOCK_BYTES} bytes")
-    for (one, name), (two, other) in pairwise(buffers):
-        if one.tier == two.tier and one.offset + one.bytes > two.offset:
-            raise ProgramError(f"{name} and {other} overlap on {one.tier}")
-    for tier in TIERS:
-        taken, given = plan.taken_bytes(tier), plan.budgets[tier]
-        if taken > given:
-            raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
-
-
-def check_slots(plan: Plan) -> None:
-    """A unit has slots for exactly the values off the device; a lasting one shares none."""
-    for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
-        sharing = Counter(slots)
-        for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
-            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in _reach(plan, kind)
-            if (place.tier if place else "") != ("device" if away else ""):
-                raise ProgramError(
-                    f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
-                )
-            if place and (rule := _misfit(plan, Use(place, Value(kind, u)))):
-                raise ProgramError(rule)
-            if place and unit.lasting and sharing[place] > 1:
-                raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
 
 
 def broken_by(plan: Plan, op: Op) -> str:
@@ -177,7 +89,7 @@ def broken_by(plan: Plan, op: Op) -> str:
         return f"works on the {' and '.join(expected.tiers)}, and has to have all it needs there"
     if op.verb in (Verb.ADD, Verb.UPDATE) and not set(op.writes) <= set(op.reads):
         return "has to work in place"
-    if rule := next(filter(None, (_misfit(plan, use) for use in uses)), ""):
+    if rule := next(filter(None, (misfit(plan, use) for use in uses)), ""):
         return rule
     if op.lane is not expected.lane:
         return f"is on the {op.lane.value} lane, not on that of its places: {expected.lane}"
@@ -210,7 +122,7 @@ def _expected(plan: Plan, op: Op) -> _Expected:
         read = [weight] if unit.weight_bytes and (unit.backward or op.verb is Verb.FORWARD) else []
         return _Expected(Lane.COMPUTE, ("device",), len(read), read)
     if op.verb is Verb.COLLECT:
-        return _Expected(Lane.COMPUTE, _reach(plan, "gradient"), 0, [gradient])
+        return _Expected(Lane.COMPUTE, reach(plan, "gradient"), 0, [gradient])
     if op.verb is Verb.ADD:
         return _Expected(Lane.CPU, ("cpu",), 2, [gradient] * 3, 3 * _size(plan, gradient))
     if op.verb is Verb.SQUARE:
@@ -224,7 +136,7 @@ def _expected(plan: Plan, op: Op) -> _Expected:
     return _Expected(Lane.COMPUTE if tier == "device" else Lane.CPU, (), reads, values, size)
 
 
-def _reach(plan: Plan, kind: Kind) -> tuple[Tier, ...]:
+def reach(plan: Plan, kind: Kind) -> tuple[Tier, ...]:
     """The tiers in which the user's compute has values of a kind."""
     return ("device", "cpu") if plan.in_place and kind == "gradient" else ("device",)
 
@@ -233,7 +145,7 @@ def _size(plan: Plan, value: Value) -> int:
     return plan.bytes_of(value.kind, value.unit)
 
 
-def _misfit(plan: Plan, use: Use) -> str:
+def misfit(plan: Plan, use: Use) -> str:
     """Why a value cannot be at a place; empty if it can."""
     place, value = use
     if place.use in _NUMBERS:
@@ -257,56 +169,45 @@ def _shared(uses: Iterable[Use]) -> list[object]:
     return [use.value if use.place.use == "home" else use.place for use in uses]
 
 
-class _Walk:
-    """Follows the accesses and contents of every place along a chain of phases."""
+class Walk:
+    """Follows who touches each place, and what slots hold, op by op along phases."""
 
     def __init__(self, plan: Plan, in_slots: Mapping[Place, int]):
-        self._plan = plan
+        """`in_slots` tells whose weights slots hold at first."""
+        self.plan = plan
         self._board: Scoreboard[int] = Scoreboard()
-        # By op, numbered along the chain; then by cell.
+        # By op, numbered along the phases; then by cell.
         self._waits: list[set[int]] = []
         self._writer: dict[object, int] = {}
         self._readers: dict[object, list[int]] = {}
-        # Contents.
-        self._slots: dict[object, tuple[Value, Version]] = {
-            slot: (Value("weight", unit), START) for slot, unit in in_slots.items()
-        }
-        self._homes: dict[Value, Version] = {}
-        self._newest: dict[Value, Version] = {}
-        # The backward ops whose sum is a unit's gradient, and those that a chunk's update used.
-        self._produced: dict[int, Version] = {}
-        self._used: dict[Value, Version] = {}
+        self._slots = {slot: Value("weight", unit) for slot, unit in in_slots.items()}
 
     def run(self, phase: Phase) -> None:
-        """Walk the next phase of the chain."""
-        self._phase = phase
-        self._base = len(self._waits)
-        self._index: int | None = None
-        self._filled, self._unsaved = set[object](phase.entry), set[Place]()
-        self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
-        self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
-        for index, op in enumerate(phase.ops):
-            self._index, self._op = index, op
-            self._check_waits(self._base + index)
-            self._apply(frozenset({self._base + index}))
-            self._seen[op.verb].append(op.value)
-        self._index = None
-        self._check_slots(phase.exit.items(), "does not hold what it declares at exit")
-        self._check_done()
+        """Walk the next phase."""
+        self.phase, self.base = phase, len(self._waits)
+        for self.index, self.op in enumerate(phase.ops):
+            self._check_waits(self.base + self.index)
+            self.apply()
 
-    def _fail(self, rule: str) -> None:
-        text = "" if self._index is None else op_text(self._plan, self._op)
-        raise ProgramError(rule, self._phase.name, self._index, text)
+    def fail(self, rule: str) -> None:
+        """Refuse the op of now."""
+        raise ProgramError(rule, self.phase.name, self.index, op_text(self.plan, self.op))
 
-    def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
-        for slot, unit in claims:
-            value = Value("weight", unit)
-            if self._slots.get(slot) != (value, self._newest.get(value, START)):
-                self._fail(f"{rule}: {value_text(self._plan, value)} in {place_text(slot)}")
+    def apply(self) -> None:
+        """The effect of the op on the contents of slots."""
+        for place, value in self.op.reads:
+            if place.use != "home" and (there := self._slots.get(place)) != value:
+                self.misread(place, value, there)
+        self._slots |= {place: value for place, value in self.op.writes if place.use != "home"}
+
+    def misread(self, place: Place, value: Value, there: Value | None) -> None:
+        """Refuse the op, which reads a value in a slot, where there is another."""
+        has = "nothing" if there is None else value_text(self.plan, there)
+        self.fail(f"reads {value_text(self.plan, value)} in {place_text(place)}, which has {has}")
 
     def _check_waits(self, own: int) -> None:
         """The op must wait for every earlier one that it would race with. Notes its accesses."""
-        op, base = self._op, self._base
+        op, base = self.op, self.base
         reads, writes = list(cells(op.reads)), list(cells(op.writes))
         earlier = [task for task in self._board.waits(reads, writes) if task < base]
         self._board.note(own, reads, writes)
@@ -318,7 +219,7 @@ class _Walk:
             if other != own and not self._waits_for(own, other):
                 which = f"op {other - base}" if other >= base else "an op of an earlier phase"
                 where = place_text(cell) if isinstance(cell, Place) else "a home"
-                self._fail(f"does not wait for {which}, with which it shares {where}")
+                self.fail(f"does not wait for {which}, with which it shares {where}")
         for cell in reads:
             self._readers.setdefault(cell, []).append(own)
         for cell in writes:
@@ -334,92 +235,6 @@ class _Walk:
             stack += [wait for wait in waits if wait > earlier and wait not in seen]
             seen.update(waits)
         return False
-
-    def _write(self, use: Use, version: Version) -> None:
-        if use.place.use == "home":
-            self._homes[use.value] = version
-        else:
-            self._slots[use.place] = (use.value, version)
-            self._filled.add(use.place)
-
-    def _read(self, use: Use) -> Version:
-        """The version that an op reads."""
-        place, value = use
-        version = self._homes.get(value, START) if place.use == "home" else START
-        if place.use != "home":
-            if place not in self._filled and use != FACTOR:
-                self._fail(f"reads {place_text(place)}, which nothing in its phase has filled")
-            there, version = self._slots.get(place, (None, START))
-            if there != value:
-                has = "nothing" if there is None else value_text(self._plan, there)
-                asked = value_text(self._plan, value)
-                self._fail(f"reads {asked} in {place_text(place)}, which has {has}")
-        if value.kind != "gradient" and version != self._newest.get(value, START):
-            self._fail(f"reads {value_text(self._plan, value)} from before an update")
-        return version
-
-    def _apply(self, made: Version) -> None:
-        """The effect of the op on the contents."""
-        op, verb = self._op, self._op.verb
-        versions = [self._read(use) for use in op.reads]
-        if verb is Verb.MOVE:
-            self._unsaved.discard(op.reads[0].place)
-            made = versions[0]
-        elif verb is Verb.ADD:
-            if versions[0] & versions[1]:
-                self._fail("adds a gradient that is in the sum already")
-            made = versions[0] | versions[1]
-        elif verb is Verb.UPDATE:
-            self._newest.update((use.value, made) for use in op.writes)
-            self._used[op.value] = versions[0]
-        elif verb is Verb.COLLECT:
-            made = self._accumulate(op.writes[0], made, again=op.value in self._seen[verb])
-        for use in op.writes:
-            self._write(use, made)
-
-    def _accumulate(self, use: Use, made: Version, *, again: bool) -> Version:
-        """The version at a gradient's place after a backward op: at home, the sum so far."""
-        unit = use.value.unit
-        kept = again or self._phase.name != "backward_first"
-        self._produced[unit] = made | (self._produced.get(unit, START) if kept else START)
-        if use.place.use == "home":
-            return self._produced[unit]
-        if use.place in self._unsaved:
-            there, version = self._slots[use.place]
-            if there != use.value:
-                self._fail(
-                    f"overwrites {value_text(self._plan, there)} before it has left its slot"
-                )
-            made |= version
-        self._unsaved.add(use.place)
-        return made
-
-    def _check_done(self) -> None:
-        """What must be complete at the end of the phase."""
-        plan, name, seen = self._plan, self._phase.name, self._seen
-        trainable = [u for u, unit in enumerate(plan.profile.units) if unit.trainable]
-        gradients = [Value("gradient", unit) for unit in trainable]
-        ahead, back = ([v.unit for v in seen[verb]] for verb in (Verb.FORWARD, Verb.BACKWARD))
-        if name == "forward" and ahead != list(plan.profile.forward):
-            self._fail("does not compute in the order of the profile")
-        if name.startswith("backward"):
-            order = list(plan.profile.backward)
-            if back[: len(order)] != order or not set(trainable) <= set(back):
-                self._fail("does not compute in the order of the profile")
-            for value in gradients:
-                if self._homes.get(value, START) != self._produced[value.unit]:
-                    self._fail(
-                        f"does not bring home all that was made of {value_text(plan, value)}"
-                    )
-        combined = sorted(seen[Verb.SQUARE]) == gradients and len(seen[Verb.NORM]) == 1
-        if name == "norm" and plan.clips and not combined:
-            self._fail("does not square every gradient once, then combine")
-        if name == "update" or seen[Verb.UPDATE]:
-            if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != gradients:
-                self._fail("does not update every unit once")
-            for value in seen[Verb.UPDATE]:
-                if self._used[value] != self._produced.get(value.unit, START):
-                    self._fail(f"updates {value_text(plan, value)} before its gradient is whole")
 
 
 def op_text(plan: Plan, op: Op) -> str:

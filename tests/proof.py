@@ -1,0 +1,230 @@
+"""Prove on the plain data that a whole program cannot go wrong, or name the op that breaks a rule.
+
+First, rules of the plan and of single ops: homes and slots are disjoint and inside their budgets,
+and each op keeps the rules of `offload.program.verify`.
+
+Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
+Waits inside a phase are the compiled ones, between phases those of `Scoreboard`. An op must reach,
+through waits, every earlier access to the same place if one of the two writes. So all orders in
+which lanes can run the ops give the result of the order of issue, and it suffices to follow the
+contents of every place in that order. An op must read the newest version of its value, put there in
+this phase or declared at its entry. An update must use the sum of all gradients. No gradient may be
+overwritten before it is home.
+
+A version of a value is the set of the ops that made it: one update, or the backward ops of all
+micro-batches whose gradients were added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+from offload.planning.layout import Buffer, Place, Plan
+from offload.planning.profile import BLOCK_BYTES, KINDS
+from offload.planning.tiers import TIERS
+from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb
+from offload.program.verify import (
+    ProgramError,
+    Walk,
+    broken_by,
+    misfit,
+    op_text,
+    place_text,
+    reach,
+    value_text,
+)
+
+_ACCUMULATED = ("forward", "backward_first", "forward", "backward_next", "forward", "backward_next")
+_STEP = ("forward", "backward_first", "norm", "update")
+_EVALUATION = ("forward", "forward", "norm", "update", "norm", "update")
+CHAIN = ("forward", *_ACCUMULATED, "norm", "update", *_STEP, *_EVALUATION)
+"""Phases in an order with every legal pair of neighbours: micro-batches, evaluation, steps.
+
+Backward follows only forward, and update only norm; the others may follow all but norm."""
+
+Version = frozenset[int]
+"""Numbers, along the chain, of the ops that made a value; empty for values from before it."""
+
+START: Version = frozenset()
+
+
+def verify(program: Program) -> None:
+    """Check a program as compiled.
+
+    Raises:
+        ProgramError: the first broken rule, with its phase and op.
+    """
+    plan = program.plan
+    check_buffers(plan)
+    check_slots(plan)
+    for phase in program.phases.values():
+        for index, op in enumerate(phase.ops):
+            late = next((wait for wait in op.waits if not 0 <= wait < index), None)
+            rule = f"waits for op {late}, which is not an earlier op of its phase"
+            if rule := broken_by(plan, op) if late is None else rule:
+                raise ProgramError(rule, phase.name, index, op_text(plan, op))
+    walk = _Proof(plan)
+    for name in CHAIN:
+        walk.run(program.phases[name])
+
+
+def check_buffers(plan: Plan) -> None:
+    """Homes exist and fit their values; buffers are aligned, disjoint and inside the budgets."""
+    buffers: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
+    in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
+    for kind in KINDS:
+        for u, unit in enumerate(plan.profile.units):
+            size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier
+            name, home = f"{kind} of {unit.name}", plan.homes.get((kind, u))
+            if home is not None:
+                buffers.append((home, f"home of {name}"))
+            found = home.bytes if home is not None and home.tier == tier else 0
+            found = in_file.get((kind, unit.name), 0) if tier == "nvme" else found
+            if found < size:
+                raise ProgramError(f"{name} of {size} bytes has {found} bytes at home on {tier}")
+    buffers.sort(key=lambda entry: (entry[0].tier, entry[0].offset))
+    for buffer, name in buffers:
+        if buffer.offset % BLOCK_BYTES or buffer.bytes % BLOCK_BYTES or buffer.offset < 0:
+            raise ProgramError(f"{name} is not aligned to blocks of {BLOCK_BYTES} bytes")
+    for (one, name), (two, other) in pairwise(buffers):
+        if one.tier == two.tier and one.offset + one.bytes > two.offset:
+            raise ProgramError(f"{name} and {other} overlap on {one.tier}")
+    for tier in TIERS:
+        taken, given = plan.taken_bytes(tier), plan.budgets[tier]
+        if taken > given:
+            raise ProgramError(f"{tier} takes {taken} bytes, over its budget of {given} bytes")
+
+
+def check_slots(plan: Plan) -> None:
+    """A unit has slots for exactly the values off the device; a lasting one shares none."""
+    for kind, slots in zip(KINDS, (plan.weight_slot, plan.gradient_slot)):
+        sharing = Counter(slots)
+        for u, (unit, place) in enumerate(zip(plan.profile.units, slots)):
+            away = plan.bytes_of(kind, u) > 0 and plan.home(kind, u).tier not in reach(plan, kind)
+            if (place.tier if place else "") != ("device" if away else ""):
+                raise ProgramError(
+                    f"{kind} of {unit.name} needs a device slot: {away}; has {place}"
+                )
+            if place and (rule := misfit(plan, Use(place, Value(kind, u)))):
+                raise ProgramError(rule)
+            if place and unit.lasting and sharing[place] > 1:
+                raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
+
+
+class _Proof(Walk):
+    """Follows the versions in every place along a chain of phases."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan, {})
+        # Contents.
+        self._there: dict[object, tuple[Value, Version]] = {}
+        self._homes: dict[Value, Version] = {}
+        self._newest: dict[Value, Version] = {}
+        # The backward ops whose sum is a unit's gradient, and those that a chunk's update used.
+        self._produced: dict[int, Version] = {}
+        self._used: dict[Value, Version] = {}
+
+    def run(self, phase: Phase) -> None:
+        """Walk the next phase of the chain."""
+        self.phase = phase
+        self._filled, self._unsaved = set[object](phase.entry), set[Place]()
+        self._seen: dict[Verb, list[Value]] = {verb: [] for verb in Verb}
+        self._check_slots(phase.entry.items(), "does not find at entry what it wants there")
+        super().run(phase)
+        self._check_slots(phase.exit.items(), "does not hold what it declares at exit")
+        self._check_done()
+
+    def _fail(self, rule: str) -> None:
+        """Refuse the phase as a whole."""
+        raise ProgramError(rule, self.phase.name)
+
+    def _check_slots(self, claims: Iterable[tuple[Place, int]], rule: str) -> None:
+        for slot, unit in claims:
+            value = Value("weight", unit)
+            if self._there.get(slot) != (value, self._newest.get(value, START)):
+                self._fail(f"{rule}: {value_text(self.plan, value)} in {place_text(slot)}")
+
+    def _write(self, use: Use, version: Version) -> None:
+        if use.place.use == "home":
+            self._homes[use.value] = version
+        else:
+            self._there[use.place] = (use.value, version)
+            self._filled.add(use.place)
+
+    def _read(self, use: Use) -> Version:
+        """The version that an op reads."""
+        place, value = use
+        version = self._homes.get(value, START) if place.use == "home" else START
+        if place.use != "home":
+            if place not in self._filled and use != FACTOR:
+                self.fail(f"reads {place_text(place)}, which nothing in its phase has filled")
+            there, version = self._there.get(place, (None, START))
+            if there != value:
+                self.misread(place, value, there)
+        if value.kind != "gradient" and version != self._newest.get(value, START):
+            self.fail(f"reads {value_text(self.plan, value)} from before an update")
+        return version
+
+    def apply(self) -> None:
+        """The effect of the op on the contents."""
+        op, verb, made = self.op, self.op.verb, frozenset({self.base + self.index})
+        versions = [self._read(use) for use in op.reads]
+        if verb is Verb.MOVE:
+            self._unsaved.discard(op.reads[0].place)
+            made = versions[0]
+        elif verb is Verb.ADD:
+            if versions[0] & versions[1]:
+                self.fail("adds a gradient that is in the sum already")
+            made = versions[0] | versions[1]
+        elif verb is Verb.UPDATE:
+            self._newest.update((use.value, made) for use in op.writes)
+            self._used[op.value] = versions[0]
+        elif verb is Verb.COLLECT:
+            made = self._accumulate(op.writes[0], made, again=op.value in self._seen[verb])
+        for use in op.writes:
+            self._write(use, made)
+        self._seen[verb].append(op.value)
+
+    def _accumulate(self, use: Use, made: Version, *, again: bool) -> Version:
+        """The version at a gradient's place after a backward op: at home, the sum so far."""
+        unit = use.value.unit
+        kept = again or self.phase.name != "backward_first"
+        self._produced[unit] = made | (self._produced.get(unit, START) if kept else START)
+        if use.place.use == "home":
+            return self._produced[unit]
+        if use.place in self._unsaved:
+            there, version = self._there[use.place]
+            if there != use.value:
+                self.fail(f"overwrites {value_text(self.plan, there)} before it has left its slot")
+            made |= version
+        self._unsaved.add(use.place)
+        return made
+
+    def _check_done(self) -> None:
+        """What must be complete at the end of the phase."""
+        plan, name, seen = self.plan, self.phase.name, self._seen
+        trainable = [u for u, unit in enumerate(plan.profile.units) if unit.trainable]
+        gradients = [Value("gradient", unit) for unit in trainable]
+        ahead, back = ([v.unit for v in seen[verb]] for verb in (Verb.FORWARD, Verb.BACKWARD))
+        if name == "forward" and ahead != list(plan.profile.forward):
+            self._fail("does not compute in the order of the profile")
+        if name.startswith("backward"):
+            order = list(plan.profile.backward)
+            if back[: len(order)] != order or not set(trainable) <= set(back):
+                self._fail("does not compute in the order of the profile")
+            for value in gradients:
+                if self._homes.get(value, START) != self._produced[value.unit]:
+                    self._fail(
+                        f"does not bring home all that was made of {value_text(plan, value)}"
+                    )
+        combined = sorted(seen[Verb.SQUARE]) == gradients and len(seen[Verb.NORM]) == 1
+        if name == "norm" and plan.clips and not combined:
+            self._fail("does not square every gradient once, then combine")
+        if name == "update" or seen[Verb.UPDATE]:
+            if sorted(v._replace(kind="gradient") for v in seen[Verb.UPDATE]) != gradients:
+                self._fail("does not update every unit once")
+            for value in seen[Verb.UPDATE]:
+                if self._used[value] != self._produced.get(value.unit, START):
+                    self._fail(f"updates {value_text(plan, value)} before its gradient is whole")
