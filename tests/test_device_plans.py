@@ -108,3 +108,34 @@ def test_memory_that_activations_leave_idle_is_told_where_more_would_be_filled(
             if tells:
                 assert "1.00 GiB" in told[0]
                 assert "Config.device_memory='768.25MiB'" in told[0]
+
+
+SEVEN = [unit(f"b{i}", 185_000_000, chunk_elements=LARGE_CHUNK_ELEMENTS) for i in range(37)]
+FORWARD_S, BACKWARD_S = (work * 185_000_000 * 16384 / 450e12 for work in (2, 6))
+IN_HBM = 37 * (FORWARD_S + BACKWARD_S + 40 * 185_000_000 / 4.3e12)
+"""A step of seven billion parameters and 16k tokens: blocks recomputed at 450 TFLOPS, and the
+update of fp32 states at the speed of HBM."""
+
+
+def in_hbm(clip: float | None = None, **asked: Any) -> tuple[float, float]:
+    """A step over one in HBM; and, clipping, over backward and the longer of forward and update."""
+    config = Config(cpu_memory="1TiB", max_grad_norm=clip, micro_batches=1, **asked)
+    program = compile_program(plan(profile_of(SEVEN), config, H100))
+
+    def seconds(one: int, verb: Verb) -> float:
+        return FORWARD_S if verb is Verb.FORWARD else BACKWARD_S
+
+    found = simulate(program, H100, seconds, updates_in_backward=clip is None)
+    updates = [one for one in found.spans if one.op.verb is Verb.UPDATE and one.step == 2]
+    update = sum(one.stop - one.start for one in updates)
+    bound = 37 * BACKWARD_S + max(37 * FORWARD_S, update)
+    return found.step_seconds / IN_HBM, found.step_seconds / bound
+
+
+@pytest.mark.parametrize("params", ["cpu", "device"])
+def test_seven_billion_parameters_are_predicted_to_keep_up_with_hbm(params: str) -> None:
+    tiers: dict[str, Any] = {"params": params, "gradients": "cpu", "optimizer": "cpu"}
+    assert in_hbm(**tiers)[0] <= 1.08
+    for states in ("exact", "compact"):
+        assert in_hbm(1.0, states=states, **tiers)[1] <= 1.05
+    assert in_hbm(1.0, device_memory="80GiB")[0] <= 1.08
