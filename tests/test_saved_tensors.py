@@ -203,37 +203,6 @@ def test_a_saved_view_of_a_weight_is_conjugated_and_negated_as_it_was(
         assert all(map(same_bits, found, gradients(spectral(use))))
 
 
-class Aside(nn.Module):
-    """Keeps a loss of its own, computed from its weights in a checkpoint of its own."""
-
-    def __init__(self, width: int = 32):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-        self.loss = torch.tensor(0.0)
-
-    def own(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.up(x).tanh() @ self.down.weight).softmax(-1).pow(2).sum()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.loss = checkpoint(self.own, x, use_reentrant=False)
-        return x + self.down(self.up(x))  # type: ignore[no-any-return]
-
-
-def with_asides() -> Net:
-    model = Net(layers=3)
-    for block in model.blocks:
-        block.aside = Aside()
-        block.register_forward_hook(lambda block, _, output: block.aside(output))
-    return model
-
-
-def only_asides(run: Run, number: int) -> None:
-    """No gradient reaches the output of a block: its weights are lent to what runs again."""
-    run.loss()
-    sum(block.aside.loss for block in run.model.blocks).backward()  # type: ignore[union-attr]
-    run.step()
-
-
 def weights_of_others(run: Run, number: int) -> None:
     """A checkpoint outside of modules, over weights at rest: in use, maybe, when it runs again."""
     blocks: Any = run.model.blocks
@@ -247,13 +216,11 @@ def weights_of_others(run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize("placement", some_fast([("nvme", "cpu", "nvme"), PLACEMENT]))
-@pytest.mark.parametrize("feature", [only_asides, weights_of_others])
-def test_a_checkpoint_counts_what_is_lent_and_what_is_in_use_alike(
-    feature: Any, placement: tuple[str, str, str], tmp_path: Path
+def test_a_checkpoint_outside_of_modules_runs_over_weights_at_rest(
+    placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
-    expected = without_idle_states(train_alone(feature, **fp32(build=with_asides)))
-    found = train(placement, tmp_path, feature, **fp32(build=with_asides))
-    assert_same(found, expected)
+    expected = without_idle_states(train_alone(weights_of_others, **fp32()))
+    assert_same(train(placement, tmp_path, weights_of_others, **fp32()), expected)
 
 
 def test_sparse_tensors_may_be_saved(tmp_path: Path) -> None:

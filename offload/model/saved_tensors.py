@@ -22,12 +22,11 @@ were there before the first of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import checkpoint
 
 from offload.model.parameter import ActiveParameter
 from offload.runtime.entry import entry
@@ -79,14 +78,8 @@ class SavedTensor(NamedTuple):
     """A saved tensor that is no weight."""
 
     alias: torch.Tensor
-    """In the same memory, with the same version counter, but of no graph."""
+    """In the same memory, with the same version counter, but of no graph. A leaf stays itself."""
     version: int
-
-    @staticmethod
-    def pack(tensor: torch.Tensor) -> SavedTensor:
-        """To keep `tensor`; a leaf is of no graph, and stays itself."""
-        alias = tensor if tensor.is_leaf else _detach(tensor)
-        return SavedTensor(alias, version(tensor))
 
     def unpack(self) -> torch.Tensor:
         """The tensor.
@@ -103,13 +96,6 @@ class SavedTensor(NamedTuple):
         return self.alias
 
 
-class Savers(Protocol):
-    """A unit, as far as what is saved of it goes."""
-
-    def saver(self) -> Saver:
-        """What everything saved holds on to."""
-
-
 class SavingGuard:
     """The pair of saved-tensor hooks around a unit's forward, see [Note: Saved weights]."""
 
@@ -118,10 +104,10 @@ class SavingGuard:
     def __init__(
         self,
         locate: Callable[[torch.Tensor], SavedWeight | None],
-        units: Sequence[Savers],
+        units: Sequence[Any],
         in_backward: bool,
     ):
-        """Guard what is saved from here to `close`, while `units` are used.
+        """Guard what is saved from here to `close`, while `units`, of `units.FlatUnit`, are used.
 
         `locate` tells what stands for a tensor that lies in a unit's weights, None for any other.
         """
@@ -163,7 +149,7 @@ class SavingGuard:
         tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
         saved = self._locate(tensor)
         if saved is None and self._outer is None:
-            return SavedTensor.pack(tensor)
+            return SavedTensor(tensor if tensor.is_leaf else _detach(tensor), version(tensor))
         return saved
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -178,25 +164,6 @@ class SavingGuard:
 def _pack_apart(guard: SavingGuard, tensor: torch.Tensor) -> SavedWeight | SavedTensor | None:
     with no_trap():
         return guard._packed(tensor)
-
-
-class LendingGuard(SavingGuard):
-    """The same around a function to which weights at rest are lent.
-
-    A checkpoint that is not reentrant counts what its function saves, and its recompute is to save
-    as much. A weight that is lent in one of them may be in use in the other, with no guard around
-    the function itself. So the checkpoint is told of the weights too, and keeps nothing of them.
-    """
-
-    __slots__ = ()
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        packed = super()._pack(tensor)
-        if type(packed) is SavedWeight and self._outer is not None:
-            pack, unpack = self._outer
-            if unpack.__module__ == checkpoint.__name__:
-                pack(tensor)
-        return packed
 
 
 _detach = torch.Tensor.detach
