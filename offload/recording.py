@@ -8,11 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from offload.model.engine import Engine
 from offload.planning.machine import Machine, both_bytes_per_s
@@ -74,7 +72,8 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         device=str(engine.runner.device.torch_device),
         device_is_host=engine.runner.device.is_host,
         residents=len(engine.plan.residents),
-        versions=_versions(),
+        versions={name: version(name) for name in ("offload-engine", "torch")}
+        | {"Python": platform.python_version()},
         steps=engine.report().steps,
         homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
         tiers={t.tier: (t.resident_bytes + t.staging_bytes, t.budget_bytes) for t in tiers},
@@ -86,14 +85,6 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         prediction=prediction,
         unpredicted=unpredicted,
     )
-
-
-def _versions() -> dict[str, str]:
-    try:
-        own = version("offload-engine")
-    except PackageNotFoundError:  # Run from its sources.
-        own = "unknown"
-    return {"offload": own, "torch": torch.__version__, "Python": platform.python_version()}
 
 
 def _span(ran: Ran, zero: float, engine: Engine) -> Span:
@@ -114,9 +105,9 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
         return None, "too few whole steps were kept"
     since, until, steps = kept[0].at, kept[-1].at, len(kept) - 1
     ran = [one for one in trace.ran if since <= one.start and one.stop <= until]
-    user = [one for one in map(_compute_of(engine), ran) if one is not None]
-    trained = _trained(user)
-    if not trained:
+    user = [one for one in ran if one.op.verb in (Verb.FORWARD, Verb.BACKWARD)]
+    backwards = sum(one.op.verb is Verb.BACKWARD for one in user)
+    if not backwards:
         return None, "all units live on the device"
     count, most = len(ran) // steps, SIMULATED_OPS_MAX // SIMULATED_STEPS
     if count > most:
@@ -124,8 +115,9 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     phases = program_of(engine).phases
     ops = [op for name in ("forward", "backward_first") for op in phases[name].ops]
     uses = Counter((op.value.unit, op.verb) for op in ops if op.verb in OF_USER)
-    in_program = sum(op.verb is Verb.BACKWARD for op in ops)
-    micro_batches = max(1, round(trained / in_program / steps))
+    expected = engine.passes.orders[Verb.BACKWARD]  # Of an embedding it is not announced.
+    announced = sum(engine.plan.profile.units[unit].backward for unit in expected)
+    micro_batches = max(1, round(backwards / max(1, announced) / steps))
 
     spans = [(one.start, one.stop) for one in user]
     waits = clip([(one.start, one.stop) for one in trace.waited], since, until)
@@ -156,31 +148,6 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
         )
 
     return _simulated(timeline, most // count, engine), ""
-
-
-def _compute_of(engine: Engine) -> Callable[[Ran], Ran | None]:
-    """Of what ran, the user's compute of units: where nothing announces the backward of one, it is
-    known by its gradient."""
-    announced = set(engine.passes.orders[Verb.BACKWARD])
-
-    def found(one: Ran) -> Ran | None:
-        if one.op.verb not in OF_USER:
-            return None
-        if one.op.verb is not Verb.COLLECT:
-            return one
-        unseen = one.op.value.unit not in announced
-        return one._replace(op=replace(one.op, verb=Verb.BACKWARD)) if unseen else None
-
-    return found
-
-
-def _trained(user: Sequence[Ran]) -> int:
-    """How many backwards of units followed a forward of theirs: one in each micro-batch."""
-    count, last = 0, dict[int, Verb]()
-    for one in sorted(user, key=lambda one: one.start):
-        count += one.op.verb is Verb.BACKWARD and last.get(one.op.value.unit) is Verb.FORWARD
-        last[one.op.value.unit] = one.op.verb
-    return count
 
 
 def _simulated(timeline: Callable[..., Timeline], simulations: int, engine: Engine) -> Prediction:
