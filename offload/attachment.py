@@ -23,7 +23,6 @@ from offload.model.checks import check_arguments, check_initialised, check_model
 from offload.model.engine import Engine, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
-from offload.model.resident import give_memory
 from offload.model.units import FlatUnit, Group, count_change, make_plain, merged, partition
 from offload.optim.optimizer import Optimizer, give_back
 from offload.optim.states import States
@@ -158,6 +157,7 @@ def empty_weights() -> Iterator[None]:
         handle.remove()
 
 
+@entry
 def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Undo `attach`: all values back in ordinary parameters, all states in the user's optimizer.
 
@@ -173,29 +173,21 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         engine.snapshots.boundary()
         streamed = [unit for unit in engine.units if unit.index not in engine.residents]
         values = [
-            (unit.parameters[index], engine.values_of(unit.index, index))
+            (parameter, engine.values_of(unit.index, index))
             for unit in streamed
-            for index in range(len(unit.parameters))
+            for index, parameter in enumerate(unit.parameters)
         ]
         gradients = [one for unit in streamed for one in engine.gradients.take_all(unit.index)]
-        return model, _hand_back(model, values, gradients)
-
-
-@entry
-def _hand_back(
-    model: nn.Module,
-    values: Sequence[tuple[nn.Parameter, torch.Tensor]],
-    gradients: Sequence[torch.Tensor | None],
-) -> torch.optim.Optimizer | None:
-    """Take the engine off a model whose values have been read: here nothing large is made."""
-    engine, (hooks, optimizer) = attached.pop(model), _attached.pop(model)
-    original = optimizer.give_up() if optimizer is not None else None
-    hooks.remove()
-    for (parameter, value), gradient in zip(values, gradients, strict=True):
-        make_plain(parameter, value)
-        parameter.grad = None if gradient is None else gradient.to(value.dtype)
-    engine.close()
-    return original
+        # All is read: from here on nothing large is made.
+        del attached[model]
+        hooks, optimizer = _attached.pop(model)
+        original = optimizer.give_up() if optimizer is not None else None
+        hooks.remove()
+        for (parameter, value), gradient in zip(values, gradients, strict=True):
+            make_plain(parameter, value)
+            parameter.grad = None if gradient is None else gradient.to(value.dtype)
+        engine.close()
+    return model, original
 
 
 def _refuse_attached(model: nn.Module) -> None:
@@ -396,28 +388,30 @@ class _Attaching:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
 
         That is on the device unless neither are they nor is their home: then nothing crosses it.
+        Those of a resident unit stay on the device.
         """
         new = {p for p in unit.parameters if p in self._replaced}
-
-        def start() -> None:
+        resident = unit.index in self.plan.residents
+        crosses = self.plan.home("weight", unit.index).tier == "device" or new
+        on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
+        if resident:  # In memory of their own, as torch has it.
+            views = [self.device.empty(v.shape, v.dtype).zero_() for v in values]
+        else:
+            buffer = zeros_on(on, unit.spec.weight_bytes)
+            views = unit.views_of(buffer).views
+        with torch.no_grad():
+            for parameter, view in zip(unit.parameters, views):
+                parameter.grad = None
+                parameter.data = view
             for module in self.model.modules() if new else ():
                 if not new.isdisjoint(module.parameters(recurse=False)):
                     _initialize(module, self.initialize, unit.parameters)
-
-        if unit.index in self.plan.residents:
-            give_memory(unit, self.device, new, start)
-            return
-        crosses = self.plan.home("weight", unit.index).tier == "device" or new
-        on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
-        buffer = zeros_on(on, unit.spec.weight_bytes)
-        with torch.no_grad():
-            for parameter, view in zip(unit.parameters, unit.views_of(buffer).views):
-                parameter.grad = None
-                parameter.data = view
-            start()
             for parameter, value in zip(unit.parameters, values):
-                if parameter not in new:
+                if parameter not in new:  # Whose module may have started it, too.
                     parameter.data.copy_(value)
+        if resident:
+            self.device.drain()
+            return
         for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
             runner.write_home(Value("weight", unit.index, piece), buffer[offset : offset + size])
         unit.unbind()
@@ -433,12 +427,21 @@ class _Attaching:
         for parameter, (unit, index) in places.items():
             if unit not in engine.residents:
                 parameter._offload_access = ParameterAccess(engine, unit, index)  # type: ignore
-        optimizer = self._take_over(engine, places)
+        optimizer = None
+        if self.optimizer is not None:
+            states, check = States(runner), _same_parameters(self.model)
+            optimizer = Optimizer(self.optimizer, engine, states, places, check)
+            before = self.optimizer.state
+            optimizer.import_states([(p, before[p]) for p in places if p in before])
         for owner, gradient in self._gradients.items():
             if gradient is not None and owner in places:
                 owner.grad = gradient.to(self.device.torch_device)
+        announcers: dict[nn.Module, list[int]] = {}
+        for index, group in enumerate(self.groups):
+            for module in group.modules if index not in self.plan.residents else ():
+                announcers.setdefault(module, []).append(index)
         hooks = Hooks(engine, self.model)
-        hooks.put_on(self.model, self._announcers(), trains=self.optimizer is not None)
+        hooks.put_on(self.model, announcers, trains=self.optimizer is not None)
         attached[self.model], _attached[self.model] = engine, (hooks, optimizer)
         return self.model, optimizer
 
@@ -454,26 +457,6 @@ class _Attaching:
             micro_batches=self.config.micro_batches,
             make_updates=partial(Updates, runner, self.config.max_grad_norm),
         )
-
-    def _announcers(self) -> dict[nn.Module, list[int]]:
-        """By module, the units whose use its call announces."""
-        announcers: dict[nn.Module, list[int]] = {}
-        for index, group in enumerate(self.groups):
-            for module in group.modules if index not in self.plan.residents else ():
-                announcers.setdefault(module, []).append(index)
-        return announcers
-
-    def _take_over(
-        self, engine: Engine, places: dict[nn.Parameter, tuple[int, int]]
-    ) -> Optimizer | None:
-        """Take over the user's optimizer with its states."""
-        if self.optimizer is None:
-            return None
-        check = _same_parameters(self.model)
-        optimizer = Optimizer(self.optimizer, engine, States(engine.runner), places, check)
-        before = self.optimizer.state
-        optimizer.import_states([(p, before[p]) for p in places if p in before])
-        return optimizer
 
     # -- undoing it --------------------------------------------------------------------------------
 

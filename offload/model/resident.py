@@ -22,7 +22,7 @@ lands; `p.grad` stays, and is assigned or given up without a wait.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -227,22 +227,6 @@ class PendingParameter(AttachedParameter):
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad.detach()
-
-
-@torch.no_grad()
-def give_memory(
-    unit: FlatUnit, device: Device, fresh: Container[nn.Parameter], start: Callable[[], None]
-) -> None:
-    """Give the parameters of a unit memory of their own on the device; `start` those `fresh`."""
-    values = [parameter.data for parameter in unit.parameters]
-    for parameter, value in zip(unit.parameters, values):
-        parameter.grad = None
-        parameter.data = device.empty(value.shape, value.dtype).copy_(value)
-    start()
-    for parameter, value in zip(unit.parameters, values):
-        if parameter not in fresh:  # Whose module may have started it, too.
-            parameter.data.copy_(value)
-    device.drain()
 
 
 def _check_form(
