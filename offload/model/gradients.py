@@ -197,7 +197,6 @@ class Gradients:
         """Copy a gradient in, in place of the one that there is, if any.
 
         Raises:
-            TypeError: it is no tensor.
             ValueError: it does not fit the parameter, or that was frozen at attach.
         """
         if gradient is None:
@@ -278,18 +277,14 @@ def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     return gradient
 
 
-def require_fitting(one: Parameter, gradient: object, kept: str) -> None:
+def require_fitting(one: Parameter, gradient: torch.Tensor, kept: str) -> None:
     """Refuse what cannot be the gradient of a parameter whose sums are of dtype `kept`."""
-    what = f"to {one.name}.grad was assigned"
-    if not isinstance(gradient, torch.Tensor):
-        raise TypeError(f"{what} a {type(gradient).__name__}: a tensor is needed, or None")
-    if gradient.layout is not torch.strided:
-        refuse_sparse(f"{what} a gradient that")
     shape, dtype = tuple(gradient.shape), str(gradient.dtype).removeprefix("torch.")
     if shape != one.shape or dtype not in (one.dtype, kept) or not one.trainable:
         raise ValueError(
-            f"{what} a tensor of shape {shape} and {dtype}, but one of {one.shape} and {one.dtype} "
-            f"is needed{'' if one.trainable else ', and it was frozen at attach'}"
+            f"to {one.name}.grad was assigned a tensor of shape {shape} and {dtype}, but one of "
+            f"{one.shape} and {one.dtype} is needed"
+            f"{'' if one.trainable else ', and it was frozen at attach'}"
         )
 
 

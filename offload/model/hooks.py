@@ -17,7 +17,6 @@ from offload.model.gradients import take_gradient
 from offload.model.parameter import ActiveParameter, OffloadedParameter
 from offload.model.running import in_backward
 from offload.model.saved_tensors import SavingGuard
-from offload.model.snapshots import Key
 from offload.model.units import FlatUnit
 from offload.planning.machine import host_free_bytes
 from offload.planning.tiers import format_bytes
@@ -116,7 +115,7 @@ class Hooks:
             if type(written) is torch.Tensor:  # Else it was asked to keep the parameters.
                 found = self._copies.get(place, lambda: None)()
                 if found is None:
-                    found = self._engine.snapshots.take(Key("weight", *place))
+                    found = self._engine.values_of(*place).cpu()
                     self._copies[place] = weakref.ref(found)
                 state_dict[prefix + name] = found
 

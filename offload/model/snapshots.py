@@ -172,13 +172,6 @@ class Snapshots:
         self._runner.drain()  # Before other streams look at it, or a lane writes home.
         return out
 
-    def take(self, key: Key) -> torch.Tensor:
-        """A value with its edits, in CPU memory of its own that counts against nothing."""
-        if key in self._open:
-            self._write_back([key])
-            return self._open.pop(key).memory.cpu()
-        return self.read(key).cpu()
-
     def drop(self, key: Key) -> None:
         """The value is another: edits of its snapshot no longer count."""
         self._give_values(key)
