@@ -171,19 +171,17 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     with engine.lock, torch.inference_mode(False):  # Steps of other threads come before or after.
         engine.settle()
         engine.snapshots.boundary()
-        streamed = [unit for unit in engine.units if unit.index not in engine.residents]
         values = [
-            (parameter, engine.values_of(unit.index, index))
-            for unit in streamed
-            for index, parameter in enumerate(unit.parameters)
-        ]
-        gradients = [one for unit in streamed for one in engine.gradients.take_all(unit.index)]
-        # All is read: from here on nothing large is made.
+            (parameter, engine.values_of(unit.index, at), engine.gradients.read(unit.index, at))
+            for unit in engine.units
+            for at, parameter in enumerate(unit.parameters)
+            if unit.index not in engine.residents
+        ]  # From here on nothing large is made.
         del attached[model]
         hooks, optimizer = _attached.pop(model)
         original = optimizer.give_up() if optimizer is not None else None
         hooks.remove()
-        for (parameter, value), gradient in zip(values, gradients, strict=True):
+        for parameter, value, gradient in values:
             make_plain(parameter, value)
             parameter.grad = None if gradient is None else gradient.to(value.dtype)
         engine.close()

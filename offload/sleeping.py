@@ -34,6 +34,7 @@ from offload.runtime.runner import Runner
 from offload.runtime.store import Store
 
 
+@entry
 def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
     """Put all values of an attached model into `tier`, and give the memory above it back.
 
@@ -59,11 +60,33 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
             "offload.sleep: tier is nvme, but the model was attached without nvme_path: attach it "
             "with Config(nvme_path=...), or let it sleep in cpu memory"
         )
+    runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
     with engine.lock:  # A step of another thread's comes before, or finds it asleep.
         engine.settle()
-        _put_to_sleep(engine, TIERS[: TIERS.index(tier)], directories)
+        gradients = {
+            parameter
+            for unit in residents
+            for index, parameter in enumerate(unit.parameters)
+            if engine.residents.has(unit.index, index)
+        }
+        _let_go_of_all(engine)
+        area = SwapArea(runner, TIERS[: TIERS.index(tier)], directories, gradients)
+        try:
+            for value in area.values():
+                in_arena = engine.plan.in_arena(value.kind, value.unit)
+                area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
+        except BaseException:
+            area.close()
+            raise
+        for unit in residents:
+            _rest(engine, unit)
+        for given in area.given:
+            runner.memory.give_back(given)
+        runner.swap_area = area
+        area.hold(awake=False)
 
 
+@entry
 def wake(model: nn.Module) -> None:
     """Take the memory of a sleeping model again, and put all its values back.
 
@@ -74,39 +97,41 @@ def wake(model: nn.Module) -> None:
         OSError: the drive failed; the model sleeps on.
     """
     engine = engine_of(model)
+    runner, plan, taken = engine.runner, engine.plan, list[Tier]()
+    fresh = list[tuple[Value, int, torch.Tensor]]()
     with engine.lock:
-        area = engine.runner.swap_area
+        area = runner.swap_area
         if not isinstance(area, SwapArea):
             raise RuntimeError(
                 "offload.wake: the model is not asleep: offload.sleep(model) goes first"
             )
-        _wake_up(engine, area)
-
-
-@entry
-def _put_to_sleep(engine: Engine, given: tuple[Tier, ...], directories: tuple[str, ...]) -> None:
-    runner, residents = engine.runner, [engine.units[unit] for unit in engine.plan.residents]
-    gradients = {
-        parameter
-        for unit in residents
-        for index, parameter in enumerate(unit.parameters)
-        if engine.residents.has(unit.index, index)
-    }
-    _let_go_of_all(engine)
-    area = SwapArea(runner, given, directories, gradients)
-    try:
-        for value in area.values():
-            in_arena = engine.plan.in_arena(value.kind, value.unit)
-            area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
-    except BaseException:
+        area.hold(awake=True)
+        try:
+            for tier in area.given:
+                runner.memory.take(tier)
+                taken.append(tier)
+            for value in area.values():
+                content = area.get(value)
+                if plan.in_arena(value.kind, value.unit):
+                    runner.read_home(value).copy_(content)
+                    continue
+                for index, view in _views(engine.units[value.unit], value, content):
+                    copied = runner.device.empty(view.shape, view.dtype).copy_(view)
+                    fresh.append((value, index, copied))
+        except BaseException:
+            for tier in taken:
+                runner.memory.give_back(tier)
+            area.hold(awake=False)
+            raise
+        for value, index, found in fresh:  # Of each unit the weights come first.
+            parameter = engine.units[value.unit].parameters[index]
+            if value.kind == "weight":
+                make_plain(parameter, found)
+            elif parameter in area.gradients:
+                parameter.grad = found
+        runner.device.drain()  # Before other streams look at them.
+        runner.swap_area = None
         area.close()
-        raise
-    for unit in residents:
-        _rest(engine, unit)
-    for tier in given:
-        runner.memory.give_back(tier)
-    runner.swap_area = area
-    area.hold(awake=False)
 
 
 def _let_go_of_all(engine: Engine) -> None:
@@ -119,39 +144,6 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.runner.idle()
     for unit in engine.units:
         unit.close()
-
-
-@entry
-def _wake_up(engine: Engine, area: SwapArea) -> None:
-    runner, plan, taken = engine.runner, engine.plan, list[Tier]()
-    fresh = list[tuple[Value, int, torch.Tensor]]()
-    area.hold(awake=True)
-    try:
-        for tier in area.given:
-            runner.memory.take(tier)
-            taken.append(tier)
-        for value in area.values():
-            content = area.get(value)
-            if plan.in_arena(value.kind, value.unit):
-                runner.read_home(value).copy_(content)
-                continue
-            for index, view in _views(engine.units[value.unit], value, content):
-                copied = runner.device.empty(view.shape, view.dtype).copy_(view)
-                fresh.append((value, index, copied))
-    except BaseException:
-        for tier in taken:
-            runner.memory.give_back(tier)
-        area.hold(awake=False)
-        raise
-    for value, index, found in fresh:  # Of each unit the weights come first.
-        parameter = engine.units[value.unit].parameters[index]
-        if value.kind == "weight":
-            make_plain(parameter, found)
-        elif parameter in area.gradients:
-            parameter.grad = found
-    runner.device.drain()  # Before other streams look at them.
-    runner.swap_area = None
-    area.close()
 
 
 # -- residents, whose values lie in torch's memory -------------------------------------------------

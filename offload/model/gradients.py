@@ -229,12 +229,10 @@ class Gradients:
             if (gradient := self.show(unit, parameter)) is not None:
                 gradient.zero_()
 
-    def take_all(self, unit: int) -> list[torch.Tensor | None]:
-        """The gradients of a unit, by parameter, in memory of their own; None where none is."""
-        return [
-            self._snapshots.read(Key("gradient", unit, one)) if self.has(unit, one) else None
-            for one in range(len(self._plan.profile.units[unit].parameters))
-        ]
+    def read(self, unit: int, parameter: int) -> torch.Tensor | None:
+        """A gradient in memory of its own; None where there is none."""
+        found = self.has(unit, parameter)
+        return self._snapshots.read(Key("gradient", unit, parameter)) if found else None
 
     def let_go(self) -> None:
         """An update will read the homes, or their memory is given back: show none any more."""
