@@ -62,11 +62,8 @@ else:
 
     def __getattr__(name):
         if name not in _HOMES:
-            from difflib import get_close_matches
-
-            likely = get_close_matches(name, __all__, n=1)
-            close = f": did you mean {likely[0]!r}?" if likely else ""
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{close}")
+            told, me = f"module {__name__!r} has no attribute {name!r}", _sys.modules[__name__]
+            raise AttributeError(told, name=name, obj=me)  # Python adds the likely one.
         from importlib import import_module
 
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -269,9 +269,10 @@ class Gradients:
 
 def take_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Take the gradient that autograd has put on a parameter, leaving None."""
+    torchs_own: Any = torch.Tensor.grad
     with no_trap():
-        gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-        _GRAD.__set__(parameter, None)
+        gradient: torch.Tensor | None = torchs_own.__get__(parameter)
+        torchs_own.__set__(parameter, None)
     return gradient
 
 
@@ -284,7 +285,3 @@ def require_fitting(one: Parameter, gradient: torch.Tensor, kept: str) -> None:
             f"{one.shape} and {one.dtype} is needed"
             f"{'' if one.trainable else ', and it was frozen at attach'}"
         )
-
-
-_GRAD: Any = torch.Tensor.grad
-"""Torch's own, whatever a class makes of it."""

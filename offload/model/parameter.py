@@ -43,11 +43,8 @@ class AttachedParameter(nn.Parameter):
     _offload_access: Any
     """Its `access.ParameterAccess`."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        if id(self) in memo:
-            return memo[id(self)]  # type: ignore[no-any-return]
-        memo[id(self)] = copied = nn.Parameter(self.data.clone(), self.requires_grad)
-        return copied
+    def __deepcopy__(self, memo: object) -> nn.Parameter:
+        return nn.Parameter(self.data.clone(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return (nn.Parameter, (self.data, self.requires_grad))
@@ -222,30 +219,26 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 """Functions that the engine answers itself, by what they are given as first argument."""
 
 
-def _words(text: str) -> list[str]:
-    return text.split()
-
-
-_GETTERS = _words("""
+_GETTERS = """
     shape ndim dtype device layout requires_grad is_leaf grad_fn is_cuda is_cpu is_xpu is_meta
     is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps is_xla is_vulkan is_maia is_ipu
     output_nr retains_grad name names itemsize nbytes
-""")
+"""
 
-_METHODS = _words("""
+_METHODS = """
     size dim ndimension numel nelement element_size is_floating_point is_complex is_signed
     is_inference is_same_size register_hook retain_grad get_device __hash__ __len__ has_names
-""")
+"""
 
-_FUNCTIONS = _words("""
+_FUNCTIONS = """
     is_floating_point is_complex is_tensor numel is_same_size is_inference get_device is_storage
-""")
+"""
 
 TRUE_AT_REST = frozenset(
     [
-        *(getattr(_T, name).__get__ for name in _GETTERS if hasattr(_T, name)),
-        *(getattr(_T, name) for name in _METHODS if hasattr(_T, name)),
-        *(getattr(torch, name) for name in _FUNCTIONS if hasattr(torch, name)),
+        *(getattr(_T, name).__get__ for name in _GETTERS.split() if hasattr(_T, name)),
+        *(getattr(_T, name) for name in _METHODS.split() if hasattr(_T, name)),
+        *(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name)),
     ]
 )
 """Functions whose answer at rest is the true one. Names that this torch lacks are left out."""
@@ -299,7 +292,7 @@ introduce(RestingGradient, in_lists=True)
 _AS_IT_IS: dict[Any, Callable[..., Any]] = {
     **{one: _as_contiguous(one) for one in (_T.stride, _T.is_contiguous, _T.storage_offset)},
     **dict.fromkeys((_T.data.__get__, _T.detach, _T.detach_), lambda gradient, *_: gradient),
-    _T.__deepcopy__: lambda gradient, memo: memo.setdefault(id(gradient), gradient.clone()),
+    _T.__deepcopy__: lambda gradient, memo: gradient.clone(),
 }
 
 

@@ -149,7 +149,9 @@ class SavingGuard:
         tensor = tensor.resolve_neg()  # A copy where it is a lazy negative, of an imaginary part.
         saved = self._locate(tensor)
         if saved is None and self._outer is None:
-            return SavedTensor(tensor if tensor.is_leaf else _detach(tensor), version(tensor))
+            return SavedTensor(
+                tensor if tensor.is_leaf else torch.Tensor.detach(tensor), version(tensor)
+            )
         return saved
 
     def _unpack(self, packed: Any) -> torch.Tensor:
@@ -165,9 +167,6 @@ def _pack_apart(guard: SavingGuard, tensor: torch.Tensor) -> SavedWeight | Saved
     with no_trap():
         return guard._packed(tensor)
 
-
-_detach = torch.Tensor.detach
-"""Torch's own, whatever a class makes of it."""
 
 _PLAIN = (torch.Tensor, nn.Parameter, ActiveParameter)
 """Classes of which torch sends nothing to a trap."""

@@ -50,9 +50,6 @@ def share(memory: torch.Tensor) -> torch.Tensor:
         return from_dlpack(memory)  # type: ignore[no-any-return]
 
 
-_WATCH: Any = StorageWeakRef
-
-
 @dataclass(slots=True)
 class _Snapshot:
     memory: torch.Tensor
@@ -72,7 +69,8 @@ class _Snapshot:
         found = self.aliases[-1][1]() if self.held else None
         if found is None:
             found = share(self.memory)
-            self.aliases.append((_WATCH(found.untyped_storage()), weakref.ref(found)))
+            watch: Any = StorageWeakRef
+            self.aliases.append((watch(found.untyped_storage()), weakref.ref(found)))
         return found
 
     def take_back(self, edited: bool | None) -> None:
