@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -263,9 +263,8 @@ def _same_parameters(model: nn.Module) -> Callable[[], None]:
             new = [name for name, one in model.named_parameters() if id(one) not in set(known)]
             raise RuntimeError(
                 f"the model has other parameters than at attach ({', '.join(new[:3]) or 'fewer'}): "
-                "they would not be offloaded, trained or given back. Change a model (embeddings, "
-                "adapters, pruning, shards) before attach, or offload.detach(model), change it, "
-                "build the optimizer anew and attach again"
+                "embeddings, adapters or shards were changed, likely. Do that before attach, or "
+                "offload.detach(model), change it, build the optimizer anew and attach again"
             )
 
     return check
@@ -351,13 +350,7 @@ class _Attaching:
             for u, spec in enumerate(self.plan.profile.units)
         ]
         for unit in self._units:
-            values = [parameter.data for parameter in unit.parameters]
-            try:
-                self._move(unit, values, runner)
-            except BaseException:
-                for parameter, value in zip(unit.parameters, values):
-                    make_plain(parameter, value)
-                raise
+            self._move(unit, runner)
         self.device.trim()  # Of the units on their way.
         States(runner).clear()
 
@@ -382,31 +375,35 @@ class _Attaching:
         for param_group in self.optimizer.param_groups if self.optimizer is not None else ():
             param_group["params"] = [others.get(p, p) for p in param_group["params"]]
 
-    def _move(self, unit: FlatUnit, values: Sequence[torch.Tensor], runner: Runner) -> None:
+    def _move(self, unit: FlatUnit, runner: Runner) -> None:
         """Gather a unit's weights in one buffer, initialised where they had no values; move it.
 
         That is on the device unless neither are they nor is their home: then nothing crosses it.
-        Those of a resident unit stay on the device.
+        Those of a resident unit stay there. Parameters change last: what fails loses no value.
         """
         new = {p for p in unit.parameters if p in self._replaced}
+        values = [parameter.data for parameter in unit.parameters]
         resident = unit.index in self.plan.residents
-        crosses = self.plan.home("weight", unit.index).tier == "device" or new
-        on = self.device if crosses or any(v.device.type != "cpu" for v in values) else CPU
         if resident:  # In memory of their own, as torch has it.
             views = [self.device.empty(v.shape, v.dtype).zero_() for v in values]
         else:
-            buffer = zeros_on(on, unit.spec.weight_bytes)
+            crosses = self.plan.home("weight", unit.index).tier == "device" or new
+            apart = not crosses and all(v.device.type == "cpu" for v in values)
+            buffer = zeros_on(CPU if apart else self.device, unit.spec.weight_bytes)
             views = unit.views_of(buffer).views
         with torch.no_grad():
-            for parameter, view in zip(unit.parameters, views):
-                parameter.grad = None
+            for parameter, value, view in zip(unit.parameters, values, views):
+                if parameter in new:
+                    parameter.data = view
+                else:
+                    view.copy_(value)
+        for module in self.model.modules() if new else ():
+            if not new.isdisjoint(module.parameters(recurse=False)):
+                _initialize(module, self.initialize, new)
+        for parameter, view in zip(unit.parameters, views):
+            parameter.grad = None
+            if resident:
                 parameter.data = view
-            for module in self.model.modules() if new else ():
-                if not new.isdisjoint(module.parameters(recurse=False)):
-                    _initialize(module, self.initialize, unit.parameters)
-            for parameter, value in zip(unit.parameters, values):
-                if parameter not in new:  # Whose module may have started it, too.
-                    parameter.data.copy_(value)
         if resident:
             self.device.drain()
             return
@@ -486,13 +483,10 @@ class _Attaching:
 
 
 def _initialize(
-    module: nn.Module,
-    initialize: Callable[[nn.Module], object],
-    present: Sequence[nn.Parameter],
+    module: nn.Module, initialize: Callable[[nn.Module], object], new: Collection[nn.Parameter]
 ) -> None:
-    """Initialise a module of whose parameters only some are `present`: the others get scratch."""
-    own = module.parameters(recurse=False)
-    others = [p for p in own if not any(p is one for one in present)]
+    """Initialise the `new` parameters of a module; its others are scratch meanwhile."""
+    others = [parameter for parameter in module.parameters(recurse=False) if parameter not in new]
     with no_trap():
         before = [(p, p.data, p.__class__) for p in others]
         for parameter, data, _ in before:
