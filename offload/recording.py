@@ -8,9 +8,10 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from offload.model.engine import Engine
 from offload.planning.machine import Machine, both_bytes_per_s
@@ -72,8 +73,7 @@ def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
         device=str(engine.runner.device.torch_device),
         device_is_host=engine.runner.device.is_host,
         residents=len(engine.plan.residents),
-        versions={name: version(name) for name in ("offload-engine", "torch")}
-        | {"Python": platform.python_version()},
+        versions={"torch": torch.__version__, "Python": platform.python_version()},
         steps=engine.report().steps,
         homes=[(row.kind, row.tier, row.bytes) for row in engine.plan.rows()],
         tiers={t.tier: (t.resident_bytes + t.staging_bytes, t.budget_bytes) for t in tiers},
