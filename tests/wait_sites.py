@@ -205,7 +205,12 @@ WAITS = (
         "            if not runner.device.is_host:",
         "            if False:",
     ),
-    Wait("residents: after they were attached", "model/resident", "    device.drain()\n", ""),
+    Wait(
+        "residents: after they were attached",
+        "attachment",
+        "            self.device.drain()\n            return\n",
+        "            return\n",
+    ),
     Wait(
         "states: after they are read",
         "optim/states",
@@ -215,20 +220,14 @@ WAITS = (
     Wait(
         "gradients: before they are shown",
         "model/gradients",
-        '        self._runner.quiesce("gradient", unit)\n        shown',
-        "        shown",
+        '        self._runner.quiesce("gradient", unit)\n        found',
+        "        found",
     ),
     Wait(
         "gradients: before one is replaced",
         "model/gradients",
         '            self._runner.quiesce("gradient", unit)\n            self._runner.copy_now',
         "            self._runner.copy_now",
-    ),
-    Wait(
-        "gradients: before those on nvme are zeroed",
-        "model/gradients",
-        '            self._runner.quiesce("gradient", unit)\n            self._runner.clear',
-        "            self._runner.clear",
     ),
     Wait(
         "gradients: before one that is held is let go of",
