@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from aio.system import is_memory
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
-from offload.model.checks import check_arguments, check_initialised, check_model, check_parameters
+from offload.model.checks import check_arguments, check_model
 from offload.model.engine import Engine, attached, engine_of, engines
 from offload.model.hooks import Hooks
 from offload.model.parameter import AttachedParameter, OffloadedParameter
@@ -101,16 +101,13 @@ def attach(
     config = Config() if config is None else config
     check_arguments(model, optimizer, config)
     _refuse_attached(model)
-    check_parameters(model)
     if optimizer is not None:
         check_optimizer(optimizer)
-    if initialize is None:
-        check_initialised(model)
+    check_model(model, optimizer, initializes=initialize is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
     device = compute_device()
     groups = partition(model)
-    check_model(model, optimizer, groups)
     config = config if budget is None else budget.narrowed(config)
     found = machine or probe(config.nvme_path, device_free_bytes=device.free_bytes())
     rule = rule_of(optimizer)

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpu_adam import kernel
 from offload.config import Config
-from offload.model.units import Group
 
 
 def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
@@ -30,38 +29,17 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
             )
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuse parameters that would not be the same afterwards."""
-    for name, parameter in model.named_parameters():
-        why = None
-        if isinstance(parameter, nn.UninitializedParameter):
-            why = "has no shape yet (a Lazy module): run one batch through the model before attach"
-        elif parameter.is_inference():
-            why = "was made under torch.inference_mode(): build the model outside it"
-        elif (kind := type(parameter)) is not nn.Parameter:
-            kind_name = f"{kind.__module__}.{kind.__qualname__}"
-            why = f"is of class {kind_name}, and only torch.nn.Parameter can be offloaded"
-        if why:
-            raise ValueError(f"parameter {name} {why}")
-
-
-def check_initialised(model: nn.Module) -> None:
-    """Refuse parameters on the meta device whose module has no way to give them values."""
-    for module in model.modules():
-        fresh = any(one.is_meta for one in module.parameters(recurse=False))
-        if fresh and not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"{type(module).__name__} has parameters on the meta device, and no "
-                "reset_parameters() to give them values: pass initialize= to attach"
-            )
-
-
 def check_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, groups: list[Group]
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, *, initializes: bool
 ) -> None:
-    """Refuse by name what cannot be attached."""
-    named = {p: name for group in groups for name, p in group.named.items()}
-    if not named:
+    """Refuse by name what cannot be attached, or would not be the same afterwards. What is on the
+    meta device is given its values by the caller, if it `initializes`."""
+    kernel()
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in named.items():
+        if why := _fault_of(parameter, trains=optimizer is not None):
+            raise ValueError(f"parameter {name} {why}")
+    if not any(parameter.numel() for parameter in named):
         raise ValueError("the model has no parameters: there is nothing to offload")
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -70,7 +48,7 @@ def check_model(
                 "the model under offload.empty_weights(), which leaves buffers real"
             )
     for name, module in model.named_modules():
-        if why := _fault(name, module):
+        if why := _fault(name, module, initializes=initializes):
             raise ValueError(f"{name or 'the model'} {why}")
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for parameter in group["params"]:
@@ -80,12 +58,43 @@ def check_model(
                     f"{tuple(parameter.shape)} that is not in the model: build the optimizer from "
                     "model.parameters()"
                 )
-    _check_memory(model, trains=optimizer is not None)
+    _check_sharing(model)
 
 
-def _fault(name: str, module: nn.Module) -> str | None:
+def _fault_of(parameter: nn.Parameter, *, trains: bool) -> str | None:
+    """Why a parameter cannot be offloaded, and what to do; None where it can."""
+    kind = type(parameter)
+    if isinstance(parameter, nn.UninitializedParameter):
+        return "has no shape yet (a Lazy module): run one batch through the model before attach"
+    if parameter.is_inference():
+        return "was made under torch.inference_mode(): build the model outside it"
+    if kind is not nn.Parameter:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        return f"is of class {name}, and only torch.nn.Parameter can be offloaded"
+    if not parameter.is_meta and parameter.dim() > 1 and not parameter.is_contiguous():
+        return (
+            f"of shape {tuple(parameter.shape)} lies in memory with strides {parameter.stride()} "
+            "(channels_last, transposed, part of another): call "
+            "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
+        )
+    if parameter.grad is not None and not (trains and parameter.requires_grad):
+        found = "it is frozen" if trains else "the model is attached without an optimizer"
+        return (
+            f"has a gradient and {found}, so no step would use it: call model.zero_grad() before "
+            "attach, or unfreeze it"
+        )
+    return None
+
+
+def _fault(name: str, module: nn.Module, *, initializes: bool) -> str | None:
     """Why a module cannot be offloaded, and what to do; None where it can."""
     kind = type(module)
+    fresh = any(one.is_meta for one in module.parameters(recurse=False))
+    if fresh and not (initializes or hasattr(module, "reset_parameters")):
+        return (
+            f"({kind.__name__}) has parameters on the meta device, and no reset_parameters() to "
+            "give them values: pass initialize= to attach"
+        )
     if isinstance(module, DistributedDataParallel):
         return (
             "is a DistributedDataParallel, which sums gradients over ranks before the engine sees "
@@ -114,25 +123,6 @@ def _fault(name: str, module: nn.Module) -> str | None:
                 "build it without max_norm, and renormalise after step()"
             )
     return None
-
-
-def _check_memory(model: nn.Module, *, trains: bool) -> None:
-    """Refuse parameters whose memory, gradients or hooks offloaded ones could not have."""
-    kernel()
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.dim() > 1 and not parameter.is_contiguous():
-            raise ValueError(
-                f"parameter {name} of shape {tuple(parameter.shape)} lies in memory with strides "
-                f"{parameter.stride()} (channels_last, transposed, part of another): call "
-                "model.to(memory_format=torch.contiguous_format), or give it a contiguous() copy"
-            )
-        if parameter.grad is not None and not (trains and parameter.requires_grad):
-            found = "it is frozen" if trains else "the model is attached without an optimizer"
-            raise ValueError(
-                f"parameter {name} has a gradient and {found}, so no step would use it: call "
-                "model.zero_grad() before attach, or unfreeze it"
-            )
-    _check_sharing(model)
 
 
 def _check_sharing(model: nn.Module) -> None:
