@@ -13,8 +13,8 @@ from cpu_adam.formats import scratch_bytes
 from offload.config import Config
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
-from offload.planning.planner import LARGE_CHUNK_ELEMENTS, BudgetError, chunk_sizes, plan
-from offload.planning.profile import CHUNK_ELEMENTS, profile_of
+from offload.planning.planner import DRIVE_STAGES, LARGE_CHUNK_ELEMENTS, BudgetError, grains, plan
+from offload.planning.profile import CHUNK_ELEMENTS, CHUNK_STAGES, profile_of
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
 from offload.program.simulate import simulate
@@ -38,9 +38,19 @@ pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     config: Config, machine: Machine, largest: int
 ) -> None:
-    found = chunk_sizes(config, machine)
-    assert found[0] == largest
-    assert found[-1] == CHUNK_ELEMENTS
+    found = grains(config, machine)
+    assert found[0].elements == largest
+    assert found[-1] == (CHUNK_ELEMENTS, CHUNK_STAGES)
+
+
+def test_more_chunks_are_under_way_where_a_drive_takes_part_and_memory_has_room() -> None:
+    for memory, most in (("2GiB", DRIVE_STAGES), ("2047MiB", CHUNK_STAGES)):
+        found = grains(Config(cpu_memory=memory), replace(HUGE, device_is_cpu=True))
+        assert found[0] == (CHUNK_ELEMENTS, most)
+        profile = profile_of([unit("wide", 30_000_000)], chunk_stages=found[0].stages)
+        config = Config(optimizer="nvme", nvme_path=("/nvme",), cpu_memory=memory)
+        slots = [one for one in plan(profile, config, HUGE).slots if one.use == "state_chunk"]
+        assert len(slots) == most
 
 
 def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:

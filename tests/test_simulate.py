@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.planning.layout import CHUNK_STAGES, Place, Placement, Plan, lay_out, site
+from offload.planning.layout import Place, Placement, Plan, lay_out, site
 from offload.planning.machine import Machine
 from offload.planning.profile import KINDS, Profile, StateChoice, profile_of
 from offload.program.compile import compile_program, compute_phase, parts_of
@@ -263,7 +263,8 @@ def spans_of_op(plan: Plan, op: Op, *, device_is_cpu: bool) -> int:
     before, after = parts_of(plan, op)
     parts = [p for p in (*before, *after) if p.lane is Lane.DISK or not device_is_cpu]
     chunks = len(plan.profile.units[op.value.unit].chunks) if parts else 1
-    return min(chunks, CHUNK_STAGES) * (len(parts) + 1) if op.verb is not Verb.COLLECT else 0
+    count = min(chunks, plan.profile.chunk_stages) * (len(parts) + 1)
+    return count if op.verb is not Verb.COLLECT else 0
 
 
 def _extra(plan: Plan) -> set[int]:

@@ -41,9 +41,6 @@ WEIGHT_SLOTS_MAX = 3
 STAGES = 2
 """Slots of each staging ring (slots of a tier that passing values share) for values of units."""
 
-CHUNK_STAGES = 4
-"""Slots of each staging ring for chunks: so many are between their first read and last write."""
-
 ALLOCATOR_ROUND_BYTES = 512
 ALLOCATOR_SPLIT_BYTES = 1 << 20
 """Up to this size nothing beside the rounded size is taken."""
@@ -187,7 +184,8 @@ class Plan:
 
     def reordered(self, profile: Profile) -> Plan:
         """The same plan for a profile of the same units in another order of use."""
-        return replace(self, profile=profile)
+        stages = self.profile.chunk_stages
+        return replace(self, profile=replace(profile, chunk_stages=stages))
 
     def rows(self) -> tuple[Row, ...]:
         """The plan table: a row per kind and tier that holds any of it."""
@@ -339,7 +337,7 @@ def lay_out_memory(
     ring("deposit", "gradient", "nvme")
     for kind, tier in itertools.product(KINDS, TIERS[:2]):
         size = _staged_bytes(kind, tier, placements, sizes, reserved=kind in reserved)
-        memory.ring(tier, f"{kind}_chunk", size, CHUNK_STAGES)
+        memory.ring(tier, f"{kind}_chunk", size, profile.chunk_stages)
     for kind, u in itertools.product(KINDS, residents):  # Counted behind the end of the arena.
         if kind != "state":
             place_home(kind, u, max(sizes.allocated[kind][u], sizes.value[kind][u]))

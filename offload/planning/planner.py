@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 from offload.config import BUDGETS, Choice, Config
 from offload.planning.layout import (
-    CHUNK_STAGES,
     WEIGHT_SLOTS_MAX,
     Placement,
     Plan,
@@ -35,11 +34,23 @@ from offload.planning.layout import (
     lay_out_memory,
 )
 from offload.planning.machine import Machine
-from offload.planning.profile import CHUNK_ELEMENTS, ITEM_BYTES, KINDS, Kind, Profile, StateChoice
+from offload.planning.profile import (
+    CHUNK_ELEMENTS,
+    CHUNK_STAGES,
+    ITEM_BYTES,
+    KINDS,
+    Kind,
+    Profile,
+    StateChoice,
+)
 from offload.planning.tiers import TIERS, Tier, format_bytes
 
 LARGE_CHUNK_ELEMENTS = 1 << 24
 """Elements in a full chunk where an accelerator shares values with CPU memory alone."""
+
+DRIVE_STAGES, STAGED_ITEM_BYTES = 8, 16
+"""Slots of a ring for chunks that go to and from a drive, and at most the bytes of weight, gradient
+and states in them for one element: see docs/decisions.md."""
 
 RING_SHARE = 1 / 16
 """Of a memory budget, at most, for staging slots of chunks."""
@@ -67,20 +78,32 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
     return {"device": device, "cpu": cpu, "nvme": nvme if config.nvme_path else 0}
 
 
-def chunk_sizes(config: Config, machine: Machine) -> list[int]:
-    """Elements in a full chunk to plan with, the best first; the last serves any plan.
+class Grain(NamedTuple):
+    """How values are cut to be stored and updated."""
+
+    elements: int
+    """In a full chunk."""
+    stages: int
+    """Slots of each staging ring for chunks."""
+
+
+def grains(config: Config, machine: Machine) -> list[Grain]:
+    """The grains to plan with: large chunks for plans without a drive, those of more stages for
+    others, and last what serves any plan.
 
     Small chunks go to and from a drive while others are updated, and a host has no other memory to
     bring them from. Large ones keep a bus busy: see docs/decisions.md. Their staging slots take
     part of the budgets.
     """
-    if machine.device_is_cpu:
-        return [CHUNK_ELEMENTS]
-    budgets = budgets_of(config, machine)
+    found, budgets = [Grain(CHUNK_ELEMENTS, CHUNK_STAGES)], budgets_of(config, machine)
+    if budgets["cpu"] * RING_SHARE >= DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES:
+        found.append(Grain(CHUNK_ELEMENTS, DRIVE_STAGES))
     staged = ITEM_BYTES["bfloat16"] * 2  # Weights and gradients: no states, where no drive is.
     room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
     large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)
-    return [*[large] * (large > CHUNK_ELEMENTS), CHUNK_ELEMENTS]
+    if large > CHUNK_ELEMENTS and not machine.device_is_cpu:
+        found.append(Grain(large, CHUNK_STAGES))
+    return found[::-1]
 
 
 def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:

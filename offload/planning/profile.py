@@ -31,6 +31,10 @@ CHUNK_ELEMENTS = 1 << 20
 """Elements in a full chunk, the grain in which values are stored and updates stream, where a drive
 takes part or the host computes."""
 
+CHUNK_STAGES = 4
+"""Slots of each staging ring for chunks, at least: so many are between their first read and last
+write."""
+
 FUSED_BYTES_MAX = 2 << 20
 """Weights of neighbours that are fused to one unit: above it nothing is gained, and from twice as
 much on copies and updates hide less well under compute."""
@@ -181,6 +185,8 @@ class Profile:
     units: tuple[Unit, ...]
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    chunk_stages: int = CHUNK_STAGES
+    """Slots of each staging ring for chunks."""
     _places: dict[str, tuple[int, int, int]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -289,12 +295,14 @@ def profile_of(
     units: Sequence[Unit],
     forward: Sequence[int] | None = None,
     backward: Sequence[int] | None = None,
+    *,
+    chunk_stages: int = CHUNK_STAGES,
 ) -> Profile:
     """A profile; the default orders are that of declaration, and the reverse of `forward`."""
     ahead = tuple(forward) if forward is not None else tuple(range(len(units)))
     if backward is None:
         backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
-    return Profile(units=tuple(units), forward=ahead, backward=tuple(backward))
+    return Profile(tuple(units), ahead, tuple(backward), chunk_stages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.planning.layout import CHUNK_STAGES
 from offload.planning.machine import Machine
 from offload.program.compile import compute_phase, parts_of, passing, square
 from offload.program.ops import OF_USER, Lane, Op, Program, Verb, cells
@@ -265,7 +264,8 @@ class _Simulation:
             ops = [one for one in (*before, op, *after) if one is op or self._moves(one)]
             count = 1
             if len(ops) > 1:
-                count = min(len(plan.profile.units[op.value.unit].chunks), CHUNK_STAGES)
+                chunks = len(plan.profile.units[op.value.unit].chunks)
+                count = min(chunks, plan.profile.chunk_stages)
             pieces = [[self._cut(one, at, count) for one in ops] for at in range(count)]
             self._templates[id(op)] = list(cells(op.reads)), list(cells(op.writes)), pieces
         return self._templates[id(op)]

@@ -24,7 +24,8 @@ from cpu_adam.choice import SQUARES, Kernel, block_elements, kernel, require_ver
 from cpu_adam.native import GRADIENT_NUMBERS, factor_rows
 from cpu_adam.reference import cut, views
 from cpu_adam.spans import Steps
-from offload.planning.layout import CHUNK_STAGES, Plan
+from offload.planning.layout import Plan
+from offload.planning.profile import CHUNK_STAGES
 from offload.planning.tiers import Tier
 from offload.program.ops import Lane, Op, cells, part_of
 from offload.runtime.stats import SPANS_MAX, Ran
@@ -98,8 +99,9 @@ class Native:
         self._operations = {name: at for at, name in enumerate(self._kernel.native.OPERATIONS)}
         self._on_device = driver is not None
         told = None if pace is None else lambda op, part, size, at: pace(_part(op, part, size), at)
+        stages = CHUNK_STAGES if plan is None else plan.profile.chunk_stages
         self._runner = runner = _native.Runner(
-            len(_LANES), _NUMBER[Lane.DISK], CHUNK_STAGES, kept, driver, told, threads
+            len(_LANES), _NUMBER[Lane.DISK], stages, kept, driver, told, threads
         )
         self._numbers: dict[object, int] = {}
         """Of every place."""
