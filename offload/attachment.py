@@ -30,7 +30,7 @@ from offload.optim.supported_optimizers import check_optimizer, of_no_group, rul
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.planning.planner import BudgetError, Grain, grains, plan, remarks
+from offload.planning.planner import BudgetError, Grain, plan_cut, remarks, usual
 from offload.planning.profile import (
     CHUNK_ELEMENTS,
     ParameterSpec,
@@ -217,35 +217,25 @@ def _planned(
     groups: list[Group], config: Config, machine: Machine, rule: str, *, trains: bool
 ) -> tuple[list[Group], Plan]:
     """The units and their plan: small neighbours fused or not, whichever costs least. Larger units
-    have larger slots, which leave less room in the fast tiers. Chunks are large where no drive
-    takes part, and more of them on their way where one does.
+    have larger slots, which leave less room in the fast tiers.
 
     Raises:
         BudgetError: nothing fits; it tells what would do where none are fused.
     """
-
-    cuts = grains(config, machine)
 
     def profile(groups: list[Group], cut: Grain) -> Profile:
         units = [_spec_of(group, config, cut.elements, trains=trains) for group in groups]
         return profile_of(units, chunk_stages=cut.stages)
 
     def planned(groups: list[Group]) -> tuple[float, list[Group], Plan | BudgetError]:
-        for cut in cuts:
-            found: Plan | BudgetError
-            try:
-                found = plan(profile(groups, cut), config, machine, rule=rule)
-            except BudgetError as error:
-                found = error
-            else:
-                if bool(found.file.extents) == (cut.elements == CHUNK_ELEMENTS):
-                    break
-        if isinstance(found, BudgetError):
-            return math.inf, groups, found
+        try:
+            found = plan_cut(partial(profile, groups), config, machine, rule=rule)
+        except BudgetError as error:
+            return math.inf, groups, error
         away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
         return away + UNIT_COST_BYTES * len(groups), groups, found
 
-    fused = profile(groups, cuts[-1]).fusions([group.listed for group in groups])
+    fused = profile(groups, usual()).fusions([group.listed for group in groups])
     ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
     _, chosen, found = min(map(planned, ways), key=itemgetter(0))
     if isinstance(found, BudgetError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,17 @@ from cpu_adam.formats import scratch_bytes
 from offload.config import Config
 from offload.planning.layout import Place
 from offload.planning.machine import Machine
-from offload.planning.planner import DRIVE_STAGES, LARGE_CHUNK_ELEMENTS, BudgetError, grains, plan
-from offload.planning.profile import CHUNK_ELEMENTS, CHUNK_STAGES, profile_of
+from offload.planning.planner import (
+    DRIVE_STAGES,
+    LARGE_CHUNK_ELEMENTS,
+    BudgetError,
+    Grain,
+    coarser,
+    plan,
+    plan_cut,
+    usual,
+)
+from offload.planning.profile import CHUNK_ELEMENTS, CHUNK_STAGES, Profile, Unit, profile_of
 from offload.program.compile import compile_program
 from offload.program.ops import Verb
 from offload.program.simulate import simulate
@@ -38,19 +48,33 @@ pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     config: Config, machine: Machine, largest: int
 ) -> None:
-    found = grains(config, machine)
-    assert found[0].elements == largest
-    assert found[-1] == (CHUNK_ELEMENTS, CHUNK_STAGES)
+    found = coarser(config, machine, drive=False) or usual()
+    assert found == (largest, CHUNK_STAGES)
 
 
 def test_more_chunks_are_under_way_where_a_drive_takes_part_and_memory_has_room() -> None:
+    host = replace(HUGE, device_is_cpu=True)
     for memory, most in (("2GiB", DRIVE_STAGES), ("2047MiB", CHUNK_STAGES)):
-        found = grains(Config(cpu_memory=memory), replace(HUGE, device_is_cpu=True))
-        assert found[0] == (CHUNK_ELEMENTS, most)
-        profile = profile_of([unit("wide", 30_000_000)], chunk_stages=found[0].stages)
         config = Config(optimizer="nvme", nvme_path=("/nvme",), cpu_memory=memory)
-        slots = [one for one in plan(profile, config, HUGE).slots if one.use == "state_chunk"]
+        found = plan_cut(cut_from([unit("wide", 30_000_000)]), config, host)
+        slots = [one for one in found.slots if one.use == "state_chunk"]
         assert len(slots) == most
+
+
+def test_more_memory_takes_nothing_to_the_drive() -> None:
+    """Not where it is enough for more chunks under way, whose slots take some of it."""
+    host = replace(HUGE, device_is_cpu=True)
+    profile, found = cut_from([unit(f"unit{i}", 12_200_000) for i in range(17)]), []
+    options: dict[str, Any] = {"device_memory": "800MiB", "nvme_path": ("/nvme",)}
+    for memory in range(1984, 2176, 16):
+        config = Config(params="device", gradients="device", cpu_memory=f"{memory}MiB", **options)
+        found.append(plan_cut(profile, config, host).taken_bytes("nvme"))
+    assert found == sorted(found, reverse=True)
+    assert found[0] > 0 == found[-1]
+
+
+def cut_from(units: list[Unit]) -> Callable[[Grain], Profile]:
+    return lambda cut: profile_of(units, chunk_stages=cut.stages)
 
 
 def test_updates_on_an_accelerator_have_a_workspace_within_the_budget() -> None:

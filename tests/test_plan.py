@@ -221,8 +221,8 @@ def test_what_torch_holds_of_residents_is_counted_in_its_blocks() -> None:
 
 def test_records_lie_one_after_the_other() -> None:
     found = plan_of(profile_of([unit("wide", 3_000_000)]))
-    sizes = [found.record_bytes(0, chunk) for chunk in range(3)]
-    assert [found.record_offset(0, chunk) for chunk in range(3)] == [0, sizes[0], sum(sizes[:2])]
+    sizes = found.sizes.chunks["state"][0]
+    assert found.sizes.record_offsets[0][:3] == [0, sizes[0], sum(sizes[:2])]
     assert sum(sizes) == found.bytes_of("state", 0)
     assert sizes[0] == (1 << 20) * 10
 

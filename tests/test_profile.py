@@ -222,8 +222,8 @@ def test_round_up(count: int, multiple: int) -> None:
 
 def test_records_lie_one_after_the_other() -> None:
     found = plan_of(profile_of([unit("wide", 40 << 20)]))
-    sizes = [found.record_bytes(0, chunk) for chunk in range(40)]
-    assert [found.record_offset(0, n) for n in range(40)] == [sum(sizes[:n]) for n in range(40)]
+    sizes = found.sizes.chunks["state"][0]
+    assert found.sizes.record_offsets[0][:40] == [sum(sizes[:n]) for n in range(40)]
     assert found.bytes_of("state", 0) == sum(sizes)
     (wide,) = found.profile.units
     assert wide.weight_chunks is wide.weight_chunks

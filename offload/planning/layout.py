@@ -170,14 +170,6 @@ class Plan:
         """The home of a value as a place."""
         return Place(self.placements[unit].of(kind), "home")
 
-    def record_bytes(self, unit: int, chunk: int) -> int:
-        """Size of the record of a chunk, padded to blocks."""
-        return self.sizes.chunks["state"][unit][chunk]
-
-    def record_offset(self, unit: int, chunk: int) -> int:
-        """Offset of a chunk's record in the home of the unit's state."""
-        return self.sizes.record_offsets[unit][chunk]
-
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
         return self.sizes.value[kind][unit]
@@ -460,12 +452,8 @@ class Sizes:
 
     def in_file(self, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
-        return sum(
-            self.value[kind][unit]
-            for unit, placement in enumerate(placements)
-            for kind in KINDS
-            if placement.of(kind) == "nvme"
-        )
+        kinds = [(kind, u, of.of(kind)) for u, of in enumerate(placements) for kind in KINDS]
+        return sum(self.value[kind][unit] for kind, unit, tier in kinds if tier == "nvme")
 
 
 def allocator_bytes(size: int) -> int:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from operator import itemgetter
@@ -87,23 +88,46 @@ class Grain(NamedTuple):
     """Slots of each staging ring for chunks."""
 
 
-def grains(config: Config, machine: Machine) -> list[Grain]:
-    """The grains to plan with: large chunks for plans without a drive, those of more stages for
-    others, and last what serves any plan.
+def usual() -> Grain:
+    """What serves any plan."""
+    return Grain(CHUNK_ELEMENTS, CHUNK_STAGES)
 
-    Small chunks go to and from a drive while others are updated, and a host has no other memory to
-    bring them from. Large ones keep a bus busy: see docs/decisions.md. Their staging slots take
-    part of the budgets.
+
+def plan_cut(
+    profile: Callable[[Grain], Profile], config: Config, machine: Machine, *, rule: str = "adam"
+) -> Plan:
+    """The plan of a profile that may be cut in any grain: `usual`, or `coarser` where its staging
+    slots change nothing of whether a drive takes part.
+
+    Raises:
+        BudgetError: as `plan`, of the usual grain.
     """
-    found, budgets = [Grain(CHUNK_ELEMENTS, CHUNK_STAGES)], budgets_of(config, machine)
-    if budgets["cpu"] * RING_SHARE >= DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES:
-        found.append(Grain(CHUNK_ELEMENTS, DRIVE_STAGES))
+    found = plan(profile(usual()), config, machine, rule=rule)
+    drive = bool(found.file.extents)
+    if cut := coarser(config, machine, drive=drive):
+        with suppress(BudgetError):
+            other = plan(profile(cut), config, machine, rule=rule)
+            found = other if bool(other.file.extents) == drive else found
+    return found
+
+
+def coarser(config: Config, machine: Machine, *, drive: bool) -> Grain | None:
+    """What to plan with rather than `usual`, where the budgets have room.
+
+    Small chunks go to and from a drive while others are updated: more of them under way keep the
+    drive busy. A host has no other memory to bring chunks from; large ones keep a bus busy. See
+    docs/decisions.md.
+    """
+    budgets = budgets_of(config, machine)
+    if drive:
+        needed = DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES
+        fits = budgets["cpu"] * RING_SHARE >= needed
+        return Grain(CHUNK_ELEMENTS, DRIVE_STAGES) if fits else None
     staged = ITEM_BYTES["bfloat16"] * 2  # Weights and gradients: no states, where no drive is.
     room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
     large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)
-    if large > CHUNK_ELEMENTS and not machine.device_is_cpu:
-        found.append(Grain(large, CHUNK_STAGES))
-    return found[::-1]
+    fits = large > CHUNK_ELEMENTS and not machine.device_is_cpu
+    return Grain(large, CHUNK_STAGES) if fits else None
 
 
 def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:

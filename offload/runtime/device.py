@@ -37,19 +37,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from offload.planning.tiers import format_bytes
 from offload.runtime.torch_internals import number_copies
 
-
-class Fence(Protocol):
-    """Work that the device has still to finish (an event)."""
-
-    def synchronize(self) -> None:
-        """Block until it has."""
+Fence = torch.cuda.Event
+"""Work that the device has still to finish; `synchronize` waits for it."""
 
 
 class Device:

@@ -119,7 +119,8 @@ class Memory:
         spec = self._plan.profile.units[unit].chunks[chunk]
         if kind == "gradient":
             return spec.gradient_offset, spec.gradient_bytes
-        return self._plan.record_offset(unit, chunk), self._plan.record_bytes(unit, chunk)
+        sizes = self._plan.sizes
+        return sizes.record_offsets[unit][chunk], sizes.chunks["state"][unit][chunk]
 
     def close(self) -> None:
         """Free all arenas."""

@@ -52,9 +52,6 @@ LOOK_AGAIN_S = 0.1
 KEPT_PER_UNIT_MAX = 32
 """Phases kept per unit: with orders of use that depend on the data there were no end."""
 
-KEPT_BYTES_MAX = 16 << 20
-"""Largest chunk that `ChunkCache` keeps. Chunks never are larger; frozen weights may be."""
-
 
 class Runner:
     """The resources of an engine, and the order in which they are used."""
@@ -387,7 +384,7 @@ class ChunkCache:
         else:
             del last  # Before the next one takes memory.
             found = self._read(value, written)
-        if written is not None and found.nbytes <= KEPT_BYTES_MAX:
+        if written is not None:
             self._last = value, written, found
         return found
 
