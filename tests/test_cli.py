@@ -206,6 +206,16 @@ def test_a_path_in_memory_is_one_note(capsys):
     assert "note: the scratch file in /dev/shm" in told
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a CPU that computes")
+@pytest.mark.parametrize("capability", ["AVX2", "AVX512"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_cpu_that_is_slow_in_bfloat16_is_a_note(capsys, monkeypatch, dtype, capability):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert run(*SHORT, "--steps", "1", "--dtype", dtype) == 0
+    told = "note: this CPU is slow in bfloat16: --dtype float32" in capsys.readouterr().out
+    assert told == (capability == "AVX2" and dtype == "bfloat16")
+
+
 def test_where_nothing_moves_a_hint_says_how_it_would(capsys):
     assert run(*SHORT, "--device-memory", "1GiB", "--steps", "1") == 0
     shown = capsys.readouterr().out

@@ -19,7 +19,7 @@ from offload.planning.planner import (
     LARGE_CHUNK_ELEMENTS,
     BudgetError,
     Grain,
-    coarser,
+    better_grain,
     plan,
     plan_cut,
     usual,
@@ -48,7 +48,7 @@ pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     config: Config, machine: Machine, largest: int
 ) -> None:
-    found = coarser(config, machine, drive=False) or usual()
+    found = better_grain(config, machine, drive=False) or usual()
     assert found == (largest, CHUNK_STAGES)
 
 

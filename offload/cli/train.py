@@ -202,8 +202,8 @@ def _introduce(
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
     if all(row.tier == "device" for row in rows):
         console.sentence(display.HINT)
-    old = device_is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
-    if old and settings.dtype == "bfloat16":  # Torch has no kernel for its products there.
+    slow = device_is_cpu and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    if slow and settings.dtype == "bfloat16":  # Torch has no kernel for its products there.
         console.notes(["this CPU is slow in bfloat16: --dtype float32 trains much faster here"])
 
 

@@ -452,8 +452,8 @@ class Sizes:
 
     def in_file(self, placements: Sequence[Placement]) -> int:
         """Bytes of the file for given placements, 0 when nothing lives there."""
-        kinds = [(kind, u, of.of(kind)) for u, of in enumerate(placements) for kind in KINDS]
-        return sum(self.value[kind][unit] for kind, unit, tier in kinds if tier == "nvme")
+        homes = [(kind, u, one.of(kind)) for u, one in enumerate(placements) for kind in KINDS]
+        return sum(self.value[kind][unit] for kind, unit, tier in homes if tier == "nvme")
 
 
 def allocator_bytes(size: int) -> int:

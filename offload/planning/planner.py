@@ -96,22 +96,22 @@ def usual() -> Grain:
 def plan_cut(
     profile: Callable[[Grain], Profile], config: Config, machine: Machine, *, rule: str = "adam"
 ) -> Plan:
-    """The plan of a profile that may be cut in any grain: `usual`, or `coarser` where its staging
-    slots change nothing of whether a drive takes part.
+    """The plan of a profile that may be cut in any grain: `usual`, or a `better_grain` where its
+    staging slots change nothing of whether a drive takes part.
 
     Raises:
         BudgetError: as `plan`, of the usual grain.
     """
     found = plan(profile(usual()), config, machine, rule=rule)
     drive = bool(found.file.extents)
-    if cut := coarser(config, machine, drive=drive):
+    if cut := better_grain(config, machine, drive=drive):
         with suppress(BudgetError):
             other = plan(profile(cut), config, machine, rule=rule)
             found = other if bool(other.file.extents) == drive else found
     return found
 
 
-def coarser(config: Config, machine: Machine, *, drive: bool) -> Grain | None:
+def better_grain(config: Config, machine: Machine, *, drive: bool) -> Grain | None:
     """What to plan with rather than `usual`, where the budgets have room.
 
     Small chunks go to and from a drive while others are updated: more of them under way keep the
