@@ -287,14 +287,6 @@ def give_up_what_is_held(loop: Loop) -> None:
         loop.see(gradient)
 
 
-def edit_views_after_the_step(loop: Loop) -> None:
-    """Which the step does not see."""
-    views = [p.grad.view(-1) for p in loop.some_parameters() if p.grad is not None]
-    step_only(loop)
-    for view in views:
-        view.mul_(0.5)
-
-
 def step_and_keep_gradients(loop: Loop) -> None:
     loop.run.optimizer.step()
 

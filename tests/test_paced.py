@@ -13,6 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import offload
+from offload.program.ops import Lane
 from tests.paced import Paced
 from tests.paced_loops import (
     Actions,
@@ -29,7 +30,6 @@ from tests.paced_loops import (
     edit,
     edit_gradients,
     edit_held,
-    edit_views_after_the_step,
     evaluate,
     give_gradients_up,
     give_up_what_is_held,
@@ -73,7 +73,6 @@ AFTER_A_BACKWARD: dict[str, tuple[str, Actions]] = {
     "put a copy home": ("cpu-nvme-cpu", [edit_gradients, step_and_keep_gradients]),
     "zero, on the drive": ("cpu-nvme-cpu", [zero_gradients, backward_only, look_at_gradients]),
     "give up what is held": ("cpu-cpu-cpu", [give_up_what_is_held, backward_only]),
-    "edit views after the step": ("cpu-cpu-cpu", [edit_views_after_the_step]),
     "let go": ("cpu-cpu-cpu", [edit_gradients, step_and_keep_gradients]),
     "stream": ("device-cpu-cpu", [stream_weights]),
     "read states": ("cpu-cpu-device", [train, backward_only, look_at_states]),
@@ -158,14 +157,18 @@ def test_detach_after_a_backward_waits_for_its_gradients(tmp_path: Any) -> None:
 def test_residents_and_a_lane_take_turns_at_the_workspace(
     clip: float | None, tmp_path: Any
 ) -> None:
-    """And a resident's update waits for the norm, in which all have a part."""
-    script = Script([Step([], [], [], LATE)], False, False, False, clip, None, Mixed)
+    """And a resident's update waits for the norm, in which all have a part.
+
+    From the second step on a lane sums squares before `step()`.
+    """
+    script = Script([Step([], [], [], LATE)] * 3, False, False, False, clip, None, Mixed)
     expected = script.go(RESIDENT, tmp_path, gradient_dtype="fp32")
-    with driven() as device:
-        found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
-        device.timeline.finish()
-    assert not device.timeline.races, device.timeline.races[0]
-    assert all(same_bits(one, other) for one, other in zip(found, expected))
+    for seed in range(1 if clip is None else 4):
+        with driven(seed, 10 * LATE_US) as device:
+            found = script.go(RESIDENT, tmp_path, device, gradient_dtype="fp32")
+            device.timeline.finish()
+        assert not device.timeline.races, device.timeline.races[0]
+        assert all(same_bits(one, other) for one, other in zip(found, expected))
 
 
 def test_a_step_of_residents_waits_for_their_norm_alone(tmp_path: Any) -> None:
@@ -233,6 +236,38 @@ def test_zeros_are_there_for_every_stream() -> None:
 def test_sleep_and_wake_wait_for_all_that_is_under_way(tmp_path: Any) -> None:
     script = script_of([], [], [edit_held, nap, look])
     check(script, RESIDENT, tmp_path, tight=False, on=driven)
+
+
+def test_an_edit_is_put_home_when_no_lane_touches_that_home(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driven(), attached(("nvme", "cpu", "cpu"), tmp_path, build=build_least) as run:
+        runner, called = run.engine.runner, list[str]()
+        quiesce, write = runner.quiesce, runner.write_home
+        monkeypatch.setattr(
+            runner, "quiesce", lambda *a, **b: (called.append(f"quiesce {b}"), quiesce(*a, **b))
+        )
+        monkeypatch.setattr(runner, "write_home", lambda *a: (called.append("write"), write(*a)))
+        with torch.no_grad():
+            next(run.model.parameters()).mul_(0.5)
+        called.clear()
+        run.engine.snapshots.boundary()
+        assert "quiesce {}" in called[: called.index("write")]
+
+
+def test_a_copy_between_memories_waits_asleep_for_what_it_copies(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with driven() as device, attached(("cpu", "cpu", "cpu"), tmp_path, build=build_least) as run:
+        device.change(**LATE)
+        runner, into = run.engine.runner, torch.zeros(64)
+        source = device.empty((64,), dtype=torch.float32).fill_(1.0)
+        assert device.stream().items
+        told = list[Lane]()
+        monkeypatch.setattr(runner.stats, "_expose", lambda lane, *_: told.append(lane))
+        runner.copy_now(into, source)
+        assert told == [Lane.COMPUTE, Lane.D2H]
+        assert into.sum() == 64
 
 
 # -- any schedule -------------------------------------------------------------------------------

@@ -169,16 +169,10 @@ WAITS = (
         "            pass\n        for unit in here",
     ),
     Wait(
-        "residents: for updates in a lane, in the same workspace",
+        "residents: for sums in a lane, in the same workspace",
         "optim/update",
-        "            self.settle()  # The user's stream is about to use the workspace.\n",
-        "            pass\n",
-    ),
-    Wait(
-        "residents: before a lane uses the workspace",
-        "optim/update",
-        "            self._runner.drain()  # Before a lane uses the workspace.\n",
-        "            pass\n",
+        "        self._runner.wait(begun)\n",
+        "",
     ),
     Wait(
         "residents: until through",

@@ -16,7 +16,6 @@ import torch
 from cpu_adam.hyper import Hyper
 from offload.model.early_updates import Step
 from offload.model.resident import PendingUnit, Residents, addresses
-from offload.planning.layout import Plan, site
 from offload.program.compile import norm, square, update_order
 from offload.program.compile import update as update_op
 from offload.program.ops import Lane, Op, Use
@@ -37,7 +36,6 @@ class Updates:
         order = update_order(self._plan)
         self._ops = {unit: update_op(self._plan, unit, deadline) for unit, deadline in order}
         """In the order of the updates."""
-        self._lane_shares = _lane_shares(self._plan)
         self._pending: list[Task] = []
         self._queued: Fence | None = None
         """Updates that the user's stream may still have to do."""
@@ -47,6 +45,8 @@ class Updates:
         """Of the step to come, where sums of squares are queued before it."""
         self._begun: dict[int, frozenset[int]] = {}
         """By unit, the parameters of which they are."""
+        self._sums: list[Task] = []
+        """Of the step to come, in the device's workspace, in which those of residents are too."""
 
     def settle(self) -> None:
         """Block until every update issued is done."""
@@ -78,7 +78,9 @@ class Updates:
         phase = runner.phase(
             ("square", unit, parameters, at), lambda: [self._square(unit, parameters, at)]
         )
-        runner.start(phase, pass_number, runner.settings([], self._next))
+        tasks = runner.start(phase, pass_number, runner.settings([], self._next))
+        if self._plan.placements[unit].gradient == "device":
+            self._sums += tasks
 
     def issue(self, step: Step, pass_number: int, summed: Mapping[int, Collection[int]]) -> None:
         """Queue a step, or some units of it, to be done by the deadlines of pass `pass_number`.
@@ -93,8 +95,6 @@ class Updates:
         streamed = [unit for unit in due if unit not in residents]
         pending = [unit for unit in due if unit in residents.in_lanes]
         at_once = [unit for unit in due if unit in residents and unit not in residents.in_lanes]
-        if self._lane_shares and (at_once or pending):
-            self.settle()  # The user's stream is about to use the workspace.
         clip = None
         if self._max_grad_norm is not None:
             clip, begun, self._next, self._begun = self._next, self._begun, None, {}
@@ -129,8 +129,10 @@ class Updates:
 
     def _squares_at_once(self, here: Sequence[int], step: Step, clip: Any) -> None:
         """Put the sums of the squares of residents."""
+        begun, self._sums = self._sums, []
         if not here:
             return
+        self._runner.wait(begun)
         flats = {unit: self._residents.flat(unit, step) for unit in here}
         ops = [square(self._plan, unit) for unit in here]
         taking = tuple((unit, *step[unit], addresses(flat)) for unit, flat in flats.items())
@@ -156,10 +158,8 @@ class Updates:
             made = partial(self._runner.works.update, op, taking, flat)
             key = "update", unit, members[unit], addresses(flat)
             self._runner.perform(op, key, made, settings)
-        device = self._runner.device
-        if here and self._lane_shares:
-            self._runner.drain()  # Before a lane uses the workspace.
-        elif here:
+        if here:
+            device = self._runner.device
             self._queued = device.fence(device.stream())
 
     # -- what lanes do -----------------------------------------------------------------------------
@@ -215,9 +215,3 @@ def _numbered(step: Step) -> tuple[list[tuple[Hyper, int]], dict[int, _Members]]
             mine.append((parameter, row))
         members[unit] = tuple(mine)
     return found, members
-
-
-def _lane_shares(plan: Plan) -> bool:
-    """Whether a lane, too, works in the workspace, on units that are no residents."""
-    others = (p for unit, p in enumerate(plan.placements) if unit not in plan.residents)
-    return any(site(p) == "device" or (plan.clips and p.gradient == "device") for p in others)
