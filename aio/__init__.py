@@ -8,7 +8,7 @@
 Layers, upwards: system (calls of the operating system, one seam for simulation), errors, transfer
 (tickets), region (bounds, alignment), file (and what a backend is to it), threads (of Python),
 native (the compiled engine), libaio (a package's), backends (which of them serves), scratch (files
-that leave nothing behind), volume (one stretch of bytes over several drives), chunks (of a volume,
+and others), volume (one stretch of bytes over several drives), chunks (of a volume,
 with checksums).
 Knows nothing of tensors and imports nothing of `offload` or `cpu_adam`.
 """
@@ -17,7 +17,8 @@ from aio.backends import BACKEND_NAMES, Probe, open_backend, probe
 from aio.chunks import CHECK_BYTES, ChunkEntry, Chunks
 from aio.file import Backend, Counters, File
 from aio.region import Region
-from aio.scratch import create_scratch
+from aio.scratch import create_file, create_scratch
+from aio.stream import Reader, Writer
 from aio.system import ALIGN_BYTES, IO
 from aio.threads import ThreadBackend
 from aio.transfer import JointTicket, Ticket, wait_all, wait_any
@@ -31,6 +32,7 @@ __all__ = [
     "ChunkEntry",
     "Chunks",
     "Counters",
+    "create_file",
     "create_scratch",
     "create_volume",
     "Directory",
@@ -41,6 +43,7 @@ __all__ = [
     "open_backend",
     "Probe",
     "probe",
+    "Reader",
     "Region",
     "Stripes",
     "stripes",
@@ -50,4 +53,5 @@ __all__ = [
     "Volume",
     "wait_all",
     "wait_any",
+    "Writer",
 ]

@@ -1,4 +1,4 @@
-"""Files that leave nothing behind: unnamed from the start, their space reserved, O_DIRECT."""
+"""New files, their space reserved, O_DIRECT: unnamed ones, which leave nothing, and others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from aio.file import Backend, File
 from aio.system import ALIGN_BYTES, COPY_ON_WRITE, IO, MEMORY_FILE_SYSTEMS
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
+_NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _FILL_BYTES = 4 << 20
@@ -41,13 +42,26 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
     """
     if bytes <= 0:
         raise ValueError(f"scratch file of {bytes} bytes: the size must be positive")
+    return _create(os.path.abspath(os.fspath(directory)), None, bytes, backend)
+
+
+def create_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> File:
+    """A new file under a name that nobody has yet, else as `create_scratch` makes one.
+
+    Raises:
+        OSError: as there; EEXIST where there is such a name. Nothing is left behind.
+    """
+    folder, name = os.path.split(os.path.abspath(os.fspath(path)))
+    return _create(folder, name, bytes, backend)
+
+
+def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File:
     backend.check_process()
-    folder = os.path.abspath(os.fspath(directory))
     size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
-    asked = f"scratch file of {size} bytes"
-    io = backend.io
+    asked = f"{'scratch ' if name is None else ''}file of {size} bytes"
+    io, path = backend.io, os.path.join(folder, name or "(unnamed scratch file)")
     try:
-        fd = _open_unnamed(io, folder)
+        fd = _open_unnamed(io, folder) if name is None else io.open(path, _NEW, 0o600)
     except OSError as error:
         free = io.free_bytes(folder)
         raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
@@ -59,7 +73,6 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
         except OSError as error:
             free = io.free_bytes(folder)
             raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
-        path = os.path.join(folder, "(unnamed scratch file)")
         notice = _join(folder, copying, notice, filled)
         direct = align is not None
         file = File(backend, fd, path, size, direct, notice, align or (1, 1))
@@ -67,6 +80,8 @@ def create_scratch(directory: str | os.PathLike[str], bytes: int, backend: Backe
         return file
     except BaseException:
         io.close(fd)
+        if name is not None:
+            io.unlink(path)
         raise
 
 
@@ -78,7 +93,7 @@ def _open_unnamed(io: IO, folder: str) -> int:
             if error.errno not in _NO_TMPFILE:
                 raise
     name = os.path.join(folder, f".aio-{os.getpid()}-{secrets.token_hex(8)}")
-    fd = io.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    fd = io.open(name, _NEW, 0o600)
     try:
         io.unlink(name)
     except BaseException:

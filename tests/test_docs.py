@@ -1,7 +1,6 @@
 """The docs: pages made from the code are in step with it, links lead somewhere, code runs."""
 
 import importlib
-import os
 import re
 import runpy
 import subprocess
@@ -82,7 +81,7 @@ def test_the_quickstart_runs(capsys):
 
 def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
     """Saved with states on nvme, resumed with them in memory: the bits of one that never ended."""
-    (block,) = [code for code in blocks(ROOT / "README.md", "python") if "torch.save" in code]
+    (block,) = [code for code in blocks(ROOT / "README.md", "python") if "offload.save" in code]
     save, resume = block.split("\n\n")
     monkeypatch.chdir(tmp_path)
 
@@ -92,13 +91,16 @@ def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         config = offload.Config(params="cpu", optimizer=tier, nvme_path=str(tmp_path))
         model, optimizer = offload.attach(model, optimizer, config)
-        return {"os": os, "torch": torch, "model": model, "optimizer": optimizer}
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        names = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        return {"offload": offload, **names}
 
     def go_on(names):
         for seed in range(3):
             torch.manual_seed(seed)
             names["model"](torch.randn(4, 8).bfloat16()).square().mean().backward()
             names["optimizer"].step()
+            names["scheduler"].step()
             names["optimizer"].zero_grad()
 
     first, second = begun("nvme"), begun("cpu")
@@ -107,6 +109,7 @@ def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):
     go_on(first)
     exec(resume, second)
     go_on(second)
+    assert second["progress"] == {"epoch": 1}
     for one, other in zip(first["model"].parameters(), second["model"].parameters()):
         assert torch.equal(one, other)
     for names in (first, second):

@@ -20,7 +20,7 @@ TEST_FILE_LINES_MAX = 500
 NATIVE_FILE_LINES_MAX = 900
 
 LINES_MAX = {
-    "offload": 13_729,
+    "offload": 14_670,
     "offload/cli": 3_400,
     "aio": 4_600,
     "cpu_adam": 5_500,
@@ -29,7 +29,7 @@ LINES_MAX = {
 
 TEST_LINES_PER_LINE_MAX = 1.2
 
-ROOMS = ("planning", "program", "runtime", "model", "optim", "attachment", "cli")
+ROOMS = ("planning", "program", "runtime", "model", "optim", "attachment", "checkpoint", "cli")
 """Folders of `offload`, the lowest first: each imports from itself and those below."""
 
 TOP = {"config": "planning", "deepspeed": "planning", "reporting": "planning"}

@@ -73,7 +73,7 @@ class Engine:
         self.runner = runner
         self.residents = Residents(runner, units, self.lock, self.check)
         self.passes = Passes(runner, self.plan.profile.forward, self.plan.profile.backward)
-        self.snapshots = Snapshots(runner, self._weights_changed, exposed_bytes_max)
+        self.snapshots = Snapshots(runner, self.weights_changed, exposed_bytes_max)
         self.snapshots.enter = self._lend_gradient
         self.active = ActiveUnits(runner, self.passes, self.snapshots, units, self.lock, self.check)
         self.gradients = Gradients(runner, self.passes, self.snapshots)
@@ -327,7 +327,7 @@ class Engine:
             self.snapshots.boundary(unit.index)
         self.active.use(unit)
 
-    def _weights_changed(self, unit: int) -> None:
+    def weights_changed(self, unit: int) -> None:
         """The home of a unit's weights changes: what a slot has of them is old."""
         self.active.make_way()
         self.passes.weights_changed(unit)

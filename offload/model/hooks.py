@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -155,7 +156,8 @@ class Hooks:
             # Torch calls this for a thread that was refused, too.
             if self._in_forward and self._engine.owned and not in_backward():
                 self._in_forward = False
-                self._engine.end_pass(finished=output is not None)
+                raised = output is None and sys.exc_info()[0] is not None
+                self._engine.end_pass(finished=not raised)
 
     def _drop_guards(self) -> None:
         """A forward that Ctrl-C ended, also one inside a backward, has skipped its own hook."""

@@ -75,7 +75,7 @@ class Optimizer(torch.optim.Optimizer):
         `check_model` raises where the model has other parameters than at attach.
         """
         self.engine = engine
-        self._states = states
+        self.states = states
         self._places = dict(places)
         self._original = original
         self._check_model = check_model
@@ -108,6 +108,16 @@ class Optimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("an offloaded optimizer cannot be pickled: save its state_dict()")
 
+    @property
+    def rule(self) -> str:
+        """Its update rule."""
+        return rule_of(self._original)
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The qualified name of a parameter in the model; of a tied one the first."""
+        unit, index = self._places[parameter]
+        return self.engine.plan.profile.units[unit].parameters[index].name
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters of all groups, but those without elements, which have no home."""
         every = (one for group in self.param_groups for one in group["params"])
@@ -119,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def steps_of(self, parameter: nn.Parameter) -> int:
         """Steps that a parameter has taken."""
-        return self._states.steps.get(self._places[parameter], 0)
+        return self.states.steps.get(self._places[parameter], 0)
 
     @entry
     def state_of(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
@@ -131,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
             self.engine.settle()
             return {
                 "step": torch.tensor(float(steps)),
-                **self._states.read(*self._places[parameter]),
+                **self.states.read(*self._places[parameter]),
             }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -203,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             self.engine.step(frozen)
             for unit, steps in frozen.items():
                 for index, step in steps.items():
-                    self._states.stepped((unit, index), step.hyper)
+                    self.states.stepped((unit, index), step.hyper)
             self._original._opt_called = True  # type: ignore[attr-defined]
             # Schedulers that were built before attach look there whether a step came before theirs.
 
@@ -229,9 +239,9 @@ class Optimizer(torch.optim.Optimizer):
         steps, gradients = {}, self.engine.gradients_of(unit)
         for index, hyper in mine:
             if gradients.has(unit, index):
-                number = self._states.steps.get((unit, index), 0) + 1
+                number = self.states.steps.get((unit, index), 0) + 1
                 if isinstance(hyper, SGDHyper):  # It counts the steps of its buffer.
-                    number = 2 if (unit, index) in self._states.buffers else 1
+                    number = 2 if (unit, index) in self.states.buffers else 1
                 steps[index] = ParameterStep(hyper, number)
         return steps
 
@@ -309,7 +319,7 @@ class Optimizer(torch.optim.Optimizer):
             ValueError: one is of another model or optimizer; nothing is changed.
         """
         self.engine.settle()
-        begun = self._states.steps
+        begun = self.states.steps
         self.import_states(
             [
                 (parameter, state)
@@ -324,7 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ValueError: one is of another model or optimizer; nothing is changed.
         """
-        given, rule = [], rule_of(self._original)
+        given, rule = [], self.rule
         for parameter, state in found:
             unit, index = self._places[parameter]
             one = self.engine.plan.profile.units[unit].parameters[index]
@@ -333,7 +343,7 @@ class Optimizer(torch.optim.Optimizer):
             # torch's SGD counts no steps; what a buffer holds came of one at least.
             steps = int(state.get("step", 1 if slots else 0))
             given.append(((unit, index), slots, steps))
-        self._states.write(given)
+        self.states.write(given)
 
 
 class StateView(MutableMapping[nn.Parameter, Mapping[str, Any]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ ParameterKey = tuple[int, int]
 
 Given = tuple[ParameterKey, Mapping[str, torch.Tensor], int]
 """A parameter, the slots of a state of it as `States.read` gives them, and its steps."""
+
+
+Part = tuple[Piece, Mapping[str, torch.Tensor]]
+"""A piece of a parameter, and the slots of its state, 1-D; a slot that is lacking becomes zero."""
 
 
 class States:
@@ -75,21 +79,29 @@ class States:
             name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
         for piece in self._pieces(unit, parameter):
-            record = self._chunks.read(Value("state", unit, piece.chunk))
-            slots = views(record, fmt, spec.chunks[piece.chunk].elements)
-            slots = cut(slots, fmt, piece.chunk_start, piece.elements)
-            for name, part in to_plain(slots, fmt).items():
+            for name, part in self.part(piece).items():
                 out[name][piece.parameter_start : piece.parameter_stop].copy_(part)
         self._runner.drain()  # Before an update may write where it reads.
         if (unit, parameter) not in self.buffers:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
+    def part(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded."""
+        if (idle := self._idle.get((piece.unit, piece.parameter))) is not None:
+            there = slice(piece.parameter_start, piece.parameter_stop)
+            return {name: value.reshape(-1)[there] for name, value in idle.items()}
+        chunk = self._plan.profile.units[piece.unit].chunks[piece.chunk]
+        fmt = self.format(piece.unit, piece.parameter)
+        record = self._chunks.read(Value("state", piece.unit, piece.chunk))
+        slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
+        return to_plain(slots, fmt)
+
     def write(self, given: Sequence[Given]) -> None:
         """Replace states that `check_state` let pass; what is lacking in one becomes zero. Each
         chunk is written once."""
         self._chunks.forget()
-        parts: dict[Value, list[tuple[Given, Piece]]] = {}
+        parts: dict[Value, list[Part]] = {}
         for one in given:
             (unit, parameter), state, _ = one
             if not self._plan.profile.units[unit].parameters[parameter].trainable:
@@ -97,17 +109,23 @@ class States:
                     name: value.detach().to("cpu", copy=True) for name, value in state.items()
                 }
             for piece in self._pieces(unit, parameter):
-                parts.setdefault(Value("state", unit, piece.chunk), []).append((one, piece))
+                there = slice(piece.parameter_start, piece.parameter_stop)
+                part = {name: all_.reshape(-1)[there] for name, all_ in state.items()}
+                parts.setdefault(Value("state", unit, piece.chunk), []).append((piece, part))
         whole = {unit: self._plan.profile.by_chunk(unit) for unit in {v.unit for v in parts}}
         for value in sorted(parts, key=lambda value: (value.unit, value.chunk)):
-            self._write_chunk(value, parts[value], len(whole[value.unit][value.chunk]))
+            self.write_chunk(value, parts[value], len(whole[value.unit][value.chunk]))
         for owner, state, steps in given:
-            self.steps[owner] = steps
-            self.buffers.discard(owner)
-            if "momentum_buffer" in state:
-                self.buffers.add(owner)
+            self.count(owner, steps, state)
 
-    def _write_chunk(self, value: Value, parts: Sequence[tuple[Given, Piece]], pieces: int) -> None:
+    def count(self, owner: ParameterKey, steps: int, slots: Container[str]) -> None:
+        """A parameter has taken so many steps, and has these slots."""
+        self.steps[owner] = steps
+        self.buffers.discard(owner)
+        if "momentum_buffer" in slots:
+            self.buffers.add(owner)
+
+    def write_chunk(self, value: Value, parts: Sequence[Part], pieces: int) -> None:
         """Put parts of states in their places of a chunk of so many `pieces`, which is read where
         some of it stays."""
         chunk = self._plan.profile.units[value.unit].chunks[value.chunk]
@@ -115,10 +133,10 @@ class States:
             record = host_tensor(self._runner.memory.extent(value)[1])
         else:
             record = self._chunks.read(value)
-        for (owner, state, _), piece in parts:
-            fmt, there = self.format(*owner), slice(piece.parameter_start, piece.parameter_stop)
+        for piece, part in parts:
+            fmt = self.format(piece.unit, piece.parameter)
             slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
-            from_plain({name: all_.reshape(-1)[there] for name, all_ in state.items()}, slots, fmt)
+            from_plain(part, slots, fmt)
         self._chunks.write(value, record)
 
     def clear(self) -> None:

@@ -1,0 +1,197 @@
+"""A directory that is there whole or not at all, and what a training run has besides tensors."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from cpu_adam import crc32c
+from offload.checkpoint.shards import read_json, write_text
+
+RUN = "run.json"
+FORMAT = 1
+
+_AT_FDCWD, _EXCHANGE = -100, 2
+
+
+@contextmanager
+def whole_directory(path: str) -> Iterator[str]:
+    """A new directory beside `path`, to write in, which takes its place once all of it is flushed.
+
+    On an error it is removed, and what was at `path` is as it was.
+
+    Raises:
+        FileExistsError: there is something at `path` that `offload.save` has not written.
+        OSError: the directory cannot be made, flushed or renamed.
+    """
+    path = os.path.abspath(path)
+    parent, name = os.path.split(path)
+    taken = os.path.lexists(path)
+    if taken and (os.path.islink(path) or not os.path.isdir(path)):
+        raise FileExistsError(errno.EEXIST, "asked to save there; found a file or a link", path)
+    if taken and os.listdir(path) and not os.path.exists(os.path.join(path, RUN)):
+        raise FileExistsError(
+            errno.EEXIST,
+            f"asked to save there; found files, and no {RUN}: likely another's; try a new name",
+            path,
+        )
+    os.makedirs(parent, exist_ok=True)
+    for other in os.listdir(parent):  # Of processes that were killed in the middle.
+        head, _, pid = other.rpartition(".")
+        if head == f".{name}.new" and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(os.path.join(parent, other), ignore_errors=True)
+    new = os.path.join(parent, f".{name}.new.{os.getpid()}")
+    shutil.rmtree(new, ignore_errors=True)
+    os.mkdir(new, 0o700)
+    try:
+        yield new
+        _flush(new)
+        if taken:
+            _exchange(new, path)
+        else:
+            os.rename(new, path)
+        _flush(parent)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _flush(directory: str) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _exchange(new: str, old: str) -> None:
+    """Let two directories change names at once; where the file system cannot, one by one."""
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    names = [os.fsencode(one) for one in (new, old)]
+    if call is not None and not call(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE):
+        return
+    aside = new + ".old"
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
+
+
+# -- what a run has besides tensors ----------------------------------------------------------------
+
+
+def write_run(directory: str, run: Mapping[str, Any]) -> None:
+    """Write what `encoded` made, with its checksum."""
+    text = _plain(run)
+    crc = crc32c(np.frombuffer(text.encode(), np.uint8), 0)
+    write_text(os.path.join(directory, RUN), f'{{"crc32c": "{crc:08x}", "run": {text}}}\n')
+
+
+def read_run(directory: str) -> dict[str, Any]:
+    """What `write_run` wrote.
+
+    Raises:
+        OSError: it is not there: the directory is none of `offload.save`.
+        ValueError: it was changed, or is of a later release.
+    """
+    path = os.path.join(directory, RUN)
+    found = read_json(path)
+    run = found.get("run")
+    if not isinstance(run, dict) or found.keys() != {"crc32c", "run"}:
+        raise ValueError(f"{path}: no record of a run")
+    crc = crc32c(np.frombuffer(_plain(run).encode(), np.uint8), 0)
+    if found["crc32c"] != f"{crc:08x}":
+        raise ValueError(
+            f"{path}: checksum mismatch; likely it was edited, or the drive changed bits; load "
+            "another checkpoint"
+        )
+    if run.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {run.get('format')!r}, this release reads {FORMAT}")
+    return run
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), sort_keys=True)
+
+
+def encoded(value: Any, what: str) -> Any:
+    """A value as JSON has it, such that `decoded` gives an equal one of the same types.
+
+    Raises:
+        TypeError: it has something else than None, bool, int, float, str, list, tuple and dict;
+            `what` names it.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encoded(one, f"{what}[{at}]") for at, one in enumerate(value)]
+        return items if isinstance(value, list) else {"__tuple__": items}
+    if isinstance(value, dict):
+        found = {k: encoded(v, f"{what}[{k!r}]") for k, v in value.items()}
+        if all(type(k) is str and not k.startswith("__") for k in found):
+            return found
+        return {"__items__": [[encoded(k, what), v] for k, v in found.items()]}
+    if isinstance(value, (torch.Tensor, np.generic)) and value.ndim == 0:
+        return value.item()  # A learning rate, mostly.
+    raise TypeError(
+        f"{what} is a {type(value).__name__}, and a save keeps data of JSON: None, bool, int, "
+        "float, str, lists, tuples and dicts; put tensors in a file of your own"
+    )
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given."""
+    if isinstance(value, list):
+        return [decoded(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__tuple__"}:
+        return tuple(map(decoded, value["__tuple__"]))
+    if value.keys() == {"__items__"}:
+        return {decoded(k): decoded(v) for k, v in value["__items__"]}
+    return {k: decoded(v) for k, v in value.items()}
+
+
+# -- random numbers --------------------------------------------------------------------------------
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of torch, of the compute device, of numpy and of Python: what their next numbers come of."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    found = {
+        "torch": _text(torch.get_rng_state()),
+        "numpy": [kind, [int(key) for key in keys], *rest],
+        "python": encoded(random.getstate(), "the state of random"),
+    }
+    if device.type != "cpu":
+        found["device"] = _text(torch.get_device_module(device).get_rng_state(device))
+    return found
+
+
+def set_random_state(found: Mapping[str, Any], device: torch.device) -> None:
+    """Let the next numbers be those that came after `random_state`; that of a device which the run
+    did not have stays."""
+    torch.set_rng_state(_bytes(found["torch"]))
+    kind, keys, *rest = found["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    random.setstate(decoded(found["python"]))
+    if device.type != "cpu" and "device" in found:
+        torch.get_device_module(device).set_rng_state(_bytes(found["device"]), device)
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,389 @@
+"""Save and load an attached model and its optimizer, of any size, through a window.
+
+[Note: Saves]
+A save is a directory: sets of tensors (`shards`), one of the weights and one for each slot of the
+optimizer's states, and `run.json` with all else. What is where it lives is read chunk by chunk, in
+the order in which it lies there, and goes into files one after the other; a load goes the other
+way. The key of everything is the parameter's name and the range in it, so that a save of one
+placement is loaded into any other. All that can be refused is, before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeElapsedColumn
+from torch import nn
+
+import aio
+from cpu_adam.torch_state import plain_dtypes
+from offload.checkpoint.directory import (
+    FORMAT,
+    decoded,
+    encoded,
+    random_state,
+    read_run,
+    set_random_state,
+    whole_directory,
+    write_run,
+)
+from offload.checkpoint.shards import SHARD_BYTES, Bytes, SetReader, SetWriter, Tensor
+from offload.model.engine import Engine, engine_of
+from offload.model.passes import refuse_inside
+from offload.model.units import count_change
+from offload.optim.optimizer import Optimizer
+from offload.planning.profile import Parameter
+from offload.program.ops import Value
+from offload.runtime.entry import entry, interruptible
+from offload.runtime.memory import host_tensor
+from offload.runtime.runner import ChunkCache
+
+WEIGHTS = "model"
+
+Sets = dict[str, dict[str, Tensor]]
+"""By prefix of its files, the tensors of each set in their order, by name."""
+
+States = Mapping[str, Mapping[str, Any]]
+"""By parameter that has stepped: its `steps`, and the dtypes of its `slots`."""
+
+
+@entry
+def save(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    directory: str | os.PathLike[str],
+    *,
+    user: Any = None,
+    scheduler: Any = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write all that training goes on from to a directory, which is there whole or not at all.
+
+    Weights and states of any size go through a window of some hundred MiB. Gradients are not part
+    of it: save after `step()`.
+
+    Args:
+        model: attached.
+        optimizer: that `attach` returned; None saves the weights alone.
+        directory: a new one, or that of an earlier save, which it replaces.
+        user: data of JSON, tuples and dicts of any keys, which `load` returns: where in the data
+            set the run is, say.
+        scheduler: an object with `state_dict()` of such data, as those of torch have.
+        shard_bytes: most bytes of one file.
+
+    Raises:
+        ValueError: the model is not attached, or the optimizer is not of it.
+        TypeError: `user` or the scheduler has something that is no such data.
+        FileExistsError: there are files in the directory that are no save.
+        OSError: a file could not be written; an earlier save is as it was.
+    """
+    refuse_inside("offload.save()")
+    engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
+    run: dict[str, Any] = {"format": FORMAT, "step": engine.steps, "user": encoded(user, "user")}
+    if scheduler is not None:
+        run["scheduler"] = encoded(scheduler.state_dict(), "the scheduler's state")
+    with engine.lock, ExitStack() as opened:
+        _settle(engine)
+        if optimizer is not None:
+            states = _states_of(engine, optimizer)
+            run["optimizer"] = {"rule": optimizer.rule, "states": states}
+            run["optimizer"]["groups"] = _groups(optimizer)
+            run["random"] = random_state(engine.runner.device.torch_device)
+        sets = _sets(engine, model, states)
+        opened.enter_context(interruptible())
+        new = opened.enter_context(whole_directory(where))
+        backend = opened.enter_context(closing(aio.open_backend()))
+        moved = opened.enter_context(_progress(f"saving to {where}", sets))
+        writers = {
+            prefix: opened.enter_context(SetWriter(new, prefix, all_, backend, shard_bytes))
+            for prefix, all_ in sets.items()
+        }
+        for prefix, name, part in _parts(engine, model, optimizer, states):
+            content = _bytes(part.cpu().contiguous())
+            writers[prefix].write(name, content)
+            moved(content.size)
+        for writer in writers.values():
+            writer.finish()
+        write_run(new, run)
+
+
+@entry
+def load(
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    directory: str | os.PathLike[str],
+    *,
+    scheduler: Any = None,
+) -> Any:
+    """Take over what `save` wrote: weights, states, step numbers, hyper-parameters, the scheduler
+    and the random numbers. Placement and budgets may be others than then.
+
+    Args:
+        model: attached, with the parameters and buffers that were saved.
+        optimizer: that `attach` returned; None loads the weights alone.
+        directory: of a save.
+        scheduler: an object with `load_state_dict()`; given where, and only where, one was saved.
+
+    Returns:
+        The `user` data that was saved.
+
+    Raises:
+        ValueError: it is of another model or optimizer, or damaged; nothing was changed.
+        OSError: a file is missing, cannot be read, or is found damaged when its tensors are read.
+            In the last case the engine has ended: load another save in a new process.
+    """
+    refuse_inside("offload.load()")
+    engine, where, states = _engine_of(model, optimizer), os.fspath(directory), dict[str, Any]()
+    with engine.lock, ExitStack() as opened:
+        run = read_run(where)
+        if optimizer is not None:
+            _check_run(run, optimizer, scheduler)
+            states = run["optimizer"]["states"]
+        _settle(engine)
+        sets = _sets(engine, model, states)
+        backend = opened.enter_context(closing(aio.open_backend()))
+        readers = {
+            prefix: opened.enter_context(closing(SetReader(where, prefix, backend)))
+            for prefix in sets
+        }
+        _check_sets(sets, readers)
+        moved = opened.enter_context(_progress(f"loading {where}", sets))
+
+        def read(prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+            found = torch.empty(count, dtype=getattr(torch, sets[prefix][name].dtype))
+            readers[prefix].read(name, start * found.itemsize, _bytes(found))
+            moved(found.nbytes)
+            return found
+
+        with engine.runner.once():
+            _fill(engine, model, optimizer, states, read)
+            if optimizer is not None:
+                engine.steps = run["step"]
+                for group, saved in zip(optimizer.param_groups, run["optimizer"]["groups"]):
+                    group.update(decoded(saved["options"]))
+                if scheduler is not None:
+                    scheduler.load_state_dict(decoded(run["scheduler"]))
+                set_random_state(run["random"], engine.runner.device.torch_device)
+    return decoded(run["user"])
+
+
+# -- what there is ---------------------------------------------------------------------------------
+
+
+def _engine_of(model: nn.Module, optimizer: Optimizer | None) -> Engine:
+    engine = engine_of(model)
+    if optimizer is not None and getattr(optimizer, "engine", None) is not engine:
+        raise ValueError(
+            "asked for a model and its optimizer; found an optimizer that is not the one attach "
+            "returned with this model; try that one, or None for the weights alone"
+        )
+    return engine
+
+
+def _settle(engine: Engine) -> None:
+    """Let all values be at home, and nothing under way."""
+    engine.settle()
+    engine.end_pass(finished=False)
+    engine.snapshots.boundary()
+    engine.runner.idle()
+    engine.runner.drain()
+
+
+def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
+    """All parameters in the order in which they lie, each with its unit and index."""
+    for unit, spec in enumerate(engine.plan.profile.units):
+        for index, one in enumerate(spec.parameters):
+            yield (unit, index), one
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict has, each once."""
+    seen = set[int]()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{path}.{name}".lstrip("."), buffer
+
+
+def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
+    """The tensors of a save, in the order of `_parts`."""
+    found: Sets = {WEIGHTS: {}}
+    for _, one in _parameters(engine):
+        slots = states[one.name]["slots"] if one.name in states else {}
+        for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
+            found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
+    for name, buffer in _buffers(model):
+        found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
+    return found
+
+
+def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    states, found = optimizer.states, dict[str, dict[str, Any]]()
+    for owner, one in _parameters(engine):
+        if steps := states.steps.get(owner, 0):
+            slots = {k: _name_of(v) for k, v in plain_dtypes(states.format(*owner)).items()}
+            if owner not in states.buffers:
+                slots.pop("momentum_buffer", None)
+            found[one.name] = {"steps": steps, "slots": slots}
+    return found
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups of an optimizer by the names of their parameters."""
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        names = [optimizer.name_of(one) for one in group["params"] if one.numel()]
+        given = {name: value for name, value in group.items() if name != "params"}
+        options = encoded(given, f"group {number}")
+        found.append({"parameters": names, "options": options})
+    return found
+
+
+def _parts(
+    engine: Engine, model: nn.Module, optimizer: Optimizer | None, states: States
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
+    chunks = ChunkCache(engine.runner)
+    for (unit, index), one in _parameters(engine):
+        for piece in engine.plan.profile.locate(one.name):
+            if unit in engine.residents:
+                whole = engine.units[unit].parameters[index].detach().reshape(-1)
+                yield WEIGHTS, one.name, whole[piece.parameter_start : piece.parameter_stop]
+            else:
+                content = chunks.read(Value("weight", unit, piece.chunk))
+                chunk = content.view(getattr(torch, one.dtype))
+                yield WEIGHTS, one.name, chunk[piece.chunk_start :][: piece.elements]
+            if optimizer is not None and one.name in states:
+                parts = optimizer.states.part(piece)
+                for slot in states[one.name]["slots"]:
+                    yield slot, one.name, parts[slot]
+    for name, buffer in _buffers(model):
+        yield WEIGHTS, name, buffer.detach().reshape(-1)
+
+
+@torch.no_grad()
+def _fill(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    states: States,
+    read: Callable[[str, str, int, int], torch.Tensor],
+) -> None:
+    """Let all values be what `read` gives of a set and a name: so many elements from one on."""
+    runner = engine.runner
+    for unit, spec in enumerate(engine.plan.profile.units):
+        resident, mine = unit in engine.residents, engine.units[unit].parameters
+        if not resident:
+            engine.weights_changed(unit)
+        for chunk, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
+            home, found = Value("weight", unit, chunk), []
+            weights = host_tensor(0 if resident else runner.memory.extent(home)[1])
+            for piece in pieces:
+                one, span = (
+                    spec.parameters[piece.parameter],
+                    (piece.parameter_start, piece.elements),
+                )
+                part = read(WEIGHTS, one.name, *span)
+                if resident:
+                    there = slice(piece.parameter_start, piece.parameter_stop)
+                    mine[piece.parameter].view(-1)[there].copy_(part)
+                else:
+                    weights.view(part.dtype)[piece.chunk_start :][: piece.elements].copy_(part)
+                slots = states[one.name]["slots"] if one.name in states else {}
+                found.append((piece, {slot: read(slot, one.name, *span) for slot in slots}))
+            if not resident:
+                runner.write_home(home, weights)
+            if optimizer is not None and chunk < len(spec.chunks):
+                optimizer.states.write_chunk(Value("state", unit, chunk), found, len(found))
+        count_change(mine)
+    for owner, one in _parameters(engine) if optimizer is not None else ():
+        assert optimizer is not None
+        saved = states.get(one.name, {"steps": 0, "slots": {}})
+        optimizer.states.count(owner, saved["steps"], saved["slots"])
+    for name, buffer in _buffers(model):
+        buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
+
+
+def _bytes(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a contiguous tensor in CPU memory."""
+    return tensor.view(torch.uint8).numpy()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# -- whether it fits -------------------------------------------------------------------------------
+
+
+def _check_sets(sets: Sets, readers: Mapping[str, SetReader]) -> None:
+    """Refuse sets that have other tensors than those wanted."""
+    for prefix, wanted in sets.items():
+        there = {name: place.tensor for name, place in readers[prefix].places.items()}
+        other = {
+            "missing": wanted.keys() - there.keys(),
+            "unexpected": there.keys() - wanted.keys(),
+            "of another dtype or shape": {
+                f"{name} ({there[name].dtype} {there[name].shape}, here {one.dtype} {one.shape})"
+                for name, one in wanted.items()
+                if there.get(name, one) != one
+            },
+        }
+        told = [f"{len(v)} {k}: {', '.join(sorted(v)[:3])}" for k, v in other.items() if v]
+        if told:
+            raise ValueError(
+                f"asked to load {prefix}; found other tensors than the model has: "
+                f"{'; '.join(told)}; likely it is of another model; nothing was changed"
+            )
+
+
+def _check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+    """Refuse a run that cannot go on with this optimizer."""
+    saved, asked = run.get("optimizer"), "asked to load the whole of a run"
+    alone = "load(model, None, ...) takes the weights alone"
+    if saved is None:
+        raise ValueError(f"{asked}; found a save of weights alone; {alone}")
+    if ("scheduler" in run) != (scheduler is not None):
+        raise ValueError(
+            f"{asked}; found a scheduler in the save; give scheduler="
+            if "scheduler" in run
+            else f"{asked}; found no scheduler in the save; leave scheduler= out"
+        )
+    if saved["rule"] != optimizer.rule:
+        raise ValueError(
+            f"{asked}; found states of {saved['rule']}, this optimizer's are of "
+            f"{optimizer.rule}; {alone}"
+        )
+    theirs, mine = (
+        [set(group["parameters"]) for group in groups]
+        for groups in (saved["groups"], _groups(optimizer))
+    )
+    if theirs != mine:
+        raise ValueError(
+            f"{asked}; found groups of {[*map(len, theirs)]} parameters, this optimizer has "
+            f"{[*map(len, mine)]}, or others in them; build it as it was then; {alone}"
+        )
+    frozen = {one.name for _, one in _parameters(optimizer.engine) if not one.trainable}
+    if lost := sorted(frozen & saved["states"].keys()):
+        raise ValueError(
+            f"{asked}; found states of {', '.join(lost[:3])}, which was frozen when the model was "
+            "attached; attach with it trained, load, detach, freeze it, and attach again"
+        )
+
+
+@contextmanager
+def _progress(what: str, sets: Sets) -> Iterator[Callable[[int], None]]:
+    """Shows a bar on a terminal, which stays with the time it took; is told of bytes moved."""
+    total = sum(one.bytes for tensors in sets.values() for one in tensors.values())
+    columns = "{task.description}", BarColumn(), DownloadColumn(), TimeElapsedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

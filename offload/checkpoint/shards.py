@@ -1,0 +1,323 @@
+"""Sets of tensors in safetensors files with an index, as Hugging Face writes them, of any size.
+
+A set is written and read in the order of its tensors, part by part: what is in memory is the window
+of one file. The index has the CRC32C of each tensor (`metadata.crc32c`), which is compared when the
+last part has been read.
+
+Source of the format: https://huggingface.co/docs/safetensors (a header of JSON after its length in
+8 bytes, then the tensors without gaps); of the index: `model.safetensors.index.json` there.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+import aio
+from cpu_adam import crc32c
+
+SHARD_BYTES = 5 << 30
+JSON_BYTES_MAX = 100_000_000
+"""As of a header in the library of the format."""
+
+NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+"""The format's names of torch's dtypes."""
+
+ITEM_BYTES = {
+    one: int(re.findall(r"\d+", one)[0]) // 8 if one != "BOOL" else 1 for one in NAMES.values()
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Tensor(NamedTuple):
+    """What a set has of a tensor besides its values."""
+
+    name: str
+    dtype: str
+    """As torch names it."""
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its values."""
+        return prod(self.shape) * ITEM_BYTES[NAMES[self.dtype]]
+
+
+class SetWriter:
+    """Writes the tensors of a set, in their order, to files `PREFIX-00001-of-N.safetensors`."""
+
+    def __init__(
+        self,
+        directory: str,
+        prefix: str,
+        tensors: Mapping[str, Tensor],
+        backend: aio.Backend,
+        shard_bytes: int = SHARD_BYTES,
+    ):
+        """Nothing is written yet. No shard is larger than `shard_bytes`, but for a tensor that is.
+
+        Raises:
+            ValueError: a dtype that the format does not have.
+        """
+        self._directory, self._prefix, self._backend = directory, prefix, backend
+        self._shards: list[list[Tensor]] = [[]]
+        filled = 0
+        for one in tensors.values():
+            if one.dtype not in NAMES:
+                raise ValueError(f"{one.name} is of {one.dtype}, which safetensors does not have")
+            if filled and filled + one.bytes > shard_bytes:
+                self._shards.append([])
+                filled = 0
+            self._shards[-1].append(one)
+            filled += one.bytes
+        self._order = self._steps()
+        self._now: Tensor | None = None
+        self._left = 0
+        """Bytes of it that have not come."""
+        self._file: aio.Writer | None = None
+        self._crcs: dict[str, str] = {}
+        self._crc = 0
+
+    def _name(self, shard: int) -> str:
+        return f"{self._prefix}-{shard + 1:05}-of-{len(self._shards):05}.safetensors"
+
+    def _steps(self) -> Iterator[Tensor]:
+        """The tensors in order; on the way from one to the next, files end and begin."""
+        for number, shard in enumerate(self._shards):
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            at = 0
+            for one in shard:
+                header[one.name] = {
+                    "dtype": NAMES[one.dtype],
+                    "shape": one.shape,
+                    "data_offsets": (at, at + one.bytes),
+                }
+                at += one.bytes
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            path = os.path.join(self._directory, self._name(number))
+            self._file = aio.Writer(path, 8 + len(text) + at, self._backend)
+            head = len(text).to_bytes(8, "little") + text
+            self._file.write(np.frombuffer(head, np.uint8))
+            yield from shard
+            self._close()
+
+    def write(self, name: str, part: Bytes) -> None:
+        """Append part of a tensor: the next of the one under way, or the first of the one after it.
+
+        Raises:
+            OSError: the file could not be made, or written.
+        """
+        if not self._left:
+            self._advance()
+        assert self._now is not None
+        assert self._file is not None
+        assert (self._now.name, True) == (name, part.size <= self._left), f"{name}: out of order"
+        self._crc = crc32c(part, self._crc)
+        self._file.write(part)
+        self._left -= part.size
+        if not self._left:
+            self._crcs[name] = f"{self._crc:08x}"
+
+    def _advance(self) -> None:
+        """To the next tensor that has values."""
+        for one in self._order:
+            self._now, self._left, self._crc = one, one.bytes, 0
+            if self._left:
+                return
+            self._crcs[one.name] = f"{0:08x}"
+        self._now = None
+
+    def finish(self) -> int:
+        """Flush the last file and write the index. Returns the bytes of all tensors.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        assert not self._left, "a tensor lacks its end"
+        self._advance()
+        assert self._now is None, "a tensor is missing"
+        total = sum(one.bytes for shard in self._shards for one in shard)
+        index = {
+            "metadata": {"total_size": total, "crc32c": self._crcs},
+            "weight_map": {
+                one.name: self._name(n) for n, shard in enumerate(self._shards) for one in shard
+            },
+        }
+        text = json.dumps(index, indent=1) + "\n"
+        path = os.path.join(self._directory, f"{self._prefix}.safetensors.index.json")
+        write_text(path, text)
+        return total
+
+    def _close(self, *, whole: bool = True) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close(whole=whole)
+
+    def __enter__(self) -> SetWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close(whole=False)  # What an error has left open.
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies."""
+
+    tensor: Tensor
+    file: str
+    start: int
+    crc: int | None
+    """None where the index has none."""
+
+
+class SetReader:
+    """Reads the tensors of a set, best in the order in which they lie."""
+
+    def __init__(self, directory: str, prefix: str, backend: aio.Backend):
+        """Read the index, or where there is none `PREFIX.safetensors`, and all headers.
+
+        Raises:
+            OSError: a file is missing, or cannot be read.
+            ValueError: one is none of the format, with what is wrong in it.
+        """
+        self._directory, self._backend = directory, backend
+        self._files: dict[str, aio.Reader] = {}
+        self._running: dict[str, tuple[int, int]] = {}
+        """Of tensors of which a part was read: the bytes, and their checksum."""
+        self.places: dict[str, _Place] = {}
+        """By name."""
+        try:
+            self._open(os.path.join(directory, f"{prefix}.safetensors.index.json"), prefix)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, index: str, prefix: str) -> None:
+        single = f"{prefix}.safetensors"
+        if not os.path.exists(index) and os.path.exists(os.path.join(self._directory, single)):
+            for one, start in self._header(single):
+                self.places[one.name] = _Place(one, single, start, None)
+            return
+        found = read_json(index)
+        files, metadata = found.get("weight_map"), found.get("metadata", {})
+        crcs = metadata.get("crc32c", {}) if isinstance(metadata, dict) else {}
+        if not (isinstance(files, dict) and isinstance(crcs, dict)):
+            raise ValueError(f"{index}: likely no index of safetensors: it has no weight_map")
+        for file in dict.fromkeys(files.values()):
+            if (
+                not isinstance(file, str)
+                or os.path.basename(file) != file
+                or file in ("", ".", "..")
+            ):
+                raise ValueError(f"{index} names a file {file!r}, which is no plain name beside it")
+            for one, start in self._header(file):
+                if files.get(one.name) != file:
+                    raise ValueError(f"{file} has {one.name}, which {index} does not place there")
+                crc = crcs.get(one.name)
+                if crc is not None and not (
+                    isinstance(crc, str) and re.fullmatch("[0-9a-f]{8}", crc)
+                ):
+                    raise ValueError(f"{index} has no checksum of {one.name}, but {crc!r}")
+                self.places[one.name] = _Place(
+                    one, file, start, None if crc is None else int(crc, 16)
+                )
+        if missing := files.keys() - self.places.keys():
+            raise ValueError(f"{index} names {min(missing)}, which {files[min(missing)]} lacks")
+
+    def _header(self, file: str) -> Iterator[tuple[Tensor, int]]:
+        """The tensors of a file, and where each starts."""
+        path = os.path.join(self._directory, file)
+        reader = self._files[file] = aio.Reader(path, self._backend)
+        try:
+            with safe_open(path, "pt") as header:  # It checks all of it.
+                slices = {name: header.get_slice(name) for name in header.offset_keys()}
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path}: no safetensors file, or cut short or changed: {error}"
+            ) from error
+        known = {theirs: ours for ours, theirs in NAMES.items()}
+        for name, one in slices.items():
+            if one.get_dtype() not in known:
+                raise ValueError(f"{path}: {name} is of {one.get_dtype()}, which is not offered")
+        found = [Tensor(k, known[v.get_dtype()], tuple(v.get_shape())) for k, v in slices.items()]
+        at = reader.size - sum(one.bytes for one in found)  # There are no gaps.
+        for one in found:
+            yield one, at
+            at += one.bytes
+
+    def read(self, name: str, start: int, into: Bytes) -> None:
+        """Copy bytes of a tensor from `start` on; the parts of one are asked for in order.
+
+        Raises:
+            OSError: they cannot be read; EIO with the last part where the checksum is another.
+        """
+        place = self.places[name]
+        reader = self._files[place.file]
+        reader.read(place.start + start, into)
+        done, crc = self._running.pop(name, (0, 0))
+        assert done == start, f"{name}: parts out of order"
+        done, crc = done + into.size, crc32c(into, crc)
+        if done < place.tensor.bytes:
+            self._running[name] = done, crc
+        elif place.crc is not None and crc != place.crc:
+            raise OSError(
+                errno.EIO,
+                f"{name}: checksum mismatch (CRC32C {crc:#010x}, written as {place.crc:#010x}); "
+                "likely the drive or a copy changed bits; load another checkpoint",
+                reader.path,
+            )
+
+    def close(self) -> None:
+        """Close all files."""
+        for one in self._files.values():
+            one.close()
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The object in a file of JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is none, or larger than 100 MB.
+    """
+    with open(path, "rb") as file:
+        text = file.read(JSON_BYTES_MAX + 1)
+    try:
+        found = json.loads(text) if len(text) <= JSON_BYTES_MAX else None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON where it should be: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: larger than {JSON_BYTES_MAX} bytes, or no object of JSON")
+    return found
+
+
+def write_text(path: str, text: str) -> None:
+    """A new file, flushed to the drive."""
+    with open(path, "x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

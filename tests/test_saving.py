@@ -1,0 +1,264 @@
+"""offload.save and offload.load: the run goes on with the same bits, wherever things live."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import offload
+from cpu_adam import CPULion
+from offload.planning import profile
+from tests.training import RESIDENT, Net, Run, assert_same, attached, frozen, plain, result_of
+
+EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "nvme"), ("device", "cpu", "cpu")]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def lion(model: nn.Module) -> torch.optim.Optimizer:
+    return CPULion(model.parameters(), lr=1e-3)
+
+
+def scheduled(run: Run) -> Any:
+    return torch.optim.lr_scheduler.MultiStepLR(run.optimizer, [1, 4], gamma=0.5)
+
+
+def some_steps(run: Run, scheduler: Any, count: int) -> None:
+    for number in range(count):
+        plain(run, number)
+        scheduler.step()
+
+
+def buffered() -> Net:
+    net = Net(dropout=0.1)
+    net.register_buffer("seen", torch.arange(5), persistent=True)
+    net.register_buffer("scratch", torch.ones(3), persistent=False)
+    return net
+
+
+@pytest.mark.parametrize("before", EVERYWHERE)
+@pytest.mark.parametrize("after", EVERYWHERE)
+def test_a_run_goes_on_with_the_same_bits(
+    before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    here.mkdir()
+    there.mkdir()
+    with attached(before, here, build=buffered) as run:
+        scheduler = scheduled(run)
+        some_steps(run, scheduler, 2)
+        at = run.generator.get_state()
+        offload.save(
+            run.model, run.optimizer, tmp_path / "save", user=(2, {1: "x"}), scheduler=scheduler
+        )
+        run.losses.clear()
+        some_steps(run, scheduler, 3)
+        expected = result_of(run)
+    torch.manual_seed(5)
+    monkeypatch.setattr(profile, "CHUNK_ELEMENTS", 2048)
+    with attached(after, there, build=buffered) as run:
+        plain(run, 0)  # What is there before does not matter.
+        run.model.seen.zero_()
+        scheduler = scheduled(run)
+        user = offload.load(run.model, run.optimizer, tmp_path / "save", scheduler=scheduler)
+        assert user == (2, {1: "x"})
+        assert run.engine.steps == 2
+        run.generator.set_state(at)
+        run.losses.clear()
+        some_steps(run, scheduler, 3)
+        assert_same(result_of(run), expected)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lion])
+@pytest.mark.parametrize("build", [frozen, lambda: Net(tied=True)])
+def test_every_rule_and_model_is_saved_whole(optimizer: Any, build: Any, tmp_path: Path) -> None:
+    options: Any = {"build": build, "optimizer": optimizer}
+    with attached(("nvme", "cpu", "nvme"), tmp_path, **options) as run:
+        plain(run, 0)
+        offload.save(run.model, run.optimizer, tmp_path / "save")
+        expected = result_of(run)
+    with attached(("cpu", "cpu", "cpu"), tmp_path, **options) as run:
+        offload.load(run.model, run.optimizer, tmp_path / "save")
+        run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
+def test_compact_states_come_back_bit_for_bit(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "nvme"), tmp_path, states="compact") as run:
+        plain(run, 0)
+        offload.save(run.model, run.optimizer, tmp_path / "save")
+        expected = result_of(run)
+    with attached(("cpu", "cpu", "cpu"), tmp_path, states="compact") as run:
+        offload.load(run.model, run.optimizer, tmp_path / "save")
+        run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
+def test_the_library_of_the_format_reads_every_shard(tmp_path: Path) -> None:
+    with attached(("nvme", "cpu", "cpu"), tmp_path, build=buffered) as run:
+        plain(run, 0)
+        offload.save(run.model, run.optimizer, tmp_path / "save", shard_bytes=20_000)
+        expected = dict(run.model.state_dict())
+    files = sorted((tmp_path / "save").glob("model-*.safetensors"))
+    assert len(files) > 3
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        found |= load_file(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value.cpu()) for name, value in expected.items())
+
+
+def test_random_numbers_go_on(tmp_path: Path) -> None:
+    with attached(RESIDENT, tmp_path) as run:
+        offload.save(run.model, run.optimizer, tmp_path / "save")
+        expected = torch.rand(3), np.random.rand(3), random.random()
+        offload.load(run.model, run.optimizer, tmp_path / "save")
+        found = torch.rand(3), np.random.rand(3), random.random()
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+
+
+# -- whole, or not at all --------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path) -> Path:
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        plain(run, 0)
+        offload.save(run.model, run.optimizer, tmp_path / "save", user=1)
+    return tmp_path / "save"
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {one.name: one.read_bytes() for one in path.iterdir()}
+
+
+def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path, monkeypatch: Any) -> None:
+    path = saved(tmp_path)
+    before = contents(path)
+    flush, calls = os.fsync, 0
+
+    def fails(fd: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(28, "No space left on device")
+        flush(fd)
+
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        plain(run, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fails)
+            with pytest.raises(OSError, match="No space"):
+                offload.save(run.model, run.optimizer, path, user=2)
+        assert contents(path) == before
+        assert [one.name for one in tmp_path.iterdir()] == ["save"]
+        plain(run, 1)  # The engine goes on.
+        offload.save(run.model, run.optimizer, path, user=2)
+        assert offload.load(run.model, run.optimizer, path) == 2
+    assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+def test_what_is_no_save_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a").write_text("mine")
+    (tmp_path / "link").symlink_to("notes")
+    with attached(RESIDENT, tmp_path) as run:
+        for name in ("notes", "link", "notes/a"):
+            with pytest.raises(FileExistsError):
+                offload.save(run.model, run.optimizer, tmp_path / name)
+        with pytest.raises(TypeError, match=r"user\['x'\] is a set"):
+            offload.save(run.model, run.optimizer, tmp_path / "new", user={"x": set()})
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "notes"]
+
+
+@pytest.mark.parametrize("build", [lambda: Net(layers=4), lambda: Net(width=16)])
+def test_another_model_is_refused_and_unchanged(build: Any, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=build) as run:
+        before = result_of(run)
+        with pytest.raises(ValueError, match=r"missing|unexpected|dtype or shape|groups"):
+            offload.load(run.model, run.optimizer, path)
+        with pytest.raises(ValueError, match=r"missing|unexpected|dtype or shape"):
+            offload.load(run.model, None, path)
+        assert_same(result_of(run), before)
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        with pytest.raises(ValueError, match="no scheduler in the save"):
+            offload.load(run.model, run.optimizer, path, scheduler=scheduled(run))
+        offload.save(run.model, None, tmp_path / "weights")
+        with pytest.raises(ValueError, match="weights alone"):
+            offload.load(run.model, run.optimizer, tmp_path / "weights")
+        offload.load(run.model, None, tmp_path / "weights")
+        with pytest.raises(FileNotFoundError):
+            offload.load(run.model, run.optimizer, tmp_path / "none")
+    with (
+        attached(("cpu", "cpu", "cpu"), tmp_path, optimizer=sgd) as run,
+        pytest.raises(ValueError, match="states of adam"),
+    ):
+        offload.load(run.model, run.optimizer, path)
+
+
+# -- damage ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_is_found(seed: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """In the file and at the place that the seed says; the engine of a load that failed is over."""
+    tmp_path = tmp_path_factory.mktemp("bits")
+    path, draw = saved(tmp_path), random.Random(seed)
+    file = draw.choice(
+        sorted(one for one in path.iterdir() if one.suffix == ".safetensors" or seed % 4 == 0)
+    )
+    content = bytearray(file.read_bytes())
+    content[draw.randrange(min(len(content), 400 if seed % 3 else len(content)))] ^= (
+        1 << draw.randrange(8)
+    )
+    file.write_bytes(content)
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        expected = None
+        try:
+            offload.load(run.model, run.optimizer, path)
+        except (OSError, ValueError):
+            return
+        expected = result_of(run)  # The bit is in nothing that counts.
+    before = saved(tmp_path_factory.mktemp("again"))
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        offload.load(run.model, run.optimizer, before)
+        assert_same(result_of(run), expected)
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "header", "run"])
+def test_damage_is_one_sentence(damage: str, tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    file = path / "model-00001-of-00001.safetensors"
+    content = file.read_bytes()
+    if damage == "cut":
+        file.write_bytes(content[:-5])
+    elif damage == "gone":
+        file.unlink()
+    elif damage == "header":
+        file.write_bytes((1 << 40).to_bytes(8, "little") + content[8:])
+    else:
+        run_file = path / "run.json"
+        found = json.loads(run_file.read_text())
+        found["run"]["step"] = 7
+        run_file.write_text(json.dumps(found))
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        before = result_of(run)
+        with pytest.raises((OSError, ValueError)) as told:
+            offload.load(run.model, run.optimizer, path)
+        assert "\n" not in str(told.value)
+        assert_same(result_of(run), before)
