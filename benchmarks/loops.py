@@ -117,6 +117,7 @@ class Loop:
             self.engine = optimizer.engine
         elif torch.accelerator.is_available():
             self.model.to(torch.accelerator.current_accelerator())
+        self.optimizer = optimizer
         self.backward = torch.Tensor.backward
         self.step = lambda: (optimizer.step(), optimizer.zero_grad())
 

@@ -128,6 +128,7 @@ class Loop:
     run: Run
     device: Paced | None
     seen: list[torch.Tensor] = field(default_factory=list)
+    held: list[torch.Tensor | None] = field(default_factory=list)
     saved: dict[str, Any] | None = None
 
     def see(self, tensor: torch.Tensor) -> None:
@@ -258,8 +259,10 @@ def copy_into_gradients(loop: Loop) -> None:
 
 
 def set_gradients(loop: Loop) -> None:
+    """Held, as memory that is not the device's has no allocator that waits for its streams."""
     for parameter in loop.some_parameters():
         parameter.grad = torch.full(tuple(parameter.shape), 0.25, dtype=torch.bfloat16)
+        loop.held.append(parameter.grad)
 
 
 def set_expanded_gradients(loop: Loop) -> None:

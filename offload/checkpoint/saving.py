@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -38,13 +40,17 @@ from offload.model.engine import Engine, engine_of
 from offload.model.passes import refuse_inside
 from offload.model.units import count_change
 from offload.optim.optimizer import Optimizer
-from offload.planning.profile import Parameter
+from offload.planning.profile import Parameter, Piece
 from offload.program.ops import Value
 from offload.runtime.entry import entry, interruptible
 from offload.runtime.memory import host_tensor
-from offload.runtime.runner import ChunkCache
 
 WEIGHTS = "model"
+AHEAD = 4
+"""Chunks that are read or written beside the one at hand."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 Sets = dict[str, dict[str, Tensor]]
 """By prefix of its files, the tensors of each set in their order, by name."""
@@ -246,24 +252,51 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
+class _Chunk(NamedTuple):
+    """A chunk of a unit: what of parameters it has, and the values that have homes of their own."""
+
+    pieces: list[Piece]
+    weight: Value | None
+    """None of a unit whose parameters are torch's own."""
+    state: Value | None
+
+    @property
+    def values(self) -> tuple[Value | None, Value | None]:
+        """Its weights and its states."""
+        return self.weight, self.state
+
+
+def _chunks(engine: Engine) -> Iterator[_Chunk]:
+    """All chunks, in the order in which they lie: that of their parameters."""
+    for unit, spec in enumerate(engine.plan.profile.units):
+        for at, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
+            weight = None if unit in engine.residents else Value("weight", unit, at)
+            state = Value("state", unit, at) if at < len(spec.chunks) else None
+            yield _Chunk(pieces, weight, state)
+
+
 def _parts(
     engine: Engine, model: nn.Module, optimizer: Optimizer | None, states: States
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All values, part by part: the prefix, the name and the part, 1-D, where it lies."""
-    chunks = ChunkCache(engine.runner)
-    for (unit, index), one in _parameters(engine):
-        for piece in engine.plan.profile.locate(one.name):
-            if unit in engine.residents:
-                whole = engine.units[unit].parameters[index].detach().reshape(-1)
+
+    def read(chunk: _Chunk) -> tuple[_Chunk, list[torch.Tensor | None]]:
+        wanted = chunk.values if states else (chunk.weight, None)
+        return chunk, [one and engine.runner.read_home(one) for one in wanted]
+
+    for chunk, (weights, record) in _ahead(read, _chunks(engine)):
+        for piece in chunk.pieces:
+            one = engine.plan.profile.units[piece.unit].parameters[piece.parameter]
+            if weights is None:
+                whole = engine.units[piece.unit].parameters[piece.parameter].detach().reshape(-1)
                 yield WEIGHTS, one.name, whole[piece.parameter_start : piece.parameter_stop]
             else:
-                content = chunks.read(Value("weight", unit, piece.chunk))
-                chunk = content.view(getattr(torch, one.dtype))
-                yield WEIGHTS, one.name, chunk[piece.chunk_start :][: piece.elements]
+                content = weights.view(getattr(torch, one.dtype))
+                yield WEIGHTS, one.name, content[piece.chunk_start :][: piece.elements]
             if optimizer is not None and one.name in states:
-                parts = optimizer.states.part(piece)
+                slots = optimizer.states.part(piece, record)
                 for slot in states[one.name]["slots"]:
-                    yield slot, one.name, parts[slot]
+                    yield slot, one.name, slots[slot]
     for name, buffer in _buffers(model):
         yield WEIGHTS, name, buffer.detach().reshape(-1)
 
@@ -277,38 +310,67 @@ def _fill(
     read: Callable[[str, str, int, int], torch.Tensor],
 ) -> None:
     """Let all values be what `read` gives of a set and a name: so many elements from one on."""
-    runner = engine.runner
-    for unit, spec in enumerate(engine.plan.profile.units):
-        resident, mine = unit in engine.residents, engine.units[unit].parameters
-        if not resident:
+    runner, profile = engine.runner, engine.plan.profile
+    for unit in range(len(profile.units)):
+        if unit not in engine.residents:
             engine.weights_changed(unit)
-        for chunk, pieces in sorted(engine.plan.profile.by_chunk(unit).items()):
-            home, found = Value("weight", unit, chunk), []
-            weights = host_tensor(0 if resident else runner.memory.extent(home)[1])
-            for piece in pieces:
-                one, span = (
-                    spec.parameters[piece.parameter],
-                    (piece.parameter_start, piece.elements),
-                )
-                part = read(WEIGHTS, one.name, *span)
-                if resident:
-                    there = slice(piece.parameter_start, piece.parameter_stop)
-                    mine[piece.parameter].view(-1)[there].copy_(part)
-                else:
-                    weights.view(part.dtype)[piece.chunk_start :][: piece.elements].copy_(part)
-                slots = states[one.name]["slots"] if one.name in states else {}
-                found.append((piece, {slot: read(slot, one.name, *span) for slot in slots}))
-            if not resident:
-                runner.write_home(home, weights)
-            if optimizer is not None and chunk < len(spec.chunks):
-                optimizer.states.write_chunk(Value("state", unit, chunk), found, len(found))
-        count_change(mine)
-    for owner, one in _parameters(engine) if optimizer is not None else ():
+        count_change(engine.units[unit].parameters)
+
+    def found(chunk: _Chunk) -> Callable[[], None]:
+        """What puts a chunk home, read."""
+        parts = []
+        weights = host_tensor(runner.memory.extent(chunk.weight)[1]) if chunk.weight else None
+        for piece in chunk.pieces:
+            one = profile.units[piece.unit].parameters[piece.parameter]
+            span = piece.parameter_start, piece.elements
+            part = read(WEIGHTS, one.name, *span)
+            if weights is None:
+                there = slice(piece.parameter_start, piece.parameter_stop)
+                engine.units[piece.unit].parameters[piece.parameter].view(-1)[there].copy_(part)
+            else:
+                weights.view(part.dtype)[piece.chunk_start :][: piece.elements].copy_(part)
+            slots = states[one.name]["slots"] if one.name in states else {}
+            parts.append((piece, {slot: read(slot, one.name, *span) for slot in slots}))
+
+        def put() -> None:
+            if chunk.weight is not None and weights is not None:
+                runner.write_home(chunk.weight, weights)
+            if optimizer is not None and chunk.state is not None:
+                optimizer.states.write_chunk(chunk.state, parts, len(parts))
+
+        return put
+
+    with ThreadPoolExecutor(AHEAD) as pool:  # What is on nvme is written while the next is read.
+        begun = deque[Future[None]]()
+        for chunk in _chunks(engine):
+            put = found(chunk)
+            homes = [engine.plan.home(v.kind, v.unit).tier for v in chunk.values if v is not None]
+            if "nvme" in homes and "device" not in homes:
+                begun.append(pool.submit(put))
+            else:
+                put()
+            while len(begun) > AHEAD:
+                begun.popleft().result()
+        for one in begun:
+            one.result()
+    for owner, parameter in _parameters(engine) if optimizer is not None else ():
         assert optimizer is not None
-        saved = states.get(one.name, {"steps": 0, "slots": {}})
+        saved = states.get(parameter.name, {"steps": 0, "slots": {}})
         optimizer.states.count(owner, saved["steps"], saved["slots"])
     for name, buffer in _buffers(model):
         buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
+
+
+def _ahead(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """What `call` gives of each item, in order: on a thread, which begins the next ones before."""
+    with ThreadPoolExecutor(AHEAD) as pool:
+        begun = deque[Future[Result]]()
+        for item in items:
+            begun.append(pool.submit(call, item))
+            if len(begun) > AHEAD:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
 
 
 def _bytes(tensor: torch.Tensor) -> Bytes:

@@ -79,21 +79,24 @@ class States:
             name: device.empty((one.elements,), dtype) for name, dtype in plain_dtypes(fmt).items()
         }
         for piece in self._pieces(unit, parameter):
-            for name, part in self.part(piece).items():
+            for name, part in self.part(
+                piece, self._chunks.read(Value("state", unit, piece.chunk))
+            ).items():
                 out[name][piece.parameter_start : piece.parameter_stop].copy_(part)
         self._runner.drain()  # Before an update may write where it reads.
         if (unit, parameter) not in self.buffers:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
-    def part(self, piece: Piece) -> dict[str, torch.Tensor]:
-        """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded."""
+    def part(self, piece: Piece, record: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded from the
+        record of its chunk."""
         if (idle := self._idle.get((piece.unit, piece.parameter))) is not None:
             there = slice(piece.parameter_start, piece.parameter_stop)
             return {name: value.reshape(-1)[there] for name, value in idle.items()}
         chunk = self._plan.profile.units[piece.unit].chunks[piece.chunk]
         fmt = self.format(piece.unit, piece.parameter)
-        record = self._chunks.read(Value("state", piece.unit, piece.chunk))
+        assert record is not None
         slots = cut(views(record, fmt, chunk.elements), fmt, piece.chunk_start, piece.elements)
         return to_plain(slots, fmt)
 
