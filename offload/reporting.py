@@ -26,7 +26,7 @@ MODEL, ENGINE, OTHER = "model", "engine", "other"
 thread; and what remains (data, loss, Python). Where the engine does not see all forward and
 backward (see `Run.sees_model`) the remainder counts as MODEL."""
 
-LANES = (MODEL, ENGINE, "compute", "h2d", "d2h", "cpu", "disk", "comm")
+LANES = (MODEL, ENGINE, "compute", "h2d", "d2h", "cpu", "disk")
 """Lanes of spans, in the order in which they are shown."""
 
 Interval = tuple[float, float]

@@ -144,7 +144,7 @@ def test_a_race_between_phases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_lane(phase: str) -> None:
     program = streamed()
     for index, op in enumerate(program.phases[phase].ops):
-        lane = Lane.COMM if op.lane is not Lane.COMM else Lane.CPU
+        lane = Lane.DISK if op.lane is not Lane.DISK else Lane.CPU
         broken(changed(program, phase, index, lane=lane), phase, index, f"on the {lane.value} lane")
 
 

@@ -47,8 +47,6 @@ class Lane(str, Enum):
     """Sums and updates on the CPU; overlap backward and the next forward."""
     DISK = "disk"
     """File reads and writes; overlap everything else."""
-    COMM = "comm"
-    """Collectives between ranks; unused on a single rank."""
 
     __hash__ = str.__hash__  # Called for every op, and Enum's own is slow Python.
 

@@ -178,11 +178,6 @@ class Scoreboard(Generic[Access]):
                     del before[:index]
                     break
 
-    def kept(self) -> Iterator[int]:
-        """How many accesses are kept of each place."""
-        for accesses in self._accesses.values():
-            yield sum(len(since.reads) + (since.write is not None) for since in accesses)
-
     def _unsettled(self, cell: object) -> list[_Since[Access]]:
         """The accesses of a place, from the first one that is not settled."""
         accesses = self._accesses.setdefault(cell, [])

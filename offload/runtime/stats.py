@@ -110,7 +110,7 @@ class LaneStats:
         """Nothing is done yet; `lanes` tell what they do, and it is recorded in `trace`."""
         self._lanes, self.trace = lanes, trace
         self._lock = threading.Lock()
-        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane if lane != Lane.COMM}
+        self._use: dict[Lane, LaneUse] = {lane: LaneUse() for lane in Lane}
 
     @contextmanager
     def waited(self, lane: Lane) -> Iterator[None]:
