@@ -310,7 +310,7 @@ class _Attaching:
         """Take the memory and the file, and start the lanes."""
         store, paths = None, self.config.nvme_path
         with ExitStack() as failed:
-            if self.plan.file.extents:
+            if self.plan.file:
                 weights, speeds = self.shares or None, measured_speeds(paths)
                 store = Store(paths, self.plan.file, weights=weights, speeds=speeds)
                 failed.enter_context(store)

@@ -22,10 +22,9 @@ from offload.config import BUDGETS
 from offload.model.access import ParameterAccess
 from offload.model.engine import Engine, engine_of
 from offload.model.units import FlatUnit, count_change, make_plain
-from offload.planning.layout import Placement, Plan, file_layout
+from offload.planning.layout import Plan
 from offload.planning.machine import measured_speeds
 from offload.planning.planner import BudgetError
-from offload.planning.profile import KINDS
 from offload.planning.tiers import TIERS, Tier, format_bytes
 from offload.program.ops import Value
 from offload.runtime.entry import entry
@@ -218,9 +217,6 @@ class SwapArea:
         self._memory: dict[Value, torch.Tensor] = {}
         self._store: Store | None = None
         self.bytes = sum(self._plan.bytes_of(one.kind, one.unit) for one in self.values())
-        layout = file_layout(self._plan.profile, self._placements(), self._plan.sizes)
-        if in_file := bool(directories and self.bytes):
-            self.bytes = layout.bytes
         kept, budget = self._plan.taken_bytes(self._tier), self._plan.budgets[self._tier]
         if kept + self.bytes > budget:
             field, needed = BUDGETS[self._tier], format_bytes(kept + self.bytes, up=True)
@@ -232,7 +228,9 @@ class SwapArea:
             )
         self.hold(awake=True)
         try:
-            if in_file:
+            if directories and self.bytes:
+                units, chunks = self._plan.profile.units, self._plan.sizes.chunks
+                layout = {(k, units[u].name): chunks[k][u] for k, u, _ in self.values()}
                 self._store = Store(directories, layout, speeds=measured_speeds(directories))
         except BaseException:
             self.close()
@@ -243,14 +241,6 @@ class SwapArea:
         for kind, unit in self._plan.homes:
             if self._plan.home(kind, unit).tier in self.given and self._plan.bytes_of(kind, unit):
                 yield Value(kind, unit)
-
-    def _placements(self) -> list[Placement]:
-        """All that sleeps on nvme, and nothing else there."""
-        asleep = set(self.values())
-        return [
-            Placement(*("nvme" if Value(kind, unit) in asleep else "device" for kind in KINDS))
-            for unit in range(len(self._plan.placements))
-        ]
 
     def hold(self, *, awake: bool) -> None:
         """Take of a shared budget the swap area, and what the plan has in the tiers that are there:

@@ -73,7 +73,7 @@ def verify(program: Program) -> None:
 def check_buffers(plan: Plan) -> None:
     """Homes exist and fit their values; buffers are aligned, disjoint and inside the budgets."""
     buffers: list[tuple[Buffer, str]] = [(b, place_text(place)) for place, b in plan.slots.items()]
-    in_file: dict[tuple[str, str], int] = {(e.kind, e.unit): e.bytes for e in plan.file.extents}
+    in_file = {key: sum(sizes) for key, sizes in plan.file.items()}
     for kind in KINDS:
         for u, unit in enumerate(plan.profile.units):
             size, tier = plan.bytes_of(kind, u), plan.home(kind, u).tier

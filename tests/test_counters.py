@@ -196,10 +196,12 @@ def corrupt(run: Run, kind: str) -> None:
     assert store is not None
     fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
     try:
-        for extent in run.engine.plan.file.extents:
-            if extent.kind == kind:
-                (old,) = os.pread(fd, 1, extent.offset + 100)
-                os.pwrite(fd, bytes([old ^ 1]), extent.offset + 100)
+        at = 100
+        for (of, _), sizes in run.engine.plan.file.items():
+            if of == kind:
+                (old,) = os.pread(fd, 1, at)
+                os.pwrite(fd, bytes([old ^ 1]), at)
+            at += sum(sizes)
         os.fsync(fd)
     finally:
         os.close(fd)

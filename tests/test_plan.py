@@ -163,17 +163,13 @@ def test_buffers_are_aligned_and_disjoint(profile: Profile, some: list[Placement
         buffers.sort(key=lambda b: b.offset)
         assert all(b.offset % BLOCK_BYTES == b.bytes % BLOCK_BYTES == 0 for b in buffers)
         assert all(one.offset + one.bytes <= two.offset for one, two in pairwise(buffers))
-    ends = 0
-    for extent in found.file.extents:
-        assert extent.offset % BLOCK_BYTES == 0
-        assert extent.offset >= ends
-        ends = extent.offset + extent.bytes
-    assert ends <= found.file.bytes
-    stored = {(e.kind, e.unit) for e in found.file.extents}
+    sizes = [size for chunks in found.file.values() for size in chunks]
+    assert all(size > 0 and size % BLOCK_BYTES == 0 for size in sizes)
+    assert sum(sizes) == found.taken_bytes("nvme")
     for kind in KINDS:
         for u, one in enumerate(profile.units):
             away = found.home(kind, u).tier == "nvme" and found.bytes_of(kind, u) > 0
-            assert ((kind, one.name) in stored) == away
+            assert ((kind, one.name) in found.file) == away
             home = found.homes.get((kind, u))
             assert home is None or home.bytes >= found.bytes_of(kind, u)
 

@@ -30,7 +30,10 @@ from tests.training import assert_same, attached, plain, result_of, train
 
 EVERYTHING = ("nvme", "nvme", "nvme")
 
-LAYOUT = FileLayout.of([("weight", "a", [40 << 10, 12 << 10]), ("state", "a", [72 << 10, 8 << 10])])
+LAYOUT: FileLayout = {
+    ("weight", "a"): [40 << 10, 12 << 10],
+    ("state", "a"): [72 << 10, 8 << 10],
+}
 
 
 def folders(directory: Path, names: str = "abc") -> tuple[str, ...]:
@@ -96,7 +99,7 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("speeds", [(3e6, 1e6), (1e6, 6e6, 2e6)])
 def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
     """On drives of known speeds, whose busy seconds are counted and not slept."""
-    layout = FileLayout.of([("state", "u", [16 << 20])])
+    layout: FileLayout = {("state", "u"): [16 << 20]}
     for weights in (speeds, None):
         busy = [0.0] * len(speeds)
 
@@ -166,15 +169,14 @@ def test_the_second_path_is_looked_at_too(tmp_path: Path) -> None:
 def test_any_layout_of_records_over_any_stripes(drives: int, unit: int, data: Any) -> None:
     blocks = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
     sizes = [BLOCK_BYTES * count for count in blocks]
-    layout = FileLayout.of([("state", "u", sizes)])
-    (extent,) = layout.extents
+    layout: FileLayout = {("state", "u"): sizes}
     with over(drives, layout, SimulatedIO(0, short_rate=0.3), unit * BLOCK_BYTES) as store:
-        whole, back = aligned_tensor(extent.bytes, 1), aligned_tensor(extent.bytes)
+        whole, back = aligned_tensor(sum(sizes), 1), aligned_tensor(sum(sizes))
         store.write("state", "u", whole, 0)
         number = data.draw(st.integers(0, len(sizes) - 1))
         part = aligned_tensor(sizes[number], 2)
         store.write("state", "u", part, 1, chunk=number)
-        at = sum(extent.chunk_bytes[:number])
+        at = sum(sizes[:number])
         whole[at : at + len(part)] = part
         store.read("state", "u", back)
         assert torch.equal(whole, back)
@@ -187,10 +189,10 @@ def over(drives: int, layout: FileLayout, io: Any, unit_bytes: int = BLOCK_BYTES
 
 def run_all(store: Store) -> None:
     for step in (1, 2):
-        for extent in LAYOUT.extents:
-            data, back = aligned_tensor(extent.bytes, step), aligned_tensor(extent.bytes)
-            store.write(extent.kind, extent.unit, data, step)
-            store.read(extent.kind, extent.unit, back)
+        for (kind, unit), sizes in LAYOUT.items():
+            data, back = aligned_tensor(sum(sizes), step), aligned_tensor(sum(sizes))
+            store.write(kind, unit, data, step)
+            store.read(kind, unit, back)
             assert torch.equal(data, back)
 
 
@@ -219,11 +221,11 @@ def test_every_call_can_fail_on_several_drives() -> None:
 def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
     io = MemoryIO()
     with over(3, LAYOUT, io) as store:
-        extent = LAYOUT.index()["weight", "a"]
-        data = aligned_tensor(extent.bytes, 1)
+        sizes = LAYOUT["weight", "a"]
+        data = aligned_tensor(sum(sizes), 1)
         store.write("weight", "a", data, 1)
-        at = extent.offset + extent.chunk_bytes[0]
-        assert extent.chunk_bytes[1] == 3 * BLOCK_BYTES
+        at = sizes[0]
+        assert sizes[1] == 3 * BLOCK_BYTES
         file = store.files[at // BLOCK_BYTES % 3]
         io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:

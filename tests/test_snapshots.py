@@ -76,8 +76,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 
 def stored_bytes(run: Run, kind: str) -> int:
     """Of all values of a kind."""
-    extents = run.engine.plan.file.extents
-    return sum(one.bytes for one in extents if one.kind == kind)
+    return sum(sum(sizes) for (of, _), sizes in run.engine.plan.file.items() if of == kind)
 
 
 def moved(run: Run, work: Callable[[], object]) -> tuple[int, int]:

@@ -96,7 +96,7 @@ class Snapshots:
         self._reserved: dict[int, int] = {}
         """Bytes by unit that is used in memory of its own, see `active_units`."""
         self.enter = self.lend  # As a call from the user's code: the engine sets it.
-        stored = [one.bytes for one in runner.plan.file.extents if one.kind == "gradient"]
+        stored = (sum(sizes) for (kind, _), sizes in runner.plan.file.items() if kind == "gradient")
         self._some_rest = sum(stored) > limit_bytes
         resting = weakref.WeakValueDictionary[Key, RestingGradient]()
         self._resting: MutableMapping[Key, RestingGradient] = resting if self._some_rest else {}

@@ -77,41 +77,8 @@ class Buffer:
     bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Where a value lies in the file: its chunks one after the other. Bytes, multiples of 4 KiB."""
-
-    kind: Kind
-    unit: str
-    offset: int
-    chunk_bytes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the value."""
-        return sum(self.chunk_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class FileLayout:
-    """Every extent of one file, in file order, and the size of the file."""
-
-    extents: tuple[Extent, ...]
-    bytes: int
-
-    @classmethod
-    def of(cls, values: Sequence[tuple[Kind, str, Sequence[int]]]) -> FileLayout:
-        """Lay out values (kind, unit, bytes of each chunk) one after the other."""
-        extents, at = [], 0
-        for kind, unit, sizes in values:
-            assert all(size > 0 and size % BLOCK_BYTES == 0 for size in sizes), (kind, unit, sizes)
-            extents.append(Extent(kind, unit, at, tuple(sizes)))
-            at += sum(sizes)
-        return cls(tuple(extents), at)
-
-    def index(self) -> dict[tuple[str, str], Extent]:
-        """The extents by kind and unit."""
-        return {(extent.kind, extent.unit): extent for extent in self.extents}
+FileLayout = Mapping[tuple[Kind, str], Sequence[int]]
+"""By kind and unit, in the order of the file, the bytes of each chunk: multiples of 4 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +160,7 @@ class Plan:
     def taken_bytes(self, tier: Tier) -> int:
         """Bytes of a tier that the plan takes: arena and torch's own tensors, or the file."""
         if tier == "nvme":
-            return self.file.bytes if self.file.extents else 0
+            return self.sizes.in_file(self.placements)
         return self._end(tier, self.homes.values())
 
     def told_idle(self, idle: int) -> str | None:
@@ -409,14 +376,12 @@ def _staged_bytes(
 
 def file_layout(profile: Profile, placements: Sequence[Placement], sizes: Sizes) -> FileLayout:
     """The layout of the store's file: the values whose home is nvme, in order of kind and unit."""
-    return FileLayout.of(
-        [
-            (kind, unit.name, sizes.chunks[kind][u])
-            for kind in KINDS
-            for u, (unit, placement) in enumerate(zip(profile.units, placements))
-            if placement.of(kind) == "nvme" and sizes.value[kind][u]
-        ]
-    )
+    return {
+        (kind, unit.name): sizes.chunks[kind][u]
+        for kind in KINDS
+        for u, (unit, placement) in enumerate(zip(profile.units, placements))
+        if placement.of(kind) == "nvme" and sizes.value[kind][u]
+    }
 
 
 class Sizes:

@@ -103,11 +103,11 @@ def plan_cut(
         BudgetError: as `plan`, of the usual grain.
     """
     found = plan(profile(usual()), config, machine, rule=rule)
-    drive = bool(found.file.extents)
+    drive = bool(found.file)
     if cut := better_grain(config, machine, drive=drive):
         with suppress(BudgetError):
             other = plan(profile(cut), config, machine, rule=rule)
-            found = other if bool(other.file.extents) == drive else found
+            found = other if bool(other.file) == drive else found
     return found
 
 

@@ -16,7 +16,7 @@ from aio.backends import BACKEND_VARIABLE
 from cpu_adam import crc32c
 from offload.planning.layout import FileLayout
 from offload.planning.machine import DriveSpeed
-from offload.planning.profile import BLOCK_BYTES
+from offload.planning.profile import BLOCK_BYTES, Kind
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,20 +52,20 @@ class Store:
         weights: Sequence[float] | None = None,
         speeds: Sequence[DriveSpeed | None] = (),
     ) -> None:
-        self._extents = layout.index()
+        self._layout = layout
         self._pid = os.getpid()
-        counts = (len(extent.chunk_bytes) for extent in layout.extents)
-        self._first = dict(zip(self._extents, itertools.accumulate(counts, initial=0)))
+        sizes = [*itertools.chain(*layout.values())]
+        starts = itertools.accumulate(map(len, layout.values()), initial=0)
+        self._first: dict[tuple[Kind, str], int] = dict(zip(layout, starts))
         """By value, the number of its first chunk."""
         self._volume = aio.create_volume(
             directories,
-            layout.bytes,
+            sum(sizes),
             [partial(_backend_for, speed, depth, io) for speed in speeds]
             or partial(_backend_for, None, depth, io),
             unit_bytes=unit_bytes,
             weights=weights,
         )
-        sizes = [size for extent in layout.extents for size in extent.chunk_bytes]
         self.chunks = aio.Chunks(self._volume, sizes, crc32c, self._name_of)
 
     def _name_of(self, number: int) -> str:
@@ -83,7 +83,7 @@ class Store:
         """What the user should know, a sentence for each directory concerned; else None."""
         return self._volume.notice
 
-    def read(self, kind: str, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
+    def read(self, kind: Kind, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
         """Fill `into` with a chunk, or all chunks, of a value as last written, see `Chunks.read`.
 
         Args:
@@ -94,13 +94,13 @@ class Store:
         self.chunks.read(*self._chunks_of(kind, unit, chunk, into))
 
     def write(
-        self, kind: str, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
+        self, kind: Kind, unit: str, source: torch.Tensor, step: int, chunk: int | None = None
     ) -> None:
         """Store `source`, the result of a step, as a chunk, or all chunks, of a value, see `read`
         and `Chunks.write`."""
         self.chunks.write(*self._chunks_of(kind, unit, chunk, source), step)
 
-    def entry(self, kind: str, unit: str, chunk: int) -> aio.ChunkEntry | None:
+    def entry(self, kind: Kind, unit: str, chunk: int) -> aio.ChunkEntry | None:
         """The entry of a chunk; None if it is not readable."""
         return self.chunks.entry(self._first[kind, unit] + chunk)
 
@@ -109,12 +109,11 @@ class Store:
         """Whether the native runner can do the transfers."""
         return self._volume.native
 
-    def numbers(self, kind: str, unit: str, chunk: int | None) -> range:
+    def numbers(self, kind: Kind, unit: str, chunk: int | None) -> range:
         """The numbers in `chunks` of a chunk, or of all of a value."""
-        found = range(len(self._extents[kind, unit].chunk_bytes))
-        first = self._first[kind, unit]
-        found = found if chunk is None else found[chunk : chunk + 1]
-        return range(first + found.start, first + found.stop)
+        first, count = self._first[kind, unit], len(self._layout[kind, unit])
+        found = range(first, first + count)
+        return found if chunk is None else found[chunk : chunk + 1]
 
     def close(self) -> None:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
@@ -129,11 +128,11 @@ class Store:
         self.close()
 
     def _chunks_of(
-        self, kind: str, unit: str, chunk: int | None, tensor: torch.Tensor
+        self, kind: Kind, unit: str, chunk: int | None, tensor: torch.Tensor
     ) -> tuple[range, Bytes]:
         """The numbers of the chunks, and the memory of `tensor`."""
-        extent = self._extents[kind, unit]
-        size = extent.bytes if chunk is None else extent.chunk_bytes[chunk]
+        sizes = self._layout[kind, unit]
+        size = sum(sizes) if chunk is None else sizes[chunk]
         assert (tensor.dtype, tuple(tensor.shape), tensor.stride()) == (torch.uint8, (size,), (1,))
         assert tensor.data_ptr() % BLOCK_BYTES == 0
         return self.numbers(kind, unit, chunk), tensor.detach().numpy()
