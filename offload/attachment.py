@@ -30,7 +30,7 @@ from offload.optim.supported_optimizers import check_optimizer, of_no_group, rul
 from offload.optim.update import Updates
 from offload.planning.layout import Plan
 from offload.planning.machine import Machine, host_free_bytes, measured_speeds, probe
-from offload.planning.planner import BudgetError, Grain, plan_cut, remarks, usual
+from offload.planning.planner import BudgetError, Grain, plan_cut, remarks
 from offload.planning.profile import (
     CHUNK_ELEMENTS,
     ParameterSpec,
@@ -119,11 +119,8 @@ def attach(
     for remark in remarks(placed, config, found):
         warn_user(remark)
     with torch.inference_mode(False):  # What is made in it could not be trained after it.
-        shares = found.nvme_shares
         initialize = initialize or methodcaller("reset_parameters")
-        attaching = _Attaching(
-            model, optimizer, config, groups, placed, device, shares, budget, initialize
-        )
+        attaching = _Attaching(model, optimizer, config, groups, placed, device, budget, initialize)
         return attaching.run(pace)
 
 
@@ -235,7 +232,7 @@ def _planned(
         away = sum(row.bytes * TIERS.index(row.tier) for row in found.rows())
         return away + UNIT_COST_BYTES * len(groups), groups, found
 
-    fused = profile(groups, usual()).fusions([group.listed for group in groups])
+    fused = profile(groups, Grain()).fusions([group.listed for group in groups])
     ways = [groups, *(list(merged(groups, parts)) for parts in fused)]
     _, chosen, found = min(map(planned, ways), key=itemgetter(0))
     if isinstance(found, BudgetError):
@@ -270,7 +267,6 @@ class _Attaching:
     groups: list[Group]
     plan: Plan
     device: Device
-    shares: tuple[float, ...]
     budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
 
@@ -311,8 +307,7 @@ class _Attaching:
         store, paths = None, self.config.nvme_path
         with ExitStack() as failed:
             if self.plan.file:
-                weights, speeds = self.shares or None, measured_speeds(paths)
-                store = Store(paths, self.plan.file, weights=weights, speeds=speeds)
+                store = Store(paths, self.plan.file, speeds=measured_speeds(paths))
                 failed.enter_context(store)
                 if any(map(is_memory, paths)):
                     # Other notices are good to know; this one says that what was asked is not had.

@@ -15,10 +15,9 @@ import torch
 
 from offload.model.engine import Engine
 from offload.planning.machine import Machine, both_bytes_per_s
-from offload.planning.profile import profile_of
 from offload.program.compile import compile_program
 from offload.program.ops import OF_USER, Lane, Program, Verb
-from offload.program.simulate import Timeline, simulate
+from offload.program.simulate import Timeline, simulate, speed_of, speeds_of
 from offload.reporting import ENGINE, MODEL, Prediction, Run, Span, Wait, clip, seconds
 from offload.runtime.stats import Ran, Trace
 
@@ -29,17 +28,11 @@ SIMULATED_OPS_MAX = 400_000
 """Ops of all simulations of a run: about ten seconds. Of large steps fewer lanes are simulated."""
 
 
-def _speeds(lane: Lane) -> list[str]:
-    """The fields of Machine with the speeds of a lane, for writes last."""
-    names = ["disk_read", "disk_write"] if lane is Lane.DISK else [lane.value]
-    return [f"{name}_bytes_per_s" for name in names]
-
-
 def program_of(engine: Engine) -> Program:
     """The compiled phases of a step, in the order of use of the last passes."""
-    orders = (engine.passes.orders[verb] for verb in (Verb.FORWARD, Verb.BACKWARD))
-    profile = profile_of(engine.plan.profile.units, *orders)
-    return compile_program(engine.plan.reordered(profile))
+    forward, backward = (engine.passes.orders[verb] for verb in (Verb.FORWARD, Verb.BACKWARD))
+    profile = replace(engine.plan.profile, forward=forward, backward=backward)
+    return compile_program(replace(engine.plan, profile=profile))
 
 
 def run_of(engine: Engine, command: Sequence[str] | None = None) -> Run | None:
@@ -135,7 +128,7 @@ def _predicted(engine: Engine, trace: Trace, since: float) -> tuple[Prediction |
     def timeline(faster: Lane | None = None) -> Timeline:
         """A faster device speeds up the user's own compute, but not the engine's calls in it."""
         left = 1 - own / working / 2 if faster is Lane.COMPUTE else 1.0
-        names = _speeds(faster) if faster else ()
+        names = speeds_of(faster) if faster else ()
         speeds: Any = {name: 2 * getattr(machine, name) for name in names}
         return simulate(
             program_of(engine),
@@ -175,8 +168,7 @@ def _machine(ran: Sequence[Ran], *, device_is_cpu: bool) -> Machine:
     share = {lane: seconds(some) / max(1e-9, alone[lane]) for lane, some in spans.items()}
     for one in ran:
         if one.op.verb not in OF_USER:
-            writes = one.op.lane is Lane.DISK and one.op.writes[0].place.tier == "nvme"
-            speed = _speeds(one.op.lane)[-1 if writes else 0]
+            speed = speed_of(one.op)
             moved[speed] += one.op.bytes
             took[speed] += (one.stop - one.start) * share[one.op.lane]
     seen: Any = {name: moved[name] / took[name] for name in moved if moved[name] and took[name]}

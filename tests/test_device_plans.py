@@ -22,7 +22,6 @@ from offload.planning.planner import (
     better_grain,
     plan,
     plan_cut,
-    usual,
 )
 from offload.planning.profile import CHUNK_ELEMENTS, CHUNK_STAGES, Profile, Unit, profile_of
 from offload.program.compile import compile_program
@@ -48,7 +47,7 @@ pytest.importorskip("offload.runtime._runner", reason="not compiled here")
 def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     config: Config, machine: Machine, largest: int
 ) -> None:
-    found = better_grain(config, machine, drive=False) or usual()
+    found = better_grain(config, machine, drive=False) or Grain()
     assert found == (largest, CHUNK_STAGES)
 
 

@@ -15,6 +15,7 @@ from offload.planning.machine import (
     cgroup_free_bytes,
     disks_below,
     host_free_bytes,
+    measured_speeds,
     mount_point,
     nvme_free_bytes,
     probe,
@@ -24,6 +25,7 @@ from offload.planning.machine import (
     same_drive,
     save_speed,
     saved_speeds,
+    shares_of,
     unreadable_speeds,
 )
 from tests.command import SHORT, run
@@ -242,12 +244,12 @@ def speeds_of(monkeypatch: pytest.MonkeyPatch, rates: dict[str, float | None]) -
 def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0, "/c": 1.0, "/d": None})
     found = probe(("/a", "/b", "/c"))
-    assert found.nvme_shares == pytest.approx((0.6, 0.3, 0.1))
+    assert shares_of(measured_speeds(("/a", "/b", "/c"))) == pytest.approx((0.6, 0.3, 0.1))
     assert found.disk_read_bytes_per_s == pytest.approx(4 * 10)
     assert found.disk_write_bytes_per_s == pytest.approx(2 * 10)
     # One that was not measured: equal shares, and the slowest known is what they wait for.
     found = probe(("/a", "/d", "/b"))
-    assert found.nvme_shares == ()
+    assert shares_of(measured_speeds(("/a", "/d", "/b"))) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
     assert found.disk_read_bytes_per_s == pytest.approx(4 * 3 * 3)
     usual = Machine(device_bytes=1, cpu_bytes=1)
     assert probe(("/d", "/d")).disk_read_bytes_per_s == usual.disk_read_bytes_per_s
@@ -256,7 +258,7 @@ def test_several_measured_drives_add_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_directories_on_one_drive_are_one_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     speeds_of(monkeypatch, {"/a": 6.0, "/b": 3.0})
     found = probe(("/a/1", "/b", "/a/2"))
-    assert found.nvme_shares == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+    assert shares_of(measured_speeds(("/a/1", "/b", "/a/2"))) == pytest.approx((1 / 3,) * 3)
     assert found.disk_read_bytes_per_s == pytest.approx(4 * 9)
 
 

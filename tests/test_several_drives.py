@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import aio
 import offload
 from offload import attachment
 from offload.planning.layout import FileLayout
-from offload.planning.machine import Machine
+from offload.planning.machine import DriveSpeed, Machine
 from offload.planning.profile import BLOCK_BYTES
 from offload.runtime.store import Store
 from tests.drives import Direction, Drive, DriveIO
@@ -85,7 +86,8 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
 def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attachment, "Store", partial(Store, unit_bytes=BLOCK_BYTES))
     free, shares = 1 << 30, (0.125, 0.625, 0.25)
-    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free, nvme_shares=shares)
+    machine = Machine(device_bytes=free, cpu_bytes=free, nvme_bytes=free)
+    monkeypatch.setattr(attachment, "measured_speeds", lambda _: measured(shares))
     model = small()
     asked = config(EVERYTHING, folders(tmp_path))
     _, optimizer = offload.attach(model, adamw(model), asked, machine=machine)
@@ -100,7 +102,7 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
 def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
     """On drives of known speeds, whose busy seconds are counted and not slept."""
     layout: FileLayout = {("state", "u"): [16 << 20]}
-    for weights in (speeds, None):
+    for weights in (speeds, ()):
         busy = [0.0] * len(speeds)
 
         def sleep(seconds: float, drive: int, busy: list[float] = busy) -> None:
@@ -116,15 +118,25 @@ def test_drives_are_through_at_one_time(speeds: tuple[float, ...]) -> None:
         names = [f"/drive{n}" for n in range(len(speeds))]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                aio, "open_backend", lambda turns=turns, **_: aio.ThreadBackend(1, next(turns))
+                aio, "open_backend", lambda *_, turns=turns, **__: aio.ThreadBackend(1, next(turns))
             )
-            with Store(names, layout, unit_bytes=64 << 10, weights=weights) as store:
+            with Store(names, layout, unit_bytes=64 << 10, speeds=measured(weights)) as store:
                 store.write("state", "u", aligned_tensor(16 << 20, 1), 1)
         ideal = (16 << 20) / sum(speeds)
         if weights:
             assert max(busy) < 1.05 * ideal
         else:
             assert max(busy) > 1.3 * ideal  # what it is good for
+
+
+def measured(rates: Sequence[float]) -> list[DriveSpeed]:
+    return [
+        DriveSpeed(
+            read_bytes_per_s=rate, write_bytes_per_s=rate, both_bytes_per_s=rate, backend="threads",
+            block_bytes=1 << 20, depth=4, measured="now",
+        )
+        for rate in rates
+    ]  # fmt: skip
 
 
 class OneFull(MemoryIO):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cpu_adam.formats import squares_bytes
@@ -140,11 +140,6 @@ class Plan:
     def bytes_of(self, kind: Kind, unit: int) -> int:
         """Size of a value."""
         return self.sizes.value[kind][unit]
-
-    def reordered(self, profile: Profile) -> Plan:
-        """The same plan for a profile of the same units in another order of use."""
-        stages = self.profile.chunk_stages
-        return replace(self, profile=replace(profile, chunk_stages=stages))
 
     def rows(self) -> tuple[Row, ...]:
         """The plan table: a row per kind and tier that holds any of it."""

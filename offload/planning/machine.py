@@ -29,8 +29,6 @@ class Machine:
     device_bytes: int
     cpu_bytes: int
     nvme_bytes: int = 0
-    nvme_shares: tuple[float, ...] = ()
-    """The share of the bytes of each directory of the nvme tier; empty for equal shares."""
     device_is_cpu: bool = False
     """The CPU is the compute device, so the device and cpu tiers share one memory."""
     h2d_bytes_per_s: float = 20e9
@@ -65,11 +63,9 @@ def probe(paths: tuple[str, ...] = (), *, device_free_bytes: int | None = None) 
         device_bytes=host if device_free_bytes is None else device_free_bytes,
         cpu_bytes=host,
         nvme_bytes=nvme_free_bytes(paths, shares) // ranks,
-        nvme_shares=shares,
         device_is_cpu=device_free_bytes is None,
     )
-    equal = [1 / max(1, len(paths))] * len(paths)
-    known = [(speed, share) for speed, share in zip(speeds, shares or equal) if speed]
+    known = [(speed, share) for speed, share in zip(speeds, shares) if speed]
     if not known:
         return found
     # A striped transfer takes as long as the slowest drive needs for its share.
@@ -269,11 +265,8 @@ def both_bytes_per_s(paths: Sequence[str]) -> float:
     """What the drives of the nvme tier were measured to read and write at once, both together; 0
     where there are none, or one was not measured."""
     speeds = measured_speeds(paths)
-    shares = shares_of(speeds) or [1 / max(1, len(speeds))] * len(speeds)
-    each = (
-        speed.both_bytes_per_s / share if speed else 0.0 for speed, share in zip(speeds, shares)
-    )
-    return min(each, default=0.0)
+    pairs = zip(speeds, shares_of(speeds))
+    return min((one.both_bytes_per_s / share if one else 0.0 for one, share in pairs), default=0.0)
 
 
 def _part(speed: DriveSpeed, count: int) -> DriveSpeed:
@@ -286,11 +279,10 @@ def _part(speed: DriveSpeed, count: int) -> DriveSpeed:
 
 
 def shares_of(speeds: Sequence[DriveSpeed | None]) -> tuple[float, ...]:
-    """Each directory's share of all transfers, in proportion to `both_bytes_per_s`. Empty, for
-    equal shares, unless every drive was measured."""
-    rates = [speed.both_bytes_per_s for speed in speeds if speed is not None]
-    if len(rates) < max(1, len(speeds)):
-        return ()
+    """Each directory's share of all transfers, in proportion to `both_bytes_per_s`; equal ones
+    unless every drive was measured."""
+    rates = [speed.both_bytes_per_s if speed else 0.0 for speed in speeds]
+    rates = rates if all(rates) else [1.0] * len(rates)
     return tuple(rate / sum(rates) for rate in rates)
 
 

@@ -80,29 +80,24 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
 
 
 class Grain(NamedTuple):
-    """How values are cut to be stored and updated."""
+    """How values are cut to be stored and updated; the defaults serve any plan."""
 
-    elements: int
+    elements: int = CHUNK_ELEMENTS
     """In a full chunk."""
-    stages: int
+    stages: int = CHUNK_STAGES
     """Slots of each staging ring for chunks."""
-
-
-def usual() -> Grain:
-    """What serves any plan."""
-    return Grain(CHUNK_ELEMENTS, CHUNK_STAGES)
 
 
 def plan_cut(
     profile: Callable[[Grain], Profile], config: Config, machine: Machine, *, rule: str = "adam"
 ) -> Plan:
-    """The plan of a profile that may be cut in any grain: `usual`, or a `better_grain` where its
+    """The plan of a profile that may be cut in any grain: the usual, or a `better_grain` where its
     staging slots change nothing of whether a drive takes part.
 
     Raises:
         BudgetError: as `plan`, of the usual grain.
     """
-    found = plan(profile(usual()), config, machine, rule=rule)
+    found = plan(profile(Grain()), config, machine, rule=rule)
     drive = bool(found.file)
     if cut := better_grain(config, machine, drive=drive):
         with suppress(BudgetError):
@@ -112,7 +107,7 @@ def plan_cut(
 
 
 def better_grain(config: Config, machine: Machine, *, drive: bool) -> Grain | None:
-    """What to plan with rather than `usual`, where the budgets have room.
+    """What to plan with rather than the usual grain, where the budgets have room.
 
     Small chunks go to and from a drive while others are updated: more of them under way keep the
     drive busy. A host has no other memory to bring chunks from; large ones keep a bus busy. See
@@ -122,12 +117,12 @@ def better_grain(config: Config, machine: Machine, *, drive: bool) -> Grain | No
     if drive:
         needed = DRIVE_STAGES * CHUNK_ELEMENTS * STAGED_ITEM_BYTES
         fits = budgets["cpu"] * RING_SHARE >= needed
-        return Grain(CHUNK_ELEMENTS, DRIVE_STAGES) if fits else None
+        return Grain(stages=DRIVE_STAGES) if fits else None
     staged = ITEM_BYTES["bfloat16"] * 2  # Weights and gradients: no states, where no drive is.
     room = int(min(budgets["device"], budgets["cpu"]) * RING_SHARE) // (CHUNK_STAGES * staged)
     large = min(LARGE_CHUNK_ELEMENTS, 1 << max(room, 1).bit_length() - 1)
     fits = large > CHUNK_ELEMENTS and not machine.device_is_cpu
-    return Grain(large, CHUNK_STAGES) if fits else None
+    return Grain(large) if fits else None
 
 
 def plan(profile: Profile, config: Config, machine: Machine, *, rule: str = "adam") -> Plan:

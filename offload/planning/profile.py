@@ -56,14 +56,20 @@ def round_up(count: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of a unit, laid out."""
+class ParameterSpec:
+    """A parameter that is not laid out yet."""
 
     name: str
     """Qualified name in the model; the first of several for a tied parameter."""
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter(ParameterSpec):
+    """One parameter of a unit, laid out."""
+
     segment: int
     """Index of its segment in the unit."""
     start: int
@@ -208,8 +214,8 @@ class Profile:
         name = self.units[unit].parameters[parameter].name
         return self._place(name)[2] + element // LEAF_ELEMENTS
 
-    def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
-        """Where a range of a parameter lies, by default all of it: its pieces in order.
+    def locate(self, name: str) -> Iterator[Piece]:
+        """Where a parameter lies: its pieces in order.
 
         The only answer to this question. A piece is of every kind of value: it starts so many
         elements into the chunk of the weight, of the gradient and of the record.
@@ -218,8 +224,7 @@ class Profile:
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         full = self.units[unit].chunk_elements
         before = sum(-(-s.elements // full) for s in segments[: one.segment])
-        part = range(one.elements) if elements is None else elements
-        for at, count in _cuts(one.start + part.start, one.start + part.stop, full):
+        for at, count in _cuts(one.start, one.start + one.elements, full):
             chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
 
@@ -303,16 +308,6 @@ def profile_of(
     if backward is None:
         backward = list(dict.fromkeys(u for u in reversed(ahead) if units[u].backward))
     return Profile(tuple(units), ahead, tuple(backward), chunk_stages)
-
-
-@dataclass(frozen=True, slots=True)
-class ParameterSpec:
-    """A parameter that is not laid out yet."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    trainable: bool
 
 
 def lay_out_unit(

@@ -104,18 +104,21 @@ def simulate(
     return simulation.run(steps, micro_batches, updates_in_backward and not program.plan.clips)
 
 
+def speeds_of(lane: Lane) -> list[str]:
+    """The fields of Machine with the speeds of a lane, for writes last."""
+    names = ["disk_read", "disk_write"] if lane is Lane.DISK else [lane.value]
+    return [f"{name}_bytes_per_s" for name in names]
+
+
+def speed_of(op: Op) -> str:
+    """The field of Machine with the speed of an op."""
+    writes = op.lane is Lane.DISK and op.writes[0].place.tier == "nvme"
+    return speeds_of(op.lane)[-1 if writes else 0]
+
+
 def seconds_of(op: Op, machine: Machine) -> float:
     """How long an op of the engine takes on its lane."""
-    speeds = {
-        Lane.COMPUTE: machine.compute_bytes_per_s,
-        Lane.H2D: machine.h2d_bytes_per_s,
-        Lane.D2H: machine.d2h_bytes_per_s,
-        Lane.CPU: machine.cpu_bytes_per_s,
-        Lane.DISK: machine.disk_read_bytes_per_s,
-    }
-    speed = speeds[op.lane]
-    if op.lane is Lane.DISK and op.writes[0].place.tier == "nvme":
-        speed = machine.disk_write_bytes_per_s
+    speed: float = getattr(machine, speed_of(op))
     if not speed > 0:
         raise ValueError(f"Machine: the {op.lane.value} lane has a speed of {speed} bytes per s")
     return op.bytes / speed + machine.op_seconds

@@ -15,7 +15,7 @@ import aio
 from aio.backends import BACKEND_VARIABLE
 from cpu_adam import crc32c
 from offload.planning.layout import FileLayout
-from offload.planning.machine import DriveSpeed
+from offload.planning.machine import DriveSpeed, shares_of
 from offload.planning.profile import BLOCK_BYTES, Kind
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,12 +33,12 @@ class Store:
         io: the system's calls, or a simulation of them.
         depth: requests in flight on each drive.
         unit_bytes: of the stripe, on one drive before the next.
-        weights: each directory's share, best its measured speed; by default equal.
         speeds: measured of each directory's drive. The store then uses the backend, block size and
-            depth that were fastest, instead of `depth` and the first backend that works.
+            depth that were fastest, instead of `depth` and the first backend that works, and gives
+            each its share.
 
     Raises:
-        ValueError: a weight is invalid, or so small that its drive would slow the others down.
+        ValueError: a drive is so slow that it would slow the others down.
         OSError: a file or its space is refused; nothing is left behind.
     """
 
@@ -49,7 +49,6 @@ class Store:
         io: aio.IO | None = None,
         depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
-        weights: Sequence[float] | None = None,
         speeds: Sequence[DriveSpeed | None] = (),
     ) -> None:
         self._layout = layout
@@ -64,7 +63,7 @@ class Store:
             [partial(_backend_for, speed, depth, io) for speed in speeds]
             or partial(_backend_for, None, depth, io),
             unit_bytes=unit_bytes,
-            weights=weights,
+            weights=shares_of(speeds) or None,
         )
         self.chunks = aio.Chunks(self._volume, sizes, crc32c, self._name_of)
 
