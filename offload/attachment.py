@@ -317,7 +317,7 @@ class _Attaching:
         trace = None
         if self.config.trace:
             entries.record()
-            trace = Trace(entries.calls, self.plan.profile)
+            trace = Trace(self.plan.profile)
         return Runner(self.plan, memory, store, self.device, pace, trace)
 
     # -- moving the values -------------------------------------------------------------------------

@@ -141,6 +141,7 @@ def _let_go_of_all(engine: Engine) -> None:
     engine.gradients.forget_places()
     engine.passes.forget()
     engine.runner.idle()
+    engine.runner.forget()
     for unit in engine.units:
         unit.close()
 

@@ -214,7 +214,7 @@ def test_memory_that_runs_out_as_a_backward_is_queued_leaves_no_wrong_weights(
         run.optimizer.step()
         run.optimizer.zero_grad()
         expected = loss_of(run.model, x)
-        run.engine.passes._compiled.clear()
+        run.engine.runner._kept.clear()
 
         def broken(*_: object) -> Any:
             monkeypatch.undo()

@@ -135,16 +135,9 @@ class ActiveUnits:
         if changed:
             refuse_change(changed, "backward")
 
-    def release_lasting(self) -> None:
-        """Put at rest units that are held, but that no module uses which is under way."""
-        for unit in list(self.units):
-            if not unit.depth:
-                unit.held, unit.between, unit.graph_task = False, False, -1
-                self.release(unit)
-
-    def release_all(self) -> None:
-        """Put every unit at rest, whatever uses it."""
-        for unit in list(self.units):
+    def release_all(self, *, but_used: bool = False) -> None:
+        """Put every unit at rest, whatever uses it, `but_used` those that a running module uses."""
+        for unit in [one for one in self.units if not (but_used and one.depth)]:
             unit.depth, unit.held, unit.between, unit.graph_task = 0, False, False, -1
             self.release(unit)
 

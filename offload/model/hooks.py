@@ -206,7 +206,7 @@ class Hooks:
                 engine.forward.end()
             engine.active.leave(used)
             if last and not in_backward():
-                engine.active.release_lasting()
+                engine.active.release_all(but_used=True)
             return output
 
     def _announce_backward(self, node: Node, used: tuple[FlatUnit, ...], module: nn.Module) -> None:

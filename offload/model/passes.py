@@ -27,9 +27,6 @@ from offload.program.ops import Verb
 from offload.program.verify import verify_pass
 from offload.runtime.runner import Runner, Task
 
-COMPILED_PER_UNIT_MAX = 16
-"""Phases of passes kept per unit: by order, and by what the slots hold when one begins."""
-
 
 class Entry(NamedTuple):
     """A unit queued in a pass: the fetch of its weights, and the compute that uses them."""
@@ -99,7 +96,6 @@ class Passes:
         """Direction of the open pass."""
         self._steady = dict.fromkeys(orders, True)
         """Whether the last pass of a direction was in the order expected of it."""
-        self._compiled: dict[object, _Compiled] = {}
 
     def open(self, verb: Verb) -> None:
         """Begin a pass: queue the fetches of all its units."""
@@ -165,7 +161,6 @@ class Passes:
         """The memory of the tiers is given back, and what the slots hold with it."""
         assert self._open is None
         self._held.clear()
-        self._compiled.clear()
 
     def invalidate(self, unit: int) -> None:
         """What a slot holds of `unit`, or will hold, is no longer its weights."""
@@ -215,16 +210,16 @@ class Passes:
     def _compile(self, verb: Verb, units: tuple[int, ...], position: int) -> _Compiled:
         slots = dict.fromkeys(filter(None, (self._plan.weight_slot[unit] for unit in units)))
         held = {slot: self._held[slot] for slot in slots if slot in self._held}
-        key = verb, units, position, tuple(held.items())
-        found = self._compiled.get(key)
-        if found is None:
+        key = "pass", verb, units, position, tuple(held.items())
+
+        def made() -> _Compiled:
             phase, ends = pass_phase(self._plan, verb, units, position, held)
             verify_pass(self._plan, phase)
             works = self._runner.works
             written = self._runner.written([(op, works.of(op)) for op in phase.ops])
-            if len(self._compiled) >= COMPILED_PER_UNIT_MAX * len(self._plan.profile.units):
-                self._compiled.clear()
-            found = self._compiled[key] = _Compiled(written, ends, held)
+            return _Compiled(written, ends, held)
+
+        found: _Compiled = self._runner.keep(key, made)
         return found
 
     def _drop(self, opened: _Pass) -> None:

@@ -45,8 +45,6 @@ class Memory:
         self._slots: dict[Place, torch.Tensor] = {}
         self._views: dict[Use, torch.Tensor] = {}
         """Cache of `at`, for values of units."""
-        self.taken = 0
-        """How many arenas were taken so far: addresses are of those."""
         for tier in _TIERS:
             self.take(tier)
 
@@ -65,7 +63,6 @@ class Memory:
         ]
         arena = Arena(plan.arena_bytes(tier), device, driver=driver, edges=edges)
         self.arenas[tier] = arena
-        self.taken += 1
         self._homes |= {key: arena.view(home) for key, home in homes.items()}
         self._slots |= {place: arena.view(slot) for place, slot in slots.items()}
 

@@ -128,7 +128,7 @@ class Native:
                     op.deadline,
                     op.bytes,
                     op,
-                    None if work is None else self._work(op.lane, work),
+                    None if work is None else self.work(op, work),
                     *map(self._numbered, (cells(op.reads), cells(op.writes))),
                 )
                 for op, work in zip(ops, works, strict=True)
@@ -137,10 +137,6 @@ class Native:
 
     def _numbered(self, names: Iterable[object]) -> list[int]:
         return [self._numbers.setdefault(one, len(self._numbers)) for one in names]
-
-    def work(self, op: Op, work: Work) -> Any:
-        """Write down a work of an op, to be performed."""
-        return self._work(op.lane, work)
 
     def touching(self, reads: Iterable[object], writes: Iterable[object]) -> Any:
         """Whom an op with these cells would have to wait for."""
@@ -188,9 +184,10 @@ class Native:
 
     # -- works -------------------------------------------------------------------------------------
 
-    def _work(self, lane: Lane, work: Work) -> Any:
+    def work(self, op: Op, work: Work) -> Any:
+        """Write down a work of an op, to be performed."""
         if work.links is None:
-            return self._several(lane, work.jobs)
+            return self._several(op.lane, work.jobs)
         links = []
         for link in work.links:
             done = [(one, self._several(one.lane, one.jobs)) for one in link]

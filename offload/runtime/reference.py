@@ -80,99 +80,6 @@ class Settings(NamedTuple):
     clip: Clip | None
 
 
-class Performer:
-    """Does works in Python, on the calling thread."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        store: Store | None,
-        device: Device,
-        workspace: Callable[[], torch.Tensor | None],
-    ):
-        """Of the works of a plan."""
-        self._plan, self._store, self._device = plan, store, device
-        self._workspace = workspace
-        self.did: Callable[[Op, float], object] = lambda op, since: None
-        """Told of each op, and of what one has moved inside, and since when."""
-
-    @torch.no_grad()
-    def perform(self, op: Op, work: Work, settings: Settings | None) -> None:
-        """Do all of an op's work; the device is through with it then."""
-        since = time.perf_counter()
-        for link in work.links or ():
-            since += self._link(op, link, settings)
-        for job in work.jobs:
-            self._job(op, job, settings)
-        self._device.drain()
-        self.did(op, since)
-
-    def _link(self, op: Op, link: Link, settings: Settings | None) -> float:
-        """What is done for a chunk. Returns the seconds in which it was moved."""
-        moved = 0.0
-        for stage in link:
-            since = time.perf_counter()
-            for job in stage.jobs:
-                self._job(op, job, settings)
-            self._device.drain()
-            if stage.way is not None:
-                self.did(part_of(op, stage.bytes, *stage.way), since)
-                moved += time.perf_counter() - since
-        return moved
-
-    def _job(self, op: Op, job: Job, settings: Settings | None) -> None:
-        match job:
-            case Copy(into, source):
-                self._device.copy(into.bytes, source.bytes.view(into.bytes.dtype))
-            case Transfer(writes, kind, unit, chunk, at):
-                assert self._store is not None
-                if writes:
-                    step = int(self._store.chunks.step[0])
-                    self._store.write(kind, unit, at.bytes, step, chunk)
-                else:
-                    self._store.read(kind, unit, at.bytes, chunk)
-            case Add(source, into, dtype):
-                accumulate(_typed(into, dtype), _typed(source, dtype))
-            case Squares(at, dtype, leaf, first):
-                clip = settings and settings.clip
-                assert clip is not None
-                gradient, scratch = _typed(at, dtype), None
-                if self._device.holds(gradient):
-                    scratch = self._workspace()
-                sums = square_sums(gradient, first, scratch, self._device.drain)
-                clip.put(leaf, sums)
-            case Combine():
-                clip = settings and settings.clip
-                assert clip is not None
-                clip.combine()
-            case Update():
-                assert settings is not None
-                self._update(op, job, settings)
-
-    def _update(self, op: Op, job: Update, settings: Settings) -> None:
-        unit, piece = self._plan.profile.units[job.unit], job.piece
-        chunk = unit.chunks[job.chunk]
-        segment = unit.segments[chunk.segment]
-        fmt = self._plan.states.format(segment.dtype)
-        ends = piece.parameter_stop == unit.parameters[piece.parameter].elements
-        record = views(job.record.bytes, fmt, chunk.elements)
-        update_parts(
-            _typed(job.weight, segment.dtype),
-            _typed(job.gradient, job.dtype),
-            cut(record, fmt, piece.chunk_start, piece.elements),
-            [Part(0, piece.elements, piece.parameter_start, job.step, is_last=ends)],
-            settings.steps,
-            gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
-            format=fmt,
-            workspace=self._workspace(),
-        )
-
-
-def _typed(at: At, dtype: str) -> torch.Tensor:
-    """Bytes as a flat tensor of a dtype, as torch's own are."""
-    return at.bytes.view(getattr(torch, dtype)) if at.bytes.dtype is torch.uint8 else at.bytes
-
-
 class Task:
     """One op of a phase that was started."""
 
@@ -192,15 +99,17 @@ class Reference:
 
     def __init__(
         self,
-        performer: Performer,
+        plan: Plan,
+        store: Store | None,
         device: Device,
+        workspace: Callable[[], torch.Tensor | None],
         *,
-        kept: int = 0,
-        pace: Callable[[Op, float], float] | None = None,
+        kept: int,
+        pace: Callable[[Op, float], float] | None,
     ):
         """Nothing is started; of so many ops it is remembered when they ran."""
-        self._performer, self._device, self._pace = performer, device, pace
-        performer.did = self._did
+        self._plan, self._store, self._device = plan, store, device
+        self._workspace, self._pace = workspace, pace
         self._serial = itertools.count(1)
         self._board: Scoreboard[Task] = Scoreboard(
             taken_back=attrgetter("cancelled"),
@@ -265,7 +174,7 @@ class Reference:
 
     def perform(self, work: tuple[Op, Work], settings: Settings | None, stream: object) -> None:
         """Do a work on the calling thread and its stream."""
-        self._performer.perform(*work, settings)
+        self._perform(*work, settings)
 
     def over(self, task: Task, seconds: float) -> bool:
         """Whether `task` is over; with `seconds` it is done now."""
@@ -319,7 +228,7 @@ class Reference:
             self._path.append((task.op.lane, time.perf_counter()))
             task.begun = True
             try:
-                self._performer.perform(task.op, task.work, task.settings)
+                self._perform(task.op, task.work, task.settings)
             except BaseException as error:
                 self.failed, self._failure = True, error
                 if not isinstance(error, Exception):
@@ -328,9 +237,85 @@ class Reference:
             task.over, task.waits, task.work, task.settings = True, (), None, None
         return not self.failed
 
+    @torch.no_grad()
+    def _perform(self, op: Op, work: Work, settings: Settings | None) -> None:
+        """Do all of an op's work; the device is through with it then."""
+        since = time.perf_counter()
+        for link in work.links or ():
+            since += self._link(op, link, settings)
+        for job in work.jobs:
+            self._job(op, job, settings)
+        self._device.drain()
+        self._did(op, since)
+
+    def _link(self, op: Op, link: Link, settings: Settings | None) -> float:
+        """What is done for a chunk. Returns the seconds in which it was moved."""
+        moved = 0.0
+        for stage in link:
+            since = time.perf_counter()
+            for job in stage.jobs:
+                self._job(op, job, settings)
+            self._device.drain()
+            if stage.way is not None:
+                self._did(part_of(op, stage.bytes, *stage.way), since)
+                moved += time.perf_counter() - since
+        return moved
+
+    def _job(self, op: Op, job: Job, settings: Settings | None) -> None:
+        match job:
+            case Copy(into, source):
+                self._device.copy(into.bytes, source.bytes.view(into.bytes.dtype))
+            case Transfer(writes, kind, unit, chunk, at):
+                assert self._store is not None
+                if writes:
+                    step = int(self._store.chunks.step[0])
+                    self._store.write(kind, unit, at.bytes, step, chunk)
+                else:
+                    self._store.read(kind, unit, at.bytes, chunk)
+            case Add(source, into, dtype):
+                accumulate(_typed(into, dtype), _typed(source, dtype))
+            case Squares(at, dtype, leaf, first):
+                clip = settings and settings.clip
+                assert clip is not None
+                gradient, scratch = _typed(at, dtype), None
+                if self._device.holds(gradient):
+                    scratch = self._workspace()
+                sums = square_sums(gradient, first, scratch, self._device.drain)
+                clip.put(leaf, sums)
+            case Combine():
+                clip = settings and settings.clip
+                assert clip is not None
+                clip.combine()
+            case Update():
+                assert settings is not None
+                self._update(op, job, settings)
+
+    def _update(self, op: Op, job: Update, settings: Settings) -> None:
+        unit, piece = self._plan.profile.units[job.unit], job.piece
+        chunk = unit.chunks[job.chunk]
+        segment = unit.segments[chunk.segment]
+        fmt = self._plan.states.format(segment.dtype)
+        ends = piece.parameter_stop == unit.parameters[piece.parameter].elements
+        record = views(job.record.bytes, fmt, chunk.elements)
+        update_parts(
+            _typed(job.weight, segment.dtype),
+            _typed(job.gradient, job.dtype),
+            cut(record, fmt, piece.chunk_start, piece.elements),
+            [Part(0, piece.elements, piece.parameter_start, job.step, is_last=ends)],
+            settings.steps,
+            gradient_scale=1.0 if settings.clip is None else settings.clip.factor,
+            format=fmt,
+            workspace=self._workspace(),
+        )
+
     def _did(self, op: Op, since: float) -> None:
         if self._pace is not None:
             time.sleep(max(0.0, self._pace(op, since) - time.perf_counter()))
         now, used = time.perf_counter(), self._used[op.lane]
         self._used[op.lane] = (used[0] + now - since, used[1] + op.bytes, used[2] + 1)
         self._ran.append(Ran(op.lane, op, since, now))
+
+
+def _typed(at: At, dtype: str) -> torch.Tensor:
+    """Bytes as a flat tensor of a dtype, as torch's own are."""
+    return at.bytes.view(getattr(torch, dtype)) if at.bytes.dtype is torch.uint8 else at.bytes

@@ -34,7 +34,7 @@ from offload.runtime.device import Device
 from offload.runtime.entry import EngineError
 from offload.runtime.memory import Memory, host_tensor
 from offload.runtime.native import Native, native_runner
-from offload.runtime.reference import Performer, Reference
+from offload.runtime.reference import Reference
 from offload.runtime.shared_budget import Share
 from offload.runtime.stats import LaneStats, Trace
 from offload.runtime.store import Store
@@ -49,7 +49,7 @@ Task = Any
 LOOK_AGAIN_S = 0.1
 """So often whoever is blocked looks whether signals came."""
 
-KEPT_PER_UNIT_MAX = 32
+KEPT_PER_UNIT_MAX = 48
 """Phases kept per unit: with orders of use that depend on the data there were no end."""
 
 
@@ -78,8 +78,8 @@ class Runner:
         """Where the values are while the engine sleeps."""
         self.share: Share | None = None
         """What it holds of a budget that engines share."""
-        self._kept, self._kept_in = dict[Hashable, Any](), 0
-        """Phases that come again, and of which arenas their addresses are."""
+        self._kept = dict[Hashable, Any]()
+        """Phases and works that come again, until the memory of the tiers is given back."""
         self.step = np.zeros(1, np.int64) if store is None else store.chunks.step
         """Steps taken: stamped on what is written to the store."""
         self.works = Works(plan, memory.at, device_is_host=device.is_host)
@@ -120,11 +120,10 @@ class Runner:
                 native = None
                 self.notice = f"the lanes run in Python, which is slower: {error}"
         kept = trace.ran.maxlen or 0 if trace else 0
+        workspace = memory.workspace
         if native is not None:
-            workspace = memory.workspace
             return Native(self.plan, self.store, driver, workspace, kept=kept, pace=pace)
-        performer = Performer(self.plan, self.store, self.device, memory.workspace)
-        return Reference(performer, self.device, kept=kept, pace=pace)
+        return Reference(self.plan, self.store, self.device, workspace, kept=kept, pace=pace)
 
     # -- phases --------------------------------------------------------------------------------
 
@@ -141,15 +140,13 @@ class Runner:
                 check_op(self.plan, op)
             return self.written(made)
 
-        return self._keep(key, written)
+        return self.keep(key, written)
 
-    def _keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is kept under `key`, as its addresses are those of the arenas of now."""
-        too_many = len(self._kept) >= KEPT_PER_UNIT_MAX * len(self.plan.profile.units)
-        if too_many or self._kept_in != self.memory.taken:
-            self._kept.clear()
-            self._kept_in = self.memory.taken
+    def keep(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is kept under `key`."""
         if key not in self._kept:
+            if len(self._kept) >= KEPT_PER_UNIT_MAX * len(self.plan.profile.units):
+                self._kept.clear()
             self._kept[key] = make()
         return self._kept[key]
 
@@ -182,7 +179,7 @@ class Runner:
         def made() -> Any:
             return self._lanes.work(op, make())
 
-        work = self._keep(key, made) if self.lasting else made()
+        work = self.keep(key, made) if self.lasting else made()
         since, waits = time.perf_counter(), op.verb is Verb.SQUARE and not self.device.is_host
         stream = self.device.handle(self.device.stream()) if self._by_handle else 0
         with self.waited(Lane.COMPUTE) if waits else nullcontext():
@@ -317,6 +314,10 @@ class Runner:
     def idle(self) -> None:
         """Block until no task touches any place, homes and slots and what is staged."""
         self.wait(self.all())
+
+    def forget(self) -> None:
+        """Keep nothing that has addresses: the memory of the tiers is given back."""
+        self._kept.clear()
 
     def read_home(self, value: Value) -> torch.Tensor:
         """The bytes of a value or chunk at home: a view in memory tiers, a copy from nvme."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -18,7 +18,7 @@ from offload.planning.layout import TierUse
 from offload.planning.profile import Profile
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Op
-from offload.runtime.entry import Call
+from offload.runtime.entry import Call, calls
 
 SPANS_MAX = 1 << 14
 """Ops that a ring keeps: some megabytes, and for most models ten steps or more."""
@@ -68,9 +68,9 @@ class Stepped(NamedTuple):
 
 
 class Trace:
-    """The last ops, waits, steps and calls of an engine; `called` returns the calls into all."""
+    """The last ops, waits and steps of an engine; a copy has the calls, too."""
 
-    def __init__(self, called: Callable[[], deque[Call]] = deque, profile: Profile | None = None):
+    def __init__(self, profile: Profile | None = None):
         self.key = object()
         """Identifies the calls into this engine."""
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
@@ -78,13 +78,13 @@ class Trace:
         """Ordered by end within a lane, and roughly between lanes."""
         self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
-        self._called = called
+        self._calls = deque[Call]()
+        """Into all engines."""
 
     def copy(self) -> Trace:
         """A copy. Races with recording, so the caller must hold the lock of `LaneStats`."""
-        called = self._called()
-        copied = Trace(lambda: called)
-        copied.key = self.key
+        copied = Trace()
+        copied.key, copied._calls = self.key, calls()
         copied.ran, copied.waited = self.ran.copy(), self.waited.copy()
         copied.stepped = self.stepped.copy()
         return copied
@@ -92,14 +92,14 @@ class Trace:
     @property
     def called(self) -> list[tuple[float, float]]:
         """Start and stop of the calls into this engine."""
-        return [(start, stop) for start, stop, of in self._called() if of is self.key]
+        return [(start, stop) for start, stop, of in self._calls if of is self.key]
 
     @property
     def since(self) -> float:
         """The time after which nothing was dropped; 0.0 if nothing was."""
         full = [ring[0].stop for ring in (self.ran, self.waited) if len(ring) == ring.maxlen]
-        if len(called := self._called()) == called.maxlen:
-            full.append(called[0][1])
+        if len(self._calls) == self._calls.maxlen:
+            full.append(self._calls[0][1])
         return max(full, default=0.0)
 
 
@@ -144,14 +144,13 @@ class LaneStats:
                 use.operations += operations
             return {lane: replace(use) for lane, use in self._use.items()}
 
-    def count(self, op: Op, since: float) -> float:
-        """Book what the calling thread has done since then of an op's work. Returns the time."""
+    def count(self, op: Op, since: float) -> None:
+        """Book what the calling thread has done since then of an op's work."""
         use, now = self._use[op.lane], time.perf_counter()
         with self._lock:
             use.busy_s += now - since
             use.bytes += op.bytes
             use.operations += 1
-        return now
 
     def _expose(self, lane: Lane, since: float, until: float) -> None:
         with self._lock:

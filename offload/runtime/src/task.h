@@ -24,12 +24,11 @@ struct Task : std::enable_shared_from_this<Task> {
     int lane = 0;
     bool of_user = false;
     Key key{};
-    std::shared_ptr<const Work> work;  // none where its lane has to call Python
+    std::shared_ptr<const Work> work;  // none where it is the user's
     std::shared_ptr<const Settings> settings;  // of the step
     int64_t bytes = 0;                         // that it counts for
     int64_t number = -1;  // by which Python knows what has run; less than zero: it need not
     Part part = Part::WORK;
-    int64_t call = 0;  // by which Python finds its own work; 0 where it has none
     // Of a stream: its next link to begin, and how many are not over. Of a stage of a link: whose
     // it is, which, and the staging slot.
     size_t next_link = 0, links_left = 0;
