@@ -311,7 +311,7 @@ class _Attaching:
                 failed.enter_context(store)
                 if any(map(is_memory, paths)):
                     # Other notices are good to know; this one says that what was asked is not had.
-                    warn_user(str(store.notice))
+                    warn_user(str(store.volume.notice))
             memory = Memory(self.plan, self.device)
             failed.pop_all()
         trace = None

@@ -405,8 +405,8 @@ def test_a_disk_gives_no_notice(tmp_path: Path) -> None:
         model, optimizer = started()
         _, attached = offload.attach(model, optimizer, config(tmp_path))
         store = attached.engine.runner.store
-        assert attached.engine.notices == ((store.notice,) if store.notice else ())
-        assert store._volume.direct == (store.notice is None)
+        assert attached.engine.notices == ((store.volume.notice,) if store.volume.notice else ())
+        assert store.volume.direct == (store.volume.notice is None)
         attached.engine.close()
         del attached, store
 

@@ -129,7 +129,7 @@ def check_homes(run: Run, placement: Placement) -> None:
     if store is None:
         assert not on_disk
     else:
-        (file,) = store.files
+        (file,) = store.volume.files
         found = os.fstat(file.fd)
         assert found.st_size == size
         # All of it is really there; the file system may count its own maps of the file too.
@@ -194,7 +194,7 @@ def corrupt(run: Run, kind: str) -> None:
     """Flip a byte of every value of a kind, in the file."""
     store = run.engine.runner.store
     assert store is not None
-    fd = os.open(f"/proc/self/fd/{store.files[0].fd}", os.O_RDWR)
+    fd = os.open(f"/proc/self/fd/{store.volume.files[0].fd}", os.O_RDWR)
     try:
         at = 100
         for (of, _), sizes in run.engine.plan.file.items():

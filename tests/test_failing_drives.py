@@ -36,7 +36,7 @@ def two_steps(run: Run, *, clips: bool) -> None:
 def transfers(run: Run) -> int:
     """How many the kernel has done so far."""
     store: Any = run.engine.runner.store
-    return sum(one.operations for one in store._volume.counters())
+    return sum(one.operations for one in store.volume.counters())
 
 
 def resources() -> tuple[int, int]:

@@ -80,7 +80,7 @@ def spoiled(run: Run, how: str) -> None:
     """Let the drive of an attached model go wrong."""
     store = run.engine.runner.store
     assert store is not None
-    (file,) = store.files
+    (file,) = store.volume.files
     if how == "lost the write":
         with open(f"/proc/self/fd/{file.fd}", "r+b") as again:
             before = again.read()

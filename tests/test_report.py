@@ -23,7 +23,7 @@ from offload.planning.machine import Machine
 from offload.program.ops import Lane, Op, Use, Value, Verb
 from offload.program.simulate import simulate
 from offload.reporting import OTHER, Prediction, Run, Span, Wait, clip, seconds
-from offload.runtime.stats import SPANS_MAX, Ran, Stepped, Trace, Waited
+from offload.runtime.stats import SPANS_MAX, Ran, Stepped, Trace
 from tests import test_overlap as overlap_tests
 from tests.examples import cheap
 from tests.paced import paced
@@ -288,7 +288,7 @@ def test_a_run_begins_with_a_wait_where_that_was_first(monkeypatch):
         engine.settle()
         trace = engine.runner.stats.traced()
         first = min(ran.start for ran in trace.ran)
-        trace.waited.appendleft(Waited(Lane.H2D, first - 1, first))
+        trace.waited.appendleft(Wait(Lane.H2D, first - 1, first))
         monkeypatch.setattr(engine.runner.stats, "traced", lambda: trace)
         made = recording.run_of(engine)
     assert min(one.start for one in (*made.spans, *made.waits)) == 0

@@ -58,11 +58,11 @@ def test_the_same_bits_over_several_drives(
         assert_same(alone, result_of(run))
         store = run.engine.runner.store
         assert store is not None
-        sizes = [os.fstat(file.fd).st_size for file in store.files]
+        sizes = [os.fstat(file.fd).st_size for file in store.volume.files]
         assert len(sizes) == 3
         assert max(sizes) - min(sizes) <= 3 * BLOCK_BYTES
         assert sum(sizes) == run.engine.plan.taken_bytes("nvme")  # what the budget was held to
-        assert all(path in store._volume.path for path in paths)
+        assert all(path in store.volume.path for path in paths)
     assert [os.listdir(path) for path in paths] == [[], [], []]
 
 
@@ -76,7 +76,7 @@ def test_the_budget_is_over_all_of_them(tmp_path: Path, monkeypatch: pytest.Monk
     with attached(EVERYTHING, paths, nvme_space=need) as run:
         store = run.engine.runner.store
         assert store is not None
-        assert sum(file.bytes for file in store.files) == need
+        assert sum(file.bytes for file in store.volume.files) == need
     model = small()
     asked = config(EVERYTHING, tmp_path, nvme_space="4KiB")
     with pytest.raises(offload.BudgetError, match=r"Config\.nvme_space"):
@@ -92,8 +92,8 @@ def test_values_lie_where_the_speeds_say(tmp_path: Path, monkeypatch: pytest.Mon
     asked = config(EVERYTHING, folders(tmp_path))
     _, optimizer = offload.attach(model, adamw(model), asked, machine=machine)
     store = optimizer.engine.runner.store
-    size = sum(file.bytes for file in store.files)
-    found = [file.bytes / size for file in store.files]
+    size = sum(file.bytes for file in store.volume.files)
+    found = [file.bytes / size for file in store.volume.files]
     assert found == pytest.approx(shares, abs=8 * BLOCK_BYTES / size)
     offload.detach(model)
 
@@ -238,11 +238,11 @@ def test_a_flipped_bit_names_the_drives_of_its_chunk() -> None:
         store.write("weight", "a", data, 1)
         at = sizes[0]
         assert sizes[1] == 3 * BLOCK_BYTES
-        file = store.files[at // BLOCK_BYTES % 3]
+        file = store.volume.files[at // BLOCK_BYTES % 3]
         io.files[file.fd][at // BLOCK_BYTES // 3 * BLOCK_BYTES] ^= 1
         with pytest.raises(OSError, match=r"chunk 1 of weight of 'a'.*mismatch") as caught:
             store.read("weight", "a", data)
-        assert caught.value.filename == store._volume.path
+        assert caught.value.filename == store.volume.path
     with over(3, LAYOUT, io, unit_bytes=1 << 20) as store:
-        assert len(store.files) == 1
-        assert np.all([file.path.startswith("/drive0") for file in store.files])
+        assert len(store.volume.files) == 1
+        assert np.all([file.path.startswith("/drive0") for file in store.volume.files])

@@ -123,7 +123,7 @@ def test_the_lanes_are_native_and_tell_what_they_moved(tmp_path: Path) -> None:
 
 # -- failures --------------------------------------------------------------------------------------
 
-OPENING = {"cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDevicePrimaryCtxRetain"}
+OPENING = {"cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"}
 ENDING = {"cuCtxPopCurrent_v2", "cuStreamSynchronize"}
 """What changes nothing where it is refused."""
 
@@ -197,15 +197,12 @@ def opened(path: str, patch: pytest.MonkeyPatch) -> Any:
 def test_a_library_that_cannot_serve_is_told_in_a_sentence(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    calls = controls()
+    controls()
     assert opened(str(library()), monkeypatch) is not None
     with pytest.raises(RuntimeError, match=r"nowhere\.so cannot be opened .*likely no driver"):
         opened(str(tmp_path / "nowhere.so"), monkeypatch)
     with pytest.raises(RuntimeError, match=r"lacks cuStreamCreateWithPriority: .*update"):
         opened(str(library("-DLACKS_STREAMS")), monkeypatch)
-    calls.stand_in_version(10020)
-    with pytest.raises(RuntimeError, match=r"is of CUDA 10, and 11\.0 is needed: update"):
-        opened(str(library()), monkeypatch)
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(RuntimeError, match="no driver for ROCm"):
         opened(str(library()), monkeypatch)

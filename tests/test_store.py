@@ -73,7 +73,7 @@ def test_oracle(tmp_path, where):
         pytest.skip("no tmpfs here")
     rng = np.random.default_rng(3)
     with Store(directory, LAYOUT) as store:
-        assert (store.notice is None) == store._volume.direct
+        assert (store.volume.notice is None) == store.volume.direct
         truth = {}
         for key in LAYOUT:
             truth[key] = value(*key, 1)
@@ -103,13 +103,13 @@ def test_after_a_transfer_that_failed_none_is_under_way(monkeypatch):
         with Store("/simulated", LAYOUT, io=SimulatedIO(seed, delay_s_max=0.02)) as store:
             store.write("state", "a", value("state", "a", 1), step=1)
             store.chunks._kept[store.numbers("state", "a", 0), chunks._CRC] ^= 1
-            started, read_into = [], store._volume.read_into
+            started, read_into = [], store.volume.read_into
 
             def read_and_note(*place, started=started, read_into=read_into):
                 started.append(read_into(*place))
                 return started[-1]
 
-            monkeypatch.setattr(store._volume, "read_into", read_and_note)
+            monkeypatch.setattr(store.volume, "read_into", read_and_note)
             with pytest.raises(OSError, match="checksum"):
                 store.read("state", "a", value("state", "a", 2))
             assert len(started) == 3
@@ -210,7 +210,7 @@ def test_flipped_bits_are_found():
         with pytest.raises(OSError, match=text) as caught:
             store.read("state", "a", aligned_tensor(sum(sizes)))
         assert caught.value.errno == errno.EIO
-        assert caught.value.filename == store._volume.path
+        assert caught.value.filename == store.volume.path
         store.read("state", "a", aligned_tensor(8192), chunk=1)
         content[at] ^= 4
         store.read("state", "a", data)

@@ -88,7 +88,7 @@ class Engine:
         found = (
             *runner.memory.notices,
             runner.notice,
-            None if runner.store is None else runner.store.notice,
+            None if runner.store is None else runner.store.volume.notice,
         )
         self._notices: tuple[str, ...] = tuple(filter(None, found))
         self._pid, self._since = os.getpid(), time.perf_counter()

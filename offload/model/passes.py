@@ -107,10 +107,10 @@ class Passes:
 
     def close(self, *, finished: bool) -> None:
         """End the pass; the order of a `finished` one is that of the next."""
+        self.pause()
         ended, self._open, self.verb, self.position = self._open, None, None, 0
         if ended is None:
             return
-        self._drop(ended)
         if finished and ended.used:
             used = tuple(ended.used)
             self._steady[ended.verb] = self.orders[ended.verb] == used
@@ -147,8 +147,14 @@ class Passes:
 
     def pause(self) -> None:
         """Take back all that is queued and has not begun; the next use goes on from there."""
-        if self._open is not None:
-            self._drop(self._open)
+        if self._open is None:
+            return
+        queue = self._open.queue
+        self._runner.cancel([task for entry in queue for task in (*entry.fetches, entry.task)])
+        for entry in queue:
+            if any(task.cancelled for task in entry.fetches):
+                self.invalidate(entry.unit)
+        queue.clear()
 
     def give_up(self, entry: Entry) -> None:
         """A turn that was taken does not begin; what is queued behind it is taken back too."""
@@ -176,7 +182,7 @@ class Passes:
     def _resume(self, opened: _Pass, unit: int) -> None:
         """Go on from the next turn of `unit` in the order; without one, with it alone first."""
         self.misses += 1
-        self._drop(opened)
+        self.pause()
         ahead = [*range(self.position, len(opened.order)), *range(self.position)]
         found = next((at for at in ahead if opened.order[at] == unit), None)
         if found is not None:
@@ -221,12 +227,3 @@ class Passes:
 
         found: _Compiled = self._runner.keep(key, made)
         return found
-
-    def _drop(self, opened: _Pass) -> None:
-        """Take back what was queued and has not begun."""
-        tasks = [task for entry in opened.queue for task in (*entry.fetches, entry.task)]
-        self._runner.cancel(tasks)
-        for entry in opened.queue:
-            if any(task.cancelled for task in entry.fetches):
-                self.invalidate(entry.unit)
-        opened.queue.clear()

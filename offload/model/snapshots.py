@@ -218,7 +218,9 @@ class Snapshots:
             self._make_room(size, f"{what} {name}")
             return _Snapshot(self._empty(key))
         try:
-            return _Snapshot(self._empty(key, os.path.dirname(store.files[0].path)), in_file=True)
+            return _Snapshot(
+                self._empty(key, os.path.dirname(store.volume.files[0].path)), in_file=True
+            )
         except OSError as error:
             raise MemoryError(
                 f"p.grad of {name} was asked for, and beyond exposed_memory gradients on nvme are "

@@ -107,7 +107,7 @@ class Runner:
 
     def _open(self, pace: Pace | None, trace: Trace | None) -> Native | Reference:
         """The native runner, or the reference where that cannot serve."""
-        native = native_runner() if self.store is None or self.store.native else None
+        native = native_runner() if self.store is None or self.store.volume.native else None
         memory, driver = self.memory, None
         if native is not None:
             try:

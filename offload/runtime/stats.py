@@ -18,6 +18,7 @@ from offload.planning.layout import TierUse
 from offload.planning.profile import Profile
 from offload.planning.tiers import format_bytes
 from offload.program.ops import Lane, Op
+from offload.reporting import Wait
 from offload.runtime.entry import Call, calls
 
 SPANS_MAX = 1 << 14
@@ -50,14 +51,6 @@ class Ran(NamedTuple):
     stop: float
 
 
-class Waited(NamedTuple):
-    """A wait of the user's thread for a lane."""
-
-    lane: Lane
-    start: float
-    stop: float
-
-
 class Stepped(NamedTuple):
     """A `step()`, and when it was called."""
 
@@ -76,7 +69,7 @@ class Trace:
         chunks = sum(len(unit.chunks) for unit in profile.units) if profile else 0
         self.ran: deque[Ran] = deque(maxlen=max(SPANS_MAX, CHUNK_SPANS_MAX * chunks))
         """Ordered by end within a lane, and roughly between lanes."""
-        self.waited: deque[Waited] = deque(maxlen=SPANS_MAX)
+        self.waited: deque[Wait] = deque(maxlen=SPANS_MAX)
         self.stepped: deque[Stepped] = deque(maxlen=STEPS_MAX)
         self._calls = deque[Call]()
         """Into all engines."""
@@ -156,7 +149,7 @@ class LaneStats:
         with self._lock:
             self._use[lane].exposed_s += until - since
             if self.trace is not None:
-                self.trace.waited.append(Waited(lane, since, until))
+                self.trace.waited.append(Wait(lane, since, until))
 
     def stepped(self, number: int, misses: int) -> None:
         """The user's `step()` was called, for the `number`-th time."""

@@ -57,7 +57,7 @@ class Store:
         starts = itertools.accumulate(map(len, layout.values()), initial=0)
         self._first: dict[tuple[Kind, str], int] = dict(zip(layout, starts))
         """By value, the number of its first chunk."""
-        self._volume = aio.create_volume(
+        self.volume = aio.create_volume(
             directories,
             sum(sizes),
             [partial(_backend_for, speed, depth, io) for speed in speeds]
@@ -65,22 +65,12 @@ class Store:
             unit_bytes=unit_bytes,
             weights=shares_of(speeds) or None,
         )
-        self.chunks = aio.Chunks(self._volume, sizes, crc32c, self._name_of)
+        self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of)
 
     def _name_of(self, number: int) -> str:
         key, first = next(one for one in reversed(self._first.items()) if one[1] <= number)
         kind, unit = key
         return f"chunk {number - first} of {kind} of {unit!r}"
-
-    @property
-    def files(self) -> tuple[aio.File, ...]:
-        """The scratch file in each directory that is in use."""
-        return self._volume.files
-
-    @property
-    def notice(self) -> str | None:
-        """What the user should know, a sentence for each directory concerned; else None."""
-        return self._volume.notice
 
     def read(self, kind: Kind, unit: str, into: torch.Tensor, chunk: int | None = None) -> None:
         """Fill `into` with a chunk, or all chunks, of a value as last written, see `Chunks.read`.
@@ -103,11 +93,6 @@ class Store:
         """The entry of a chunk; None if it is not readable."""
         return self.chunks.entry(self._first[kind, unit] + chunk)
 
-    @property
-    def native(self) -> bool:
-        """Whether the native runner can do the transfers."""
-        return self._volume.native
-
     def numbers(self, kind: Kind, unit: str, chunk: int | None) -> range:
         """The numbers in `chunks` of a chunk, or of all of a value."""
         first, count = self._first[kind, unit], len(self._layout[kind, unit])
@@ -118,7 +103,7 @@ class Store:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
         if os.getpid() != self._pid:
             return
-        self._volume.close()
+        self.volume.close()
 
     def __enter__(self) -> Store:
         return self

@@ -60,7 +60,7 @@ struct Machine {
     std::condition_variable changed;
     std::mt19937 luck{0};
     unsigned delay_us_max = 0;
-    int version = 13000, calls = 0, fails_at = 0, retained = 0;
+    int calls = 0, fails_at = 0, retained = 0;
     bool started = false, stays_failed = false;
     int unwaited = 0;  // events that nobody waits for: 1 those of streams made here, 2 the others
     std::string failed;  // the call that was let fail first
@@ -152,12 +152,6 @@ EXPORTED int cuInit(unsigned flags) {
     machine.started = true;
     BEGIN(false);
     return flags == 0 ? DONE : INVALID_VALUE;
-}
-
-EXPORTED int cuDriverGetVersion(int* version) {
-    BEGIN(false);
-    *version = machine.version;
-    return DONE;
 }
 
 EXPORTED int cuGetErrorString(int code, const char** told) {
@@ -348,7 +342,6 @@ EXPORTED void stand_in_reset(unsigned seed, unsigned delay_us_max) {
     const std::lock_guard lock(machine.mutex);
     machine.luck.seed(seed);
     machine.delay_us_max = delay_us_max;
-    machine.version = 13000;
     machine.calls = machine.fails_at = 0;
     machine.stays_failed = false;
     machine.unwaited = 0;
@@ -387,7 +380,6 @@ EXPORTED int stand_in_live() {
     return int(machine.streams.size() + machine.events.size()) + machine.retained;
 }
 
-EXPORTED void stand_in_version(int version) { machine.version = version; }
 
 // Let nobody wait for events, which must show: 1 those of streams made here, 2 the others.
 EXPORTED void stand_in_unwait(int which) { machine.unwaited = which; }

@@ -19,7 +19,6 @@ namespace driver {
 
 namespace {
 
-constexpr int VERSION_LEAST = 11000;  // CUDA 11.0
 constexpr unsigned NON_BLOCKING = 1;  // a stream in no order with stream 0
 constexpr unsigned SLEEPING = 1 | 2;  // an event whose waiters sleep, which keeps no time
 
@@ -36,11 +35,6 @@ class Cuda : public Driver {
 public:
     Cuda(const std::string& library, int ordinal) : library_(library) {
         check("cuInit", init_(0));
-        int version = 0;
-        check("cuDriverGetVersion", version_(&version));
-        if (version < VERSION_LEAST)
-            throw std::runtime_error(library_ + " is of CUDA " + std::to_string(version / 1000) +
-                                     ", and 11.0 is needed: update the device's driver");
         check("cuDeviceGet", device_get_(&device_, ordinal));
         check("cuDevicePrimaryCtxRetain", retain_(&context_, device_));
     }
@@ -175,7 +169,6 @@ private:
 
     Result (*const error_string_)(Result, const char**) = find("cuGetErrorString");
     Result (*const init_)(unsigned) = find("cuInit");
-    Result (*const version_)(int*) = find("cuDriverGetVersion");
     Result (*const device_get_)(int*, int) = find("cuDeviceGet");
     Result (*const retain_)(Context*, int) = find("cuDevicePrimaryCtxRetain");
     Result (*const release_)(int) = find("cuDevicePrimaryCtxRelease_v2");
