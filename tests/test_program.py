@@ -50,7 +50,6 @@ def turns(phase: Phase, verb: Verb) -> list[int]:
 
 def test_fetch_goes_from_tier_to_tier() -> None:
     profile = blocks(3)
-    assert path(fetch(plan_of(profile, "device"), 1, 0)) == []
     assert path(fetch(plan_of(profile, "cpu"), 1, 0)) == [("h2d", "cpu home", "device weight")]
     assert path(fetch(plan_of(profile, "nvme"), 1, 0)) == [
         ("disk", "nvme home", "cpu weight"),

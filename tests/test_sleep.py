@@ -97,7 +97,7 @@ def test_the_memory_is_given_back(tier: Any, placement: Any, tmp_path: Path) -> 
         offload.sleep(run.model, tier)
         assert set(memory.arenas) == ({"cpu"} if tier == "cpu" else set())
         assert not [
-            unit for unit in run.engine.units if unit.buffer is not None or unit.kept is not None
+            unit for unit in run.engine.units if unit.weights is not None or unit.kept is not None
         ]
         offload.wake(run.model)
         assert set(memory.arenas) == {"device", "cpu"}

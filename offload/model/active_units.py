@@ -50,7 +50,7 @@ class ActiveUnits:
             self._runner.begin(entry.task)
             if unit.kept is None:
                 unit.kept = unit.views_of(self._runner.memory.weights(unit.index))
-            unit.take(unit.kept)
+            unit.weights = unit.kept
         except BaseException:
             if entry.task.begun:
                 self._runner.finish(entry.task)
@@ -70,7 +70,7 @@ class ActiveUnits:
             for piece, (offset, size) in enumerate(unit.spec.weight_chunks):
                 home = self._runner.read_home(Value("weight", unit.index, piece))
                 buffer[offset : offset + size].copy_(home)
-            unit.take(unit.views_of(buffer))
+            unit.weights = unit.views_of(buffer)
         except BaseException:
             self._snapshots.unreserve(unit.index)
             raise
@@ -82,11 +82,13 @@ class ActiveUnits:
         Raises:
             RuntimeError: a parameter was changed in place meanwhile. All of `used` rest then.
         """
-        changed = [name for unit in used if unit.buffer is not None and (name := unit.changed())]
+        changed = [name for unit in used if unit.weights is not None and (name := unit.changed())]
         for unit in used:
             unit.depth = max(0, unit.depth - 1)
-            unit.held = unit.buffer is not None and (unit.held or unit.spec.lasting) and not changed
-            if unit.fused and unit.buffer is not None and not unit.depth:
+            unit.held = (
+                unit.weights is not None and (unit.held or unit.spec.lasting) and not changed
+            )
+            if unit.fused and unit.weights is not None and not unit.depth:
                 unit.unbind(between=True)
             self.release(unit)
         if changed:
@@ -100,7 +102,7 @@ class ActiveUnits:
 
     def release(self, unit: FlatUnit) -> None:
         """Put a unit at rest when nothing uses it any more."""
-        if unit.buffer is None or unit.depth > 0 or unit.held or unit.between:
+        if unit.weights is None or unit.depth > 0 or unit.held or unit.between:
             return
         self._snapshots.unreserve(unit.index)
         unit.unbind()
@@ -147,7 +149,8 @@ class ActiveUnits:
             return None
         address = tensor.data_ptr()
         for unit in self.units:
-            if unit.address <= address < unit.end:  # Of what is empty the address is zero.
+            weights = unit.weights
+            if weights and weights.start <= address < weights.stop:  # Zero for what is empty.
                 own = tensor.is_cpu is self._on_cpu  # Else that is of other memory.
                 return unit.saved_at(self.tensor_of, address, tensor) if own else None
         return None
@@ -161,7 +164,7 @@ class ActiveUnits:
         with self._lock:
             unit = self._all[saved.unit]
             unit.require_version(saved)
-            if unit.buffer is not None:
+            if unit.weights is not None:
                 return unit.shown(saved)
             self._check()
             return self._from_snapshot(saved)

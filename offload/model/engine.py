@@ -242,7 +242,7 @@ class Engine:
                 self._sum_squares(index)
                 continue
             unit = self.units[index]
-            if unit.buffer is not None or unit.saved or self.gradients.shows(index):
+            if unit.weights is not None or unit.saved or self.gradients.shows(index):
                 continue
             self.gradients.send(index)
             if not self.early.begun:
@@ -314,7 +314,7 @@ class Engine:
         """Bring a unit into use, in a pass that is opened where there is none."""
         if unit.between and not unit.held and unit.index in self.snapshots:
             self.snapshots.boundary(unit.index)  # An edit puts it at rest.
-        if unit.buffer is not None:
+        if unit.weights is not None:
             if unit.task is not None:
                 self.runner.join(unit.task)
             return
@@ -348,7 +348,7 @@ class Engine:
             self.end_broken_pass()
             if unit in self.residents:
                 return self.units[unit].parameters[index].detach().clone()
-            if (used := self.units[unit]).buffer is not None:
+            if (used := self.units[unit].weights) is not None:
                 return used.views[index].clone()
             self.snapshots.boundary(unit)
             return self.snapshots.read(Key("weight", unit, index))

@@ -197,11 +197,11 @@ Resolve = Callable[[SavedWeight], torch.Tensor]
 class Weights(NamedTuple):
     """The weights of a unit in memory where they can be used."""
 
-    buffer: torch.Tensor
-    """All of them, flat."""
     views: list[torch.Tensor]
     """By parameter."""
-    address: int
+    start: int
+    """Address of the first."""
+    stop: int
     saved: dict[object, torch.Tensor]
     """What autograd has saved of them, by what it looks like."""
 
@@ -241,13 +241,8 @@ class FlatUnit:
         """Units in whose forward this one was called."""
         self.task: Any = None
         """The compute task that stands for this use, if one does."""
-        self.buffer: torch.Tensor | None = None
-        """The flat weights in use, None at rest."""
-        self.address = self.end = 0
-        """Of the weights in use."""
-        self.views: list[torch.Tensor] = []
-        """By parameter, the weights in use."""
-        self._saved: dict[object, torch.Tensor] = {}
+        self.weights: Weights | None = None
+        """Those in use, None at rest."""
         self.stand_ins = [
             stand_ins[p.dtype].expand(p.shape) if p.shape else stand_ins[p.dtype][0]
             for p in spec.parameters
@@ -278,30 +273,27 @@ class FlatUnit:
             typed(buffer, p.dtype, offset, p.shape)
             for p, offset in zip(self.spec.parameters, self._offsets)
         ]
-        return Weights(buffer, views, buffer.data_ptr(), {})
+        start = buffer.data_ptr()
+        return Weights(views, start, start + self.spec.weight_bytes, {})
 
     def part_of(self, module: nn.Module) -> Sequence[int]:
         """The parameters that are in use while an announcing module runs."""
         return self._parts.get(id(module), self._every)
 
-    def take(self, weights: Weights) -> None:
-        """Have these weights, of which `bind` lets parameters be views."""
-        self.buffer, self.views, self.address, self._saved = weights
-        self.end = self.address + self.spec.weight_bytes
-
     def bind(self, part: Sequence[int]) -> None:
         """Let some parameters be views of the weights in use, if there are any."""
-        for index in part if len(self._bound) < len(self.views) else ():
+        views = () if self.weights is None else self.weights.views
+        for index in part if len(self._bound) < len(views) else ():
             parameter = self.parameters[index]
             if type(parameter) is not ActiveParameter:
                 parameter.__class__ = ActiveParameter  # Torch sends nothing of it to a trap.
-                _set_data(parameter, self.views[index])
+                _set_data(parameter, views[index])
                 self._versions[index] = version(self._counters[index])
                 self._bound.append(index)
 
     def unbind(self, *, between: bool = False) -> None:
         """Let the parameters be at rest; `between` two calls the weights stay in the slot."""
-        for index in self._every if self.buffer is None else self._bound:
+        for index in self._every if self.weights is None else self._bound:
             parameter = self.parameters[index]
             parameter.__class__ = ActiveParameter  # As above.
             _set_data(parameter, self.stand_ins[index])
@@ -309,7 +301,7 @@ class FlatUnit:
         self._bound.clear()
         self.between = between
         if not between:
-            self.buffer, self.views = None, []
+            self.weights = None
         if not self._counters:
             with no_trap(), torch.inference_mode(False):
                 self._counters = [torch.Tensor.detach(one) for one in self.parameters]
@@ -338,7 +330,7 @@ class FlatUnit:
 
     def close(self) -> None:
         """Let go of all views of the slot."""
-        self.kept, self.buffer, self._saved = None, None, {}
+        self.kept = self.weights = None
 
     # -- what autograd saves of the weights ------------------------------------------------------
 
@@ -365,17 +357,20 @@ class FlatUnit:
 
     def saved_at(self, resolve: Resolve, address: int, saved: torch.Tensor) -> SavedWeight:
         """What stands for a tensor that begins at an address among the weights in use."""
-        offset = address - self.address
+        assert self.weights is not None
+        offset = address - self.weights.start
         parameter = bisect_right(self._offsets, offset) - 1
         return self.saved_weight(resolve, parameter, offset - self._offsets[parameter], saved)
 
     def shown(self, saved: SavedWeight) -> torch.Tensor:
         """The weight in use that autograd has saved: the same tensor in each pass."""
-        found = self._saved.get(saved.looks)
+        assert self.weights is not None
+        views, known = self.weights.views, self.weights.saved
+        found = known.get(saved.looks)
         if found is None:
-            if len(self._saved) >= SAVED_PER_PARAMETER_MAX * len(self.views):
-                self._saved.clear()
-            found = self._saved[saved.looks] = saved.of(self.views[saved.parameter])
+            if len(known) >= SAVED_PER_PARAMETER_MAX * len(views):
+                known.clear()
+            found = known[saved.looks] = saved.of(views[saved.parameter])
         return found
 
     def require_version(self, saved: SavedWeight) -> None:

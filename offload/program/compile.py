@@ -146,10 +146,9 @@ def weight_in_use(plan: Plan, unit: int) -> Place:
 
 
 def fetch(plan: Plan, unit: int, deadline: int) -> list[Op]:
-    """Move a unit's weights from home to its device slot; no op if the device is their home."""
+    """Move a unit's weights from home to its device slot."""
     slot, home = plan.weight_slot[unit], plan.home("weight", unit)
-    if slot is None:
-        return []
+    assert slot is not None, "the device is their home"
     stops = [Place(tier, "weight", unit % STAGES) for tier in route(home.tier, "device")[1:-1]]
     value, size = Value("weight", unit), plan.bytes_of("weight", unit)
     return move(value, size, [home, *stops, slot], deadline)
