@@ -4,12 +4,12 @@ First, rules of the plan and of single ops: homes and slots are disjoint and ins
 and each op keeps the rules of `offload.program.verify`.
 
 Second, races. A chain of phases in which every legal pair of neighbours occurs is walked op by op.
-Waits inside a phase are the compiled ones, between phases those of `Scoreboard`. An op must reach,
-through waits, every earlier access to the same place if one of the two writes. So all orders in
-which lanes can run the ops give the result of the order of issue, and it suffices to follow the
-contents of every place in that order. An op must read the newest version of its value, put there in
-this phase or declared at its entry. An update must use the sum of all gradients. No gradient may be
-overwritten before it is home.
+The waits are those of `Scoreboard`, as when the engine runs. An op must reach, through waits, every
+earlier access to the same place if one of the two writes. So all orders in which lanes can run the
+ops give the result of the order of issue, and it suffices to follow the contents of every place in
+that order. An op must read the newest version of its value, put there in this phase or declared at
+its entry. An update must use the sum of all gradients. No gradient may be overwritten before it is
+home.
 
 A version of a value is the set of the ops that made it: one update, or the backward ops of all
 micro-batches whose gradients were added.
@@ -24,7 +24,8 @@ from itertools import pairwise
 from offload.planning.layout import Buffer, Place, Plan
 from offload.planning.profile import BLOCK_BYTES, KINDS
 from offload.planning.tiers import TIERS
-from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb
+from offload.program.ops import FACTOR, Phase, Program, Use, Value, Verb, cells
+from offload.program.schedule import Scoreboard
 from offload.program.verify import (
     ProgramError,
     Walk,
@@ -61,9 +62,7 @@ def verify(program: Program) -> None:
     check_slots(plan)
     for phase in program.phases.values():
         for index, op in enumerate(phase.ops):
-            late = next((wait for wait in op.waits if not 0 <= wait < index), None)
-            rule = f"waits for op {late}, which is not an earlier op of its phase"
-            if rule := broken_by(plan, op) if late is None else rule:
+            if rule := broken_by(plan, op):
                 raise ProgramError(rule, phase.name, index, op_text(plan, op))
     walk = _Proof(plan)
     for name in CHAIN:
@@ -113,11 +112,31 @@ def check_slots(plan: Plan) -> None:
                 raise ProgramError(f"{unit.name} is lasting but shares {place_text(place)}")
 
 
+def waits_of(phase: Phase) -> list[list[int]]:
+    """By op of a phase, the indices of the earlier ones that it waits for."""
+    board, found = Scoreboard[int](), list[list[int]]()
+    for index, op in enumerate(phase.ops):
+        touched = list(cells(op.reads)), list(cells(op.writes))
+        found.append(sorted(board.waits(*touched)))
+        board.note(index, *touched)
+    return found
+
+
+def _shared(uses: Iterable[Use]) -> list[object]:
+    """What uses can have in common, without `cells`, which waits were found by."""
+    return [use.value if use.place.use == "home" else use.place for use in uses]
+
+
 class _Proof(Walk):
     """Follows the versions in every place along a chain of phases."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan, {})
+        # Races: by op, numbered along the phases; then by what uses share.
+        self._board: Scoreboard[int] = Scoreboard()
+        self._waits: list[set[int]] = []
+        self._writer: dict[object, int] = {}
+        self._readers: dict[object, list[int]] = {}
         # Contents.
         self._there: dict[object, tuple[Value, Version]] = {}
         self._homes: dict[Value, Version] = {}
@@ -169,7 +188,7 @@ class _Proof(Walk):
 
     def apply(self) -> None:
         """The effect of the op on the contents."""
-        op, verb, made = self.op, self.op.verb, frozenset({self.base + self.index})
+        op, verb, made = self.op, self.op.verb, frozenset({self._check_waits()})
         versions = [self._read(use) for use in op.reads]
         if verb is Verb.MOVE:
             self._unsaved.discard(op.reads[0].place)
@@ -186,6 +205,36 @@ class _Proof(Walk):
         for use in op.writes:
             self._write(use, made)
         self._seen[verb].append(op.value)
+
+    def _check_waits(self) -> int:
+        """The op must wait for every earlier one that it would race with; its number."""
+        op, own = self.op, len(self._waits)
+        touched = list(cells(op.reads)), list(cells(op.writes))
+        self._waits.append(set(self._board.waits(*touched)))
+        self._board.note(own, *touched)
+        reads, writes = _shared(op.reads), _shared(op.writes)
+        sharers = [(cell, self._writer.get(cell, own)) for cell in (*reads, *writes)]
+        sharers += [(cell, reader) for cell in writes for reader in self._readers.get(cell, ())]
+        for cell, other in sharers:
+            if other != own and not self._waits_for(own, other):
+                where = place_text(cell) if isinstance(cell, Place) else "a home"
+                self.fail(f"does not wait for an earlier op, with which it shares {where}")
+        for cell in reads:
+            self._readers.setdefault(cell, []).append(own)
+        for cell in writes:
+            self._writer[cell], self._readers[cell] = own, []
+        return own
+
+    def _waits_for(self, own: int, earlier: int) -> bool:
+        """Whether `earlier` is reachable from `own` through waits."""
+        stack, seen = [own], {own}
+        while stack:
+            waits = self._waits[stack.pop()]
+            if earlier in waits:
+                return True
+            stack += [wait for wait in waits if wait > earlier and wait not in seen]
+            seen.update(waits)
+        return False
 
     def _accumulate(self, use: Use, made: Version, *, again: bool) -> Version:
         """The version at a gradient's place after a backward op: at home, the sum so far."""

@@ -59,8 +59,8 @@ def recorded(run: Run, loop: Callable[[Run], None]) -> list[Op]:
 
 
 def bare(op: Op) -> Op:
-    """Without what a phase adds, and urgency apart."""
-    return replace(op, waits=(), deadline=0)
+    """Urgency apart."""
+    return replace(op, deadline=0)
 
 
 def accesses(plan: Plan, ops: Iterable[Op]) -> dict[object, list[object]]:

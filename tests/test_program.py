@@ -24,6 +24,7 @@ from offload.program.compile import (
 from offload.program.ops import FACTOR, Lane, Op, Phase, Use, Value, Verb, cells
 from offload.program.schedule import Scoreboard
 from tests.profiles import AMPLE, blocks, plan_of, plans, program_of, unit
+from tests.proof import waits_of
 
 NAMES = ["forward", "backward_first", "backward_next", "norm", "update"]
 
@@ -198,17 +199,15 @@ def test_clipping_combines_every_unit_before_any_update() -> None:
 
 
 @given(plans())
-def test_deadlines_and_waits_of_random_programs(plan: Plan) -> None:
+def test_deadlines_of_random_programs(plan: Plan) -> None:
     program = compile_program(plan)
     assert list(program.phases) == NAMES
     for phase in program.phases.values():
-        for index, op in enumerate(phase.ops):
-            assert list(op.waits) == sorted(set(op.waits))
-            assert all(0 <= wait < index for wait in op.waits)
         own = [op.deadline for op in phase.ops if op.verb in (Verb.FORWARD, Verb.BACKWARD)]
         assert own == list(range(len(own)))
-        for op in phase.ops:
-            needed = [o.deadline for o in phase.ops if o.waits and op is phase.ops[o.waits[-1]]]
+        waits = waits_of(phase)
+        for at, op in enumerate(phase.ops):
+            needed = [o.deadline for o, of in zip(phase.ops, waits) if of and of[-1] == at]
             if op.verb is Verb.MOVE and op.lane is Lane.H2D and needed:
                 assert op.deadline <= max(needed)
 
@@ -224,7 +223,7 @@ def test_more_slots_let_fetches_run_further_ahead() -> None:
         phase = program_of(blocks(6), weight_slots=slots).phases["forward"]
         moves = [index for index, op in enumerate(phase.ops) if op.verb is Verb.MOVE]
         for number, index in enumerate(moves):
-            used = [phase.ops[wait].value.unit for wait in phase.ops[index].waits]
+            used = [phase.ops[wait].value.unit for wait in waits_of(phase)[index]]
             before = number - slots
             assert (before in used) == (before >= 0)
 

@@ -17,6 +17,7 @@ from offload.program.compile import compile_program, compute_phase, parts_of
 from offload.program.ops import Lane, Op, Phase, Program, Verb
 from offload.program.simulate import Timeline, seconds_of, simulate
 from tests.profiles import AMPLE, H100, all_placements, blocks, busy, moved, plans, program_of, unit
+from tests.proof import waits_of
 
 BYTES = 8192
 """Weights and gradients of a block of 4096 bfloat16; its record has 10 bytes per element."""
@@ -283,8 +284,8 @@ def test_the_waits_of_the_phase_are_kept(plan: Plan) -> None:
             whole = {id(op): op for op in phase.ops}
             for span in (s for s in of_phase if id(s.op) in whole):
                 begins[id(span.op)], ends[id(span.op)] = span.start, span.stop
-            for op in phase.ops:
-                for wait in (phase.ops[wait] for wait in op.waits):
+            for op, waits in zip(phase.ops, waits_of(phase)):
+                for wait in (phase.ops[wait] for wait in waits):
                     if id(op) in begins and id(wait) in ends:
                         assert begins[id(op)] >= ends[id(wait)]
 

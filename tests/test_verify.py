@@ -25,7 +25,7 @@ from tests.profiles import (
     with_phase,
 )
 from tests.profiles import with_op as changed
-from tests.proof import CHAIN, verify
+from tests.proof import CHAIN, verify, waits_of
 
 
 def broken(
@@ -50,10 +50,9 @@ def streamed() -> Program:
 
 
 def without(program: Program, phase: str, index: int) -> Program:
-    """`program` with one op left out, and all waits renumbered."""
-    ops = [op for i, op in enumerate(program.phases[phase].ops) if i != index]
-    kept = [replace(op, waits=tuple(w - (w > index) for w in op.waits if w != index)) for op in ops]
-    return with_phase(program, phase, ops=tuple(kept))
+    """`program` with one op left out."""
+    ops = program.phases[phase].ops
+    return with_phase(program, phase, ops=(*ops[:index], *ops[index + 1 :]))
 
 
 def with_plan(program: Program, **changes: object) -> Program:
@@ -61,11 +60,9 @@ def with_plan(program: Program, **changes: object) -> Program:
 
 
 def with_order(program: Program, phase: str, order: Sequence[int]) -> Program:
-    """`program` with the ops of a phase in another order, all waits kept."""
+    """`program` with the ops of a phase in another order."""
     ops = program.phases[phase].ops
-    new = {old: at for at, old in enumerate(order)}
-    moved = [replace(ops[i], waits=tuple(sorted(new[w] for w in ops[i].waits))) for i in order]
-    return with_phase(program, phase, ops=tuple(moved))
+    return with_phase(program, phase, ops=tuple(ops[at] for at in order))
 
 
 # -- what is right passes ---------------------------------------------------------------------
@@ -106,35 +103,12 @@ def test_three_thousand_ops_take_about_a_second() -> None:
 # -- waits --------------------------------------------------------------------------------------
 
 
-def test_every_wait_that_no_other_implies_is_needed() -> None:
-    program = streamed()
-    for name, phase in program.phases.items():
-        for index, op in enumerate(phase.ops):
-            reached = [set[int]() for _ in phase.ops]
-            for i, one in enumerate(phase.ops[:index]):
-                reached[i] = {i}.union(*(reached[w] for w in one.waits))
-            for wait in op.waits:
-                others = tuple(w for w in op.waits if w != wait)
-                if any(wait in reached[w] for w in others):
-                    verify(changed(program, name, index, waits=others))
-                else:
-                    rule = f"does not wait for op {wait}, "
-                    broken(changed(program, name, index, waits=others), name, index, rule)
-
-
-def test_a_wait_for_a_later_op_is_a_cycle() -> None:
-    program = streamed()
-    index, op = find(program.phases["update"], verb=Verb.UPDATE)
-    for wait in (index, index + 1, -1):
-        waits = (*op.waits, wait)
-        rule = f"waits for op {wait}, which is not an earlier"
-        broken(changed(program, "update", index, waits=waits), "update", index, rule)
-
-
 def test_a_race_between_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.program.verify.cells", lambda uses: iter(()))
+    monkeypatch.setattr("tests.proof.cells", lambda uses: iter(()))
     program = program_of(blocks(1), "device", "device", "device")
-    broken(program, "backward_next", 1, "does not wait for an op of an earlier phase")
+    broken(
+        program, "backward_next", 1, "does not wait for an earlier op, with which it shares a home"
+    )
 
 
 # -- one op -------------------------------------------------------------------------------------
@@ -321,8 +295,6 @@ def test_a_slot_with_another_value() -> None:
     broken(wrong, "forward", at[0], "reads device weight 1, which nothing in its phase has filled")
     swapped = (Use(first, Value("weight", 1)),)
     wrong = changed(program, "forward", at[1], reads=swapped)
-    broken(wrong, "forward", at[1], "does not wait for op 0, with which it shares device weight 0")
-    wrong = changed(wrong, "forward", at[1], waits=tuple(range(at[1])))
     rule = "reads weight of block1 in device weight 0, which has weight of block0"
     broken(wrong, "forward", at[1], rule)
 
@@ -331,16 +303,7 @@ def test_a_slot_refilled_before_it_was_read() -> None:
     program = program_of(blocks(4), weight_slots=1)
     ops = program.phases["forward"].ops
     assert [op.verb for op in ops[:4]] == [Verb.MOVE, Verb.FORWARD] * 2
-    wrong = with_phase(
-        program,
-        "forward",
-        ops=(
-            ops[0],
-            replace(ops[2], waits=(0,)),
-            replace(ops[1], waits=(0, 1)),
-            *ops[3:],
-        ),
-    )
+    wrong = with_phase(program, "forward", ops=(ops[0], ops[2], ops[1], *ops[3:]))
     broken(wrong, "forward", 2, "reads weight of block0 in device weight 0, which has .* block1")
 
 
@@ -401,7 +364,8 @@ def test_a_gradient_overwritten_in_its_slot() -> None:
     program = program_of(blocks(3))
     ops = program.phases["backward_first"].ops
     out, _ = find(program.phases["backward_first"], lane=Lane.D2H)
-    late = next(i for i, op in enumerate(ops) if op.verb is Verb.COLLECT and out in op.waits)
+    waits = waits_of(program.phases["backward_first"])
+    late = next(i for i, op in enumerate(ops) if op.verb is Verb.COLLECT and out in waits[i])
     assert ops[late].value.unit == 0
     wrong = without(program, "backward_first", out)
     rule = "overwrites gradient of block2 before it has left its slot"
@@ -422,8 +386,7 @@ def test_a_gradient_added_twice() -> None:
     program = program_of(blocks(1))
     ops = program.phases["backward_next"].ops
     index, op = find(program.phases["backward_next"], verb=Verb.ADD)
-    again = replace(op, waits=tuple(range(len(ops))))
-    wrong = with_phase(program, "backward_next", ops=(*ops, again))
+    wrong = with_phase(program, "backward_next", ops=(*ops, op))
     broken(wrong, "backward_next", index + 1, "adds a gradient that is in the sum already")
 
 
@@ -444,7 +407,7 @@ def test_a_norm_of_some_units() -> None:
 def test_an_update_done_twice() -> None:
     program = program_of(blocks(1))
     ops = program.phases["update"].ops
-    wrong = with_phase(program, "update", ops=(*ops, replace(ops[-1], waits=(len(ops) - 1,))))
+    wrong = with_phase(program, "update", ops=(*ops, ops[-1]))
     broken(wrong, "update", None, "does not update every unit once")
 
 
@@ -465,19 +428,12 @@ def test_a_unit_that_needs_no_weights_in_backward() -> None:
     assert at == [1, 0]
 
 
-def test_a_pass_is_refused_without_a_wait_or_a_fetch() -> None:
+def test_a_pass_is_refused_without_a_fetch() -> None:
     """In an order of its own, as the engine compiles one; the first unit's slot is filled."""
     plan = program_of(blocks(6), weight_slots=2).plan
     phase, _ = pass_phase(plan, Verb.BACKWARD, (4, 1, 1, 3, 0), 2, {plan.weight_slot[4]: 4})
     verify_pass(plan, phase)
-    waiting = [index for index, op in enumerate(phase.ops) if op.waits]
-    assert len(waiting) > 5
-    for index in waiting:
-        alone = replace(phase.ops[index], waits=())
-        ops = (*phase.ops[:index], alone, *phase.ops[index + 1 :])
-        with pytest.raises(ProgramError, match="does not wait for op"):
-            verify_pass(plan, replace(phase, ops=ops))
     with pytest.raises(ProgramError, match=r"reads weight of block4 in .* which has nothing"):
         verify_pass(plan, replace(phase, entry={}))
     with pytest.raises(ProgramError, match="counts 1 bytes"):
-        verify_pass(plan, replace(phase, ops=(replace(phase.ops[1], bytes=1, waits=()),)))
+        verify_pass(plan, replace(phase, ops=(replace(phase.ops[1], bytes=1),)))

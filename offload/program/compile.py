@@ -1,4 +1,4 @@
-"""Compile a plan into phases of ops: what each reads, writes, moves and waits for. Pure.
+"""Compile a plan into phases of ops: what each reads, writes and moves. Pure.
 
 [Note: As it runs]
 `Program` has every phase once, as a plain step runs it. The engine makes its phases with the same
@@ -25,15 +25,14 @@ from offload.program.ops import (
     Use,
     Value,
     Verb,
-    cells,
     part_of,
 )
-from offload.program.schedule import Scoreboard, uncollected
+from offload.program.schedule import uncollected
 
 
 @uncollected()
 def compile_program(plan: Plan) -> Program:
-    """The phases of a model under `plan`, with every wait."""
+    """The phases of a model under `plan`."""
     profile = plan.profile
     forward = compute_phase(plan, "forward", profile.forward, {})
     backward = [
@@ -43,7 +42,7 @@ def compile_program(plan: Plan) -> Program:
     squares = [square(plan, unit) for unit, _ in update_order(plan)] if plan.clips else []
     normed = [*squares, norm([op.writes[0] for op in squares])] if plan.clips else []
     updates = [update(plan, unit, deadline) for unit, deadline in update_order(plan)]
-    late = [Phase(n, with_waits(ops), {}, {}) for n, ops in (("norm", normed), ("update", updates))]
+    late = [Phase(n, tuple(ops), {}, {}) for n, ops in (("norm", normed), ("update", updates))]
     return Program(plan, {phase.name: phase for phase in (forward, *backward, *late)})
 
 
@@ -67,7 +66,7 @@ def compute_phase(plan: Plan, name: str, order: Sequence[int], in_slots: dict[Pl
             came.add(unit)
             ops.append(collect(plan, unit, position + 1))
             ops += (offload_gradient if first else add_gradient)(plan, unit, position + 2)
-    return Phase(name, with_waits(ops), entry, dict(in_slots))
+    return Phase(name, tuple(ops), entry, dict(in_slots))
 
 
 def pass_phase(
@@ -85,7 +84,7 @@ def pass_phase(
         needs = plan.profile.units[unit].backward
         ops.append(use(plan, unit, verb if needs else Verb.FORWARD, position))
         ends.append(len(ops))
-    return Phase("pass", with_waits(ops), entry, dict(in_slots)), ends
+    return Phase("pass", tuple(ops), entry, dict(in_slots)), ends
 
 
 def fetch_missing(
@@ -118,18 +117,6 @@ def update_order(plan: Plan) -> Iterator[tuple[int, int]]:
     for unit in sorted(range(len(profile.units)), key=lambda u: (first.get(u, late), u)):
         if profile.units[unit].trainable:
             yield unit, first.get(unit, late)
-
-
-def with_waits(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Fresh `ops` with the waits of a phase that issues them in this order."""
-    board: Scoreboard[int] = Scoreboard()
-    for index, op in enumerate(ops):
-        reads, writes = tuple(cells(op.reads)), tuple(cells(op.writes))
-        waits = tuple(sorted(board.waits(reads, writes)))
-        board.note(index, reads, writes)
-        # In place, as nothing else has the op yet: copying takes a third of the compilation.
-        object.__setattr__(op, "waits", waits)
-    return tuple(ops)
 
 
 def move(value: Value, size: int, stops: Sequence[Place], deadline: int) -> list[Op]:

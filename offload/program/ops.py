@@ -2,13 +2,10 @@
 
 [Note: Phases]
 A phase is the ops of `forward`, of the `backward` of a first or later micro-batch, of `norm`, or of
-`update`, in order of issue. An op may start when the ops that it waits for are done. A lane runs
-the most urgent of its ops that may start, so its order guarantees nothing: every order between two
-ops that touch the same place is a wait, and `verify` needs to check only waits.
-
-Waits inside a phase are compiled. Between phases the same rule holds: the first op of a phase that
-touches a place waits for what earlier phases did there. `Scoreboard` is that rule, used by
-`compile`, `simulate` and the engine.
+`update`, in order of issue. A lane runs the most urgent of its ops that may start, so its order
+guarantees nothing. The order of issue does: an op waits for what was issued before it and touches a
+place that it touches, in its phase or an earlier one, unless both only read. `Scoreboard` is that
+rule, used by `simulate` and the engine.
 
 [Note: Streams]
 A unit is updated by one op, and so are its squares summed. What of it lives where the op cannot
@@ -108,8 +105,6 @@ class Op:
     """The work for the lane: bytes moved; on cpu and compute, bytes of operands."""
     deadline: int
     """Position in the pass of the compute op that needs the result; smaller is more urgent."""
-    waits: tuple[int, ...] = ()
-    """Indices in the phase of the ops that must be done before this one starts."""
 
 
 LANE_OF_MOVE: dict[tuple[Tier, Tier], Lane] = {

@@ -3,14 +3,14 @@
 [Note: What is checked]
 Before its first run each op is checked by itself (`check_op`): it is on the lane of its work,
 counts the bytes of its value, and fits it into its slot. A pass, in whatever order of units, is
-checked as a whole (`verify_pass`): an op must reach, through waits, every earlier access to the
-same place if one of the two writes, so all orders in which lanes can run the ops give the result of
-the order of issue; and in that order every compute finds the weights of its unit. Between phases
-the rule of `Scoreboard` holds.
+checked as a whole (`verify_pass`): in the order of issue every compute finds the weights of its
+unit. All orders in which lanes can run the ops give the result of that one, by the rule of
+`Scoreboard`.
 
 That all phases of a step together cannot go wrong, whatever the plan, is proved by the tests: homes
 and slots are disjoint and within their budgets, every legal pair of phases may follow each other,
-an update uses the sum of all gradients, and none is overwritten before it is home.
+an update uses the sum of all gradients, none is overwritten before it is home, and an op reaches,
+through waits, every earlier one that it would race with.
 
 Waits cannot form a cycle: the user computes in order, and every op is issued after those that it
 waits for. A chunk of a stream takes one staging slot, waits for nothing else, and gives it back.
@@ -18,7 +18,7 @@ waits for. A chunk of a stream takes one staging slot, waits for nothing else, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from offload.planning.layout import Place, Plan, site
@@ -34,9 +34,7 @@ from offload.program.ops import (
     Use,
     Value,
     Verb,
-    cells,
 )
-from offload.program.schedule import Scoreboard
 
 _NUMBERS = ("factor", "partial")
 """Uses of places that hold one number outside of all buffers: clip factor, sum of squares."""
@@ -164,29 +162,18 @@ def misfit(plan: Plan, use: Use) -> str:
     return ""
 
 
-def _shared(uses: Iterable[Use]) -> list[object]:
-    """What uses can have in common, without `cells`, which waits were found by."""
-    return [use.value if use.place.use == "home" else use.place for use in uses]
-
-
 class Walk:
-    """Follows who touches each place, and what slots hold, op by op along phases."""
+    """Follows what slots hold, op by op along phases."""
 
     def __init__(self, plan: Plan, in_slots: Mapping[Place, int]):
         """`in_slots` tells whose weights slots hold at first."""
         self.plan = plan
-        self._board: Scoreboard[int] = Scoreboard()
-        # By op, numbered along the phases; then by cell.
-        self._waits: list[set[int]] = []
-        self._writer: dict[object, int] = {}
-        self._readers: dict[object, list[int]] = {}
         self._slots = {slot: Value("weight", unit) for slot, unit in in_slots.items()}
 
     def run(self, phase: Phase) -> None:
         """Walk the next phase."""
-        self.phase, self.base = phase, len(self._waits)
+        self.phase = phase
         for self.index, self.op in enumerate(phase.ops):
-            self._check_waits(self.base + self.index)
             self.apply()
 
     def fail(self, rule: str) -> None:
@@ -204,37 +191,6 @@ class Walk:
         """Refuse the op, which reads a value in a slot, where there is another."""
         has = "nothing" if there is None else value_text(self.plan, there)
         self.fail(f"reads {value_text(self.plan, value)} in {place_text(place)}, which has {has}")
-
-    def _check_waits(self, own: int) -> None:
-        """The op must wait for every earlier one that it would race with. Notes its accesses."""
-        op, base = self.op, self.base
-        reads, writes = list(cells(op.reads)), list(cells(op.writes))
-        earlier = [task for task in self._board.waits(reads, writes) if task < base]
-        self._board.note(own, reads, writes)
-        self._waits.append({*earlier, *(base + wait for wait in op.waits)})
-        reads, writes = _shared(op.reads), _shared(op.writes)
-        sharers = [(cell, self._writer.get(cell, own)) for cell in (*reads, *writes)]
-        sharers += [(cell, reader) for cell in writes for reader in self._readers.get(cell, ())]
-        for cell, other in sharers:
-            if other != own and not self._waits_for(own, other):
-                which = f"op {other - base}" if other >= base else "an op of an earlier phase"
-                where = place_text(cell) if isinstance(cell, Place) else "a home"
-                self.fail(f"does not wait for {which}, with which it shares {where}")
-        for cell in reads:
-            self._readers.setdefault(cell, []).append(own)
-        for cell in writes:
-            self._writer[cell], self._readers[cell] = own, []
-
-    def _waits_for(self, own: int, earlier: int) -> bool:
-        """Whether `earlier` is reachable from `own` through waits."""
-        stack, seen = [own], {own}
-        while stack:
-            waits = self._waits[stack.pop()]
-            if earlier in waits:
-                return True
-            stack += [wait for wait in waits if wait > earlier and wait not in seen]
-            seen.update(waits)
-        return False
 
 
 def op_text(plan: Plan, op: Op) -> str:
