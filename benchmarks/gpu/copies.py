@@ -98,7 +98,7 @@ def rounds(device: Device, memories: list[Memory], size: int) -> list[dict[str, 
     times: dict[tuple[str, str], list[float]] = {}
 
     def one(into: torch.Tensor, source: torch.Tensor) -> None:
-        device.copy(into, source)
+        into.copy_(source, non_blocking=True)
         device.drain()
 
     def with_own_stream() -> None:

@@ -80,7 +80,7 @@ class ParameterAccess:
         finally:
             with no_trap():
                 kept = parameter.data_ptr() == snapshot.data_ptr() and _alike(parameter, snapshot)
-            flat.unlend(self.index)
+            flat.lend(self.index, flat.stand_ins[self.index])
             if not kept:
                 raise RuntimeError(
                     f"{self._spec.name} was given other storage, shape or dtype, and of an "
@@ -100,21 +100,21 @@ class ParameterAccess:
             engine.early.require_step("a touch of a parameter")
         return engine.snapshots.tensor(Key("weight", self.unit, self.index))
 
+    @entry
     def set_data(self, data: torch.Tensor) -> None:
         """Copy other values in. An alias of the values before keeps what it shows.
 
         Raises:
             ValueError: of another shape, dtype or device.
         """
-        if data is not self._flat.parameters[self.index]:  # As model.to() assigns what it keeps.
-            self._assign(data.detach())
-
-    @entry
-    def _assign(self, data: torch.Tensor) -> None:
+        parameter = self._flat.parameters[self.index]
+        if data is parameter:  # As model.to() assigns what it keeps.
+            return
+        data = data.detach()
         with self.engine.lock, no_trap(), torch.no_grad():
             self.engine.end_broken_pass()
             self.engine.early.require_step("p.data = ...")
-            require_form(self._spec.name, self._flat.parameters[self.index], data)
+            require_form(self._spec.name, parameter, data)
             self.engine.snapshots.put(Key("weight", self.unit, self.index), data)
 
     def set_requires_grad(self, parameter: nn.Parameter, wanted: bool) -> None:

@@ -316,13 +316,9 @@ class FlatUnit:
         self._versions = list(map(version, self._counters))
 
     def lend(self, parameter: int, tensor: torch.Tensor) -> None:
-        """Let one parameter at rest show `tensor`, keeping its class, until `unlend`."""
+        """Let one parameter at rest show `tensor`, keeping its class."""
         with no_trap():
             self.parameters[parameter].data = tensor
-
-    def unlend(self, parameter: int) -> None:
-        """Take back what `lend` gave."""
-        self.lend(parameter, self.stand_ins[parameter])
 
     def nested_with(self, other: FlatUnit) -> bool:
         """Whether one was called inside the forward of the other, or they are the same."""

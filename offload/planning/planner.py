@@ -361,10 +361,8 @@ def _refusal(search: _Search, budgets: dict[Tier, int], config: Config, machine:
     lines.append(_likely_cause(search, needed, budgets, config))
     ways = [f"  {way}" for way in _ways_out(search, needed, budgets, config, machine)]
     first = "try one of these (all other fields as they are):"
-    return "\n".join([*lines, *([first, *ways] if ways else [_NO_WAY])])
-
-
-_NO_WAY = "no budget that this machine has would do: try a smaller model, or a larger machine"
+    none = "no budget that this machine has would do: try a smaller model, or a larger machine"
+    return "\n".join([*lines, *([first, *ways] if ways else [none])])
 
 
 def _likely_cause(

@@ -90,10 +90,6 @@ class Device:
         """Whether a tensor lies in its memory; never for the CPU."""
         return False
 
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between CPU and device, of equal dtype and size, on the current stream."""
-        into.copy_(source, non_blocking=True)
-
     # -- order, see [Note: Order on a device] -------------------------------------------------
 
     def stream(self) -> object:

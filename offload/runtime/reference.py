@@ -264,7 +264,7 @@ class Reference:
     def _job(self, op: Op, job: Job, settings: Settings | None) -> None:
         match job:
             case Copy(into, source):
-                self._device.copy(into.bytes, source.bytes.view(into.bytes.dtype))
+                into.bytes.copy_(source.bytes.view(into.bytes.dtype), non_blocking=True)
             case Transfer(writes, kind, unit, chunk, at):
                 assert self._store is not None
                 if writes:
