@@ -16,7 +16,7 @@ from torch import nn
 
 import offload
 from cpu_adam import CPULion
-from offload.planning import profile
+from offload.planning import planner
 from tests.training import RESIDENT, Net, Run, assert_same, attached, frozen, plain, result_of
 
 EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "nvme"), ("device", "cpu", "cpu")]
@@ -66,7 +66,7 @@ def test_a_run_goes_on_with_the_same_bits(
         some_steps(run, scheduler, 3)
         expected = result_of(run)
     torch.manual_seed(5)
-    monkeypatch.setattr(profile, "CHUNK_ELEMENTS", 2048)
+    monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
     with attached(after, there, build=buffered) as run:
         plain(run, 0)  # What is there before does not matter.
         run.model.seen.zero_()

@@ -20,7 +20,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -79,10 +79,11 @@ def budgets_of(config: Config, machine: Machine) -> dict[Tier, int]:
     return {"device": device, "cpu": cpu, "nvme": nvme if config.nvme_path else 0}
 
 
-class Grain(NamedTuple):
-    """How values are cut to be stored and updated; the defaults serve any plan."""
+@dataclass(frozen=True)
+class Grain:
+    """How values are cut to be stored and updated; the defaults, those of now, serve any plan."""
 
-    elements: int = CHUNK_ELEMENTS
+    elements: int = field(default_factory=lambda: CHUNK_ELEMENTS)
     """In a full chunk."""
     stages: int = CHUNK_STAGES
     """Slots of each staging ring for chunks."""
