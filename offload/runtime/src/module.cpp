@@ -282,7 +282,7 @@ private:
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 8;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 9;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)
@@ -301,10 +301,7 @@ NB_MODULE(_runner, module) {
     nb::class_<PythonSettings>(module, "Settings");
     nb::class_<Clip>(module, "Clip")
         .def(nb::new_([](double max_norm) { return std::make_shared<Clip>(max_norm); }))
-        .def("put", &Clip::put)
-        .def("combine", &Clip::combine)
-        .def_ro("norm", &Clip::norm)
-        .def_ro("factor", &Clip::factor);
+        .def_ro("norm", &Clip::norm);
     module.def("share_pool", [](uintptr_t pool) {
         cpu_adam::Pool::share(reinterpret_cast<cpu_adam::Pool*>(pool));
     });
