@@ -48,7 +48,7 @@ def test_chunks_are_as_large_as_part_of_the_budgets_allows(
     config: Config, machine: Machine, largest: int
 ) -> None:
     found = better_grain(config, machine, drive=False) or Grain()
-    assert found == (largest, CHUNK_STAGES)
+    assert found == Grain(largest, CHUNK_STAGES)
 
 
 def test_more_chunks_are_under_way_where_a_drive_takes_part_and_memory_has_room() -> None:

@@ -110,7 +110,7 @@ def test_the_norm_of_a_step_is_that_of_the_gradients_wherever_chunks_end(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner.Grain.__new__, "__defaults__", (elements, planner.CHUNK_STAGES))
+    monkeypatch.setattr(planner, "CHUNK_ELEMENTS", elements)
     with attached(placement, tmp_path, max_grad_norm=0.5) as run:
         assert (len(run.engine.plan.profile.units[1].chunks) > 3) == (elements < 1 << 20)
         for _ in range(2):
