@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,17 @@ from torch import nn
 import offload
 from cpu_adam import CPULion
 from offload.planning import planner
-from tests.training import RESIDENT, Net, Run, assert_same, attached, frozen, plain, result_of
+from tests.training import (
+    RESIDENT,
+    Net,
+    Run,
+    assert_same,
+    attached,
+    frozen,
+    plain,
+    result_of,
+    some_fast,
+)
 
 EVERYWHERE = [RESIDENT, ("cpu", "cpu", "cpu"), ("nvme", "cpu", "nvme"), ("device", "cpu", "cpu")]
 
@@ -209,6 +222,49 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="states of adam"),
     ):
         offload.load(run.model, run.optimizer, path)
+
+
+_SAVES = """
+import itertools, sys, torch, offload
+from tests.training import attached, Net
+with attached(("cpu", "cpu", "nvme"), sys.argv[1]) as run:
+    for number in itertools.count():
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.fill_(number % 64)
+        offload.save(run.model, run.optimizer, sys.argv[2], user=number)
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("seed", some_fast(range(10)))
+def test_a_save_that_is_killed_leaves_the_one_before(seed: int, tmp_path: Path) -> None:
+    path, draw = tmp_path / "save", random.Random(seed)
+    with subprocess.Popen(
+        [sys.executable, "-c", _SAVES, str(tmp_path), str(path)], stdout=subprocess.PIPE
+    ) as saving:
+        assert saving.stdout is not None
+        told = [saving.stdout.readline() for _ in range(draw.randrange(1, 4))][-1]
+        time.sleep(draw.random() * 0.05)
+        saving.kill()
+        told = saving.stdout.readlines()[-1:] or [told]
+    with attached(("cpu", "cpu", "cpu"), tmp_path) as run:
+        user = offload.load(run.model, run.optimizer, path)
+        assert user - int(told[-1]) in (0, 1)
+        assert all((one == user % 64).all() for one in run.model.state_dict().values())
+        offload.save(run.model, run.optimizer, path)
+    assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+def test_extra_state_is_refused(tmp_path: Path) -> None:
+    class Extra(Net):
+        def get_extra_state(self) -> Any:
+            return object()
+
+    with attached(RESIDENT, tmp_path, build=Extra) as run:
+        with pytest.raises(ValueError, match="extra state"):
+            offload.save(run.model, run.optimizer, tmp_path / "save")
+        assert not list(tmp_path.iterdir())
 
 
 # -- damage ----------------------------------------------------------------------------------------

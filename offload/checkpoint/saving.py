@@ -84,7 +84,7 @@ def save(
         shard_bytes: most bytes of one file.
 
     Raises:
-        ValueError: the model is not attached, or the optimizer is not of it.
+        ValueError: the model is not attached, or keeps extra state; the optimizer is another's.
         TypeError: `user` or the scheduler has something that is no such data.
         FileExistsError: there are files in the directory that are no save.
         OSError: a file could not be written; an earlier save is as it was.
@@ -225,6 +225,12 @@ def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
             found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise ValueError(
+                f"asked for a whole save; found that {path or 'the model'} keeps extra state, "
+                "which may be any object; try torch.save(model.state_dict())"
+            )
     for name, buffer in _buffers(model):
         found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
     return found
