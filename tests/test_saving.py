@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import aio
 import offload
 from cpu_adam import CPULion
 from offload.planning import planner
@@ -215,7 +216,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="weights alone"):
             offload.load(run.model, run.optimizer, tmp_path / "weights")
         offload.load(run.model, None, tmp_path / "weights")
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileNotFoundError, match="found none"):
             offload.load(run.model, run.optimizer, tmp_path / "none")
     with (
         attached(("cpu", "cpu", "cpu"), tmp_path, optimizer=sgd) as run,
@@ -254,6 +255,22 @@ def test_a_save_that_is_killed_leaves_the_one_before(seed: int, tmp_path: Path) 
         assert all((one == user % 64).all() for one in run.model.state_dict().values())
         offload.save(run.model, run.optimizer, path)
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+def test_ctrl_c_in_a_save_leaves_a_usable_engine(tmp_path: Path, monkeypatch: Any) -> None:
+    path = saved(tmp_path)
+
+    def pressed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with attached(("cpu", "cpu", "nvme"), tmp_path) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(aio.Writer, "write", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                offload.save(run.model, run.optimizer, path, user=2)
+        assert [one.name for one in tmp_path.iterdir()] == ["save"]
+        plain(run, 0)
+        assert offload.load(run.model, run.optimizer, path) == 1
 
 
 def test_extra_state_is_refused(tmp_path: Path) -> None:

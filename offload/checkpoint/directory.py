@@ -105,7 +105,11 @@ def read_run(directory: str) -> dict[str, Any]:
         ValueError: it was changed, or is of a later release.
     """
     path = os.path.join(directory, RUN)
-    found = read_json(path)
+    try:
+        found = read_json(path)
+    except FileNotFoundError as error:
+        told = "asked to load a save; found none: likely another directory, or one never finished"
+        raise FileNotFoundError(errno.ENOENT, told, path) from error
     run = found.get("run")
     if not isinstance(run, dict) or found.keys() != {"crc32c", "run"}:
         raise ValueError(f"{path}: no record of a run")
