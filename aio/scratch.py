@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import secrets
+from collections.abc import Callable, Sequence
 
 from aio.errors import os_error
 from aio.file import Backend, File
@@ -69,7 +70,7 @@ def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File
         try:
             copying = _write_in_place(io, fd)
             filled = _reserve(io, fd, size)
-            align, notice = _turn_direct_on(io, fd)
+            align, notice = turn_direct_on(io, fd, writing=True)
         except OSError as error:
             free = io.free_bytes(folder)
             raise os_error(error.errno or errno.EIO, asked, folder, free=free) from error
@@ -135,23 +136,25 @@ def _reserve(io: IO, fd: int, size: int) -> bool:
         return False
     zeros, at = memoryview(bytes(_FILL_BYTES)), 0
     while at < size:
-        at += _write(io, fd, zeros[: size - at], at)
+        at += _move(io.pwritev, fd, zeros[: size - at], at)
     return True
 
 
-def _write(io: IO, fd: int, view: memoryview, offset: int) -> int:
+def _move(
+    call: Callable[[int, Sequence[memoryview], int], int], fd: int, view: memoryview, offset: int
+) -> int:
     while True:
         try:
-            return io.pwritev(fd, [view], offset)
+            return call(fd, [view], offset)
         except (InterruptedError, BlockingIOError):
             continue
 
 
-def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None]:
+def turn_direct_on(io: IO, fd: int, *, writing: bool) -> tuple[tuple[int, int] | None, str | None]:
     """What O_DIRECT asks of addresses, and of offsets and lengths; where it is off, the reason.
 
     The system's word is not enough: tmpfs takes the flag and ignores it, and some file systems
-    take the flag and refuse the transfer, so one block is written to see.
+    take the flag and refuse the transfer, so one block is written, or read, to see.
     """
     kind = io.file_system(fd)
     if kind in MEMORY_FILE_SYSTEMS:
@@ -175,7 +178,7 @@ def _turn_direct_on(io: IO, fd: int) -> tuple[tuple[int, int] | None, str | None
         return _buffered(f"is on {kind}, which has no O_DIRECT")
     try:
         with mmap.mmap(-1, ALIGN_BYTES) as block, memoryview(block) as view:
-            _write(io, fd, view, 0)
+            _move(io.pwritev if writing else io.preadv, fd, view, 0)
     except OSError as error:
         if error.errno not in _NO_DIRECT:
             raise

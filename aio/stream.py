@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from aio.errors import os_error
 from aio.file import Backend, File
-from aio.scratch import create_file
+from aio.scratch import create_file, turn_direct_on
 from aio.system import ALIGN_BYTES
 from aio.transfer import Ticket, wait_all
 
@@ -41,7 +41,7 @@ class Writer:
     """
 
     def __init__(self, path: str, size: int, backend: Backend) -> None:
-        self.path, self._size = path, size
+        self.path, self._size, self._io = path, size, backend.io
         self._file: File = create_file(path, max(size, 1), backend)
         self._blocks = [_block(min(BLOCK_BYTES, self._file.bytes)) for _ in range(BLOCKS)]
         self._tickets: list[Ticket | None] = [None] * BLOCKS
@@ -82,8 +82,8 @@ class Writer:
                     self._send(number, -(-filled // ALIGN_BYTES) * ALIGN_BYTES)
                 for at in range(BLOCKS):
                     self._wait(at)
-                os.ftruncate(self._file.fd, self._size)
-                os.fsync(self._file.fd)
+                self._io.truncate(self._file.fd, self._size)
+                self._io.sync(self._file.fd)
         finally:
             wait_all(one for one in self._tickets if one is not None)
             self._file.close()
@@ -117,14 +117,9 @@ class Reader:
             whole = self.size // ALIGN_BYTES * ALIGN_BYTES
             self._tail = np.frombuffer(os.pread(fd, ALIGN_BYTES, whole), np.uint8)
             """Past the last full 4 KiB, which O_DIRECT would read beyond the end."""
-            align = io.direct_alignment(fd) or (ALIGN_BYTES, ALIGN_BYTES)
-            direct = all(align) and not any(ALIGN_BYTES % one for one in align)
-            try:
-                if direct:
-                    io.set_direct(fd, True)
-            except OSError:
-                direct = False
-            self._file = File(backend, fd, path, whole, direct, None, align)
+            align, notice = turn_direct_on(io, fd, writing=False)
+            direct = align is not None
+            self._file = File(backend, fd, path, whole, direct, notice, align or (1, 1))
         except BaseException:
             io.close(fd)
             raise

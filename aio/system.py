@@ -78,6 +78,14 @@ class IO:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | (os.O_DIRECT if direct else 0))
 
+    def truncate(self, fd: int, size: int) -> None:
+        """Lets a file have `size` bytes."""
+        os.ftruncate(fd, size)
+
+    def sync(self, fd: int) -> None:
+        """Returns when all that was written to `fd` is on the drive."""
+        os.fsync(fd)
+
     def file_system(self, fd: int) -> str:
         """The type of the file system under `fd`: `ext4`, `tmpfs`, or its number in hex."""
         if sys.platform != "linux":

@@ -13,7 +13,7 @@ import offload
 from cpu_adam import CPUSGD, CPUAdam, CPULion
 from tests.small import adamw, small
 from tests.test_exact import CASES
-from tests.training import RESIDENT, Net, Run, batch, loss_of, plain, train
+from tests.training import RESIDENT, Net, Run, attached, batch, loss_of, plain, train
 
 
 @pytest.mark.parametrize("kind", [CPUAdam, CPULion, CPUSGD])
@@ -118,3 +118,25 @@ def test_scheduler_before_and_after_attach(tmp_path: Path) -> None:
         results.append((run.losses, before.get_last_lr(), after.get_last_lr()))
         optimizer.engine.close()
     assert results[0] == results[1]
+
+
+class _Keeps(Net):
+    """Calls its blocks backwards, keeps its loss and returns None."""
+
+    def forward(self, tokens: torch.Tensor) -> None:  # type: ignore[override]
+        x = self.embed(tokens)
+        for block in reversed(self.blocks):
+            x = block(x)
+        self.loss = self.head(self.norm(x)).float().square().mean()
+
+
+def test_the_order_of_a_forward_that_returns_none_is_learned(tmp_path: Path) -> None:
+    with attached(("cpu", "cpu", "cpu"), tmp_path, build=_Keeps) as run:
+        misses = list[int]()
+        for _ in range(3):
+            run.model(batch(run.generator))
+            run.model.loss.backward()
+            run.step()
+            misses.append(run.engine.report().misses)
+        assert misses[0] > 0
+        assert misses[1:] == misses[:1] * 2

@@ -171,8 +171,7 @@ def load(
             _fill(engine, model, optimizer, states, read)
             if optimizer is not None:
                 engine.steps = run["step"]
-                for group, saved in zip(optimizer.param_groups, run["optimizer"]["groups"]):
-                    group.update(decoded(saved["options"]))
+                optimizer.take_options(_options(run))
                 if scheduler is not None:
                     scheduler.load_state_dict(decoded(run["scheduler"]))
                 set_random_state(run["random"], engine.runner.device.torch_device)
@@ -256,6 +255,11 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
         options = encoded(given, f"group {number}")
         found.append({"parameters": names, "options": options})
     return found
+
+
+def _options(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Those of each group of a save."""
+    return [decoded(group["options"]) for group in run["optimizer"]["groups"]]
 
 
 class _Chunk(NamedTuple):
@@ -438,6 +442,7 @@ def _check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> 
             f"{asked}; found groups of {[*map(len, theirs)]} parameters, this optimizer has "
             f"{[*map(len, mine)]}, or others in them; build it as it was then; {alone}"
         )
+    optimizer.check_options(_options(run))
     frozen = {one.name for _, one in _parameters(optimizer.engine) if not one.trainable}
     if lost := sorted(frozen & saved["states"].keys()):
         raise ValueError(

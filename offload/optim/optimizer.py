@@ -295,10 +295,7 @@ class Optimizer(torch.optim.Optimizer):
                 "it is of another model"
             )
         options = [{name: v for name, v in old.items() if name != "params"} for old in saved]
-        for number, (group, changes) in enumerate(zip(groups, options)):
-            check_kind(group, changes)
-            check_group(number, {**group, **changes})
-            self._hyper_of({**group, **changes})  # Refuses what is no number.
+        self.check_options(options)
         self.replace_states(
             [
                 (parameter, state_dict["state"].get(key, {}))
@@ -306,10 +303,21 @@ class Optimizer(torch.optim.Optimizer):
                 for parameter, key in zip(group["params"], old["params"])
             ]
         )
-        for group, changes in zip(groups, options):
+        self.take_options(options)
+
+    def check_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError unless these can be the options of the groups."""
+        for number, (group, changes) in enumerate(zip(self.param_groups, options)):
+            check_kind(group, changes)
+            check_group(number, {**group, **changes})
+            self._hyper_of({**group, **changes})  # Refuses what is no number.
+
+    def take_options(self, options: Sequence[Mapping[str, Any]]) -> None:
+        """Give the groups options that `check_options` let pass."""
+        for group, changes in zip(self.param_groups, options):
             group.update(changes)
         # A kind may insist on options of its own, as AdamW does on its decay.
-        self._original.__setstate__({"param_groups": groups})
+        self._original.__setstate__({"param_groups": self.param_groups})
 
     @entry
     def replace_states(self, found: Sequence[tuple[nn.Parameter, Mapping[str, Any]]]) -> None:

@@ -214,8 +214,8 @@ class Profile:
         name = self.units[unit].parameters[parameter].name
         return self._place(name)[2] + element // LEAF_ELEMENTS
 
-    def locate(self, name: str) -> Iterator[Piece]:
-        """Where a parameter lies: its pieces in order.
+    def locate(self, name: str, elements: range | None = None) -> Iterator[Piece]:
+        """Where a range of a parameter lies, by default all of it: its pieces in order.
 
         The only answer to this question. A piece is of every kind of value: it starts so many
         elements into the chunk of the weight, of the gradient and of the record.
@@ -224,7 +224,8 @@ class Profile:
         segments, one = self.units[unit].segments, self.units[unit].parameters[parameter]
         full = self.units[unit].chunk_elements
         before = sum(-(-s.elements // full) for s in segments[: one.segment])
-        for at, count in _cuts(one.start, one.start + one.elements, full):
+        part = range(one.elements) if elements is None else elements
+        for at, count in _cuts(one.start + part.start, one.start + part.stop, full):
             chunk, start = divmod(at, full)
             yield Piece(unit, before + chunk, parameter, start, at - one.start, count)
 
