@@ -375,7 +375,7 @@ def test_large_copies_arrive_in_both_directions() -> None:
         on.driver.pin(memory.data_ptr(), size)
     there = on.zeros(size)
     for into, from_ in ((there, source), (back, there)):
-        on.copy(into, from_)
+        into.copy_(from_, non_blocking=True)
         on.drain()
     for memory in (source, back):
         on.driver.unpin(memory.data_ptr())

@@ -11,7 +11,7 @@
 #     update    the update by size of a chunk, on the CPU by number of threads, and on the device
 #     copies    both directions, by kind of memory
 #     7b-first  as 3b-first, and at 32k tokens
-#     3b        other numbers of tokens, clipping, accumulation, all on the device, compiled blocks
+#     3b        other numbers of tokens, clipping, accumulation, on the device, DeepSpeed, compiled
 #     7b        likewise
 #     nvme      everything on the drive
 #     rows:3b   of all rows (rows.py) those that this pattern is in, though they are there

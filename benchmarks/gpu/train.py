@@ -5,7 +5,8 @@
 The placement is that of weights, gradients and states. `torch-bf16` is the same model in plain
 PyTorch, all of it on the device, with its fused AdamW on bfloat16 weights and moments, `torch-fp32`
 with masters and moments in fp32 as the engine has them, `torch-compiled` is `torch-bf16` with
-compiled blocks. Tokens are random bytes without padding, weights random numbers: of zeros, products
+compiled blocks. `deepspeed-2` has the states in CPU memory as DeepSpeed does it, `deepspeed-3` the
+weights too. Tokens are random bytes without padding, weights random numbers: of zeros, products
 run up to 13% faster. A point is the number of tokens of a step; 16kx4 has them in four
 micro-batches; 16k-unsaid does not say which backward is the last, so updates begin at step().
 
@@ -39,6 +40,7 @@ from torch import nn
 import offload
 from benchmarks.gpu.gaps import watched
 from benchmarks.gpu.results import accelerator, keep, synchronize
+from benchmarks.loops import ALONE
 from offload import recording, reporting
 from offload.cli import gpt
 from offload.cli.breakdown import breakdown
@@ -156,6 +158,30 @@ def resident(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     return model, torch.optim.AdamW(model.parameters(), fused=fused, **OPTIMIZER)
 
 
+def peer(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The same model under DeepSpeed, whose engine is both model and optimizer."""
+    import deepspeed
+
+    model = built(SHAPES[args.size], recompute=True).to_empty(device="cpu")
+    model.apply(fill)
+    cpu = {"device": "cpu", "pin_memory": True}
+    zero: dict[str, Any] = {"stage": int(args.placement[-1]), "offload_optimizer": cpu}
+    zero |= {"overlap_comm": True, "contiguous_gradients": True}
+    zero |= {"offload_param": cpu} if zero["stage"] == 3 else {}
+    asked = {
+        "train_micro_batch_size_per_gpu": args.points[0].tokens // LENGTH,
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP if args.clip else 0.0,
+        "optimizer": {"type": "AdamW", "params": OPTIMIZER},
+        "zero_optimization": zero,
+    }
+    os.environ |= {**ALONE, "DS_ACCELERATOR": accelerator().type}
+    trained = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=asked)[
+        0
+    ]
+    return trained, trained
+
+
 def attached(args: argparse.Namespace) -> tuple[nn.Module, Any]:
     """The model as the engine has it; `--memory` counts in place of what is free now."""
     tiers: Any = ("auto",) * 3 if args.placement == "auto" else args.placement.split("-")
@@ -187,10 +213,11 @@ class Training:
         """Attach it. Raises what a refusal raises."""
         self.args, self.begun = args, time.perf_counter()
         torch.manual_seed(0)
-        plain = args.placement.startswith("torch")
-        self.model, self.optimizer = (resident if plain else attached)(args)
+        made = {"torch": resident, "deepspeed": peer}.get(args.placement.split("-")[0], attached)
+        self.model, self.optimizer = made(args)
+        self.backward = self.model.backward if made is peer else torch.Tensor.backward
         synchronize()
-        self.engine: Any = getattr(self.optimizer, "engine", None)
+        self.engine: Any = None if made is not attached else self.optimizer.engine
         self.attach_s = time.perf_counter() - self.begun
 
     def left(self) -> float:
@@ -210,8 +237,8 @@ class Training:
             data = torch.randint(256, shape, device=accelerator())
             logits = self.model(data[:, :-1])
             loss = F.cross_entropy(logits.flatten(0, 1).float(), data[:, 1:].flatten())
-            (loss / one.micro).backward()  # type: ignore[no-untyped-call]
-        if self.args.clip and self.engine is None:
+            self.backward(loss / one.micro)
+        if self.args.clip and self.args.placement.startswith("torch"):
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
