@@ -22,7 +22,16 @@ from aio.stream import Reader, Writer
 from aio.system import ALIGN_BYTES, IO
 from aio.threads import ThreadBackend
 from aio.transfer import JointTicket, Ticket, wait_all, wait_any
-from aio.volume import UNIT_BYTES, Directory, NativePart, Stripes, Volume, create_volume, stripes
+from aio.volume import (
+    UNIT_BYTES,
+    Directory,
+    NativePart,
+    Stripes,
+    Volume,
+    create_volume,
+    place_volume,
+    stripes,
+)
 
 __all__ = [
     "ALIGN_BYTES",
@@ -41,6 +50,7 @@ __all__ = [
     "JointTicket",
     "NativePart",
     "open_backend",
+    "place_volume",
     "Probe",
     "probe",
     "Reader",

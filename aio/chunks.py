@@ -4,6 +4,11 @@ A chunk whose write fails cannot be read until a later write succeeds. Of each c
 many writes have begun, and how many had at the end of the last one; the step and the checksum of
 that, and of the one before it, so that an error tells what a read found instead. Compiled code that
 does the transfers by itself (`native_chunks`; `Check` in src/chunks.h) counts in the same place.
+
+[Note: Two homes]
+The first chunks may have two places each, their homes. A write goes to the home that is not owned,
+however often, and a read finds what was written last. `own` gives other homes away: what they hold
+then stays, whatever happens, until it is called again.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ CHECK_BYTES = 8 << 20
 
 Bytes = npt.NDArray[np.uint8]
 
-_BEGUN, _ENDED, _STEP, _CRC, _EARLIER_STEP, _EARLIER_CRC = range(6)
+_BEGUN, _ENDED, _STEP, _CRC, _EARLIER_STEP, _EARLIER_CRC, _HOME, _OWNED = range(8)
 
-NativeChunk = tuple[int, int, int, int, list[NativePart]]
+NativeChunk = tuple[int, int, int, int, list[list[NativePart]]]
 """A chunk for compiled code: its number, start and bytes in the memory, the address of what is kept
-of it, and where it lies."""
+of it, and where it lies, by home."""
 
 
 class ChunkEntry(NamedTuple):
@@ -51,6 +56,8 @@ class Chunks:
         sizes: bytes of each.
         crc: the checksum of bytes, continuing from that of the bytes before (CRC32C).
         name: of a chunk, for messages: "chunk 3 of ...".
+        twins: so many, from the first on, have two homes ([Note: Two homes]); the second ones lie
+            behind all chunks. The first homes are not owned.
     """
 
     def __init__(
@@ -59,13 +66,16 @@ class Chunks:
         sizes: Sequence[int],
         crc: Callable[[Bytes, int], int],
         name: Callable[[int], str],
+        twins: int = 0,
     ) -> None:
         self.volume = volume
+        self.twins = twins
         self._offsets = np.cumsum([0, *sizes])
         self._crc, self._name = crc, name
         self._lock = threading.Lock()
         """Guards `_kept`, where no compiled code is at work."""
-        self._kept = np.zeros((len(sizes), 6), np.int64)
+        self._kept = np.zeros((len(sizes), 8), np.int64)
+        self._kept[:twins, _OWNED] = 1
         self._moved = np.zeros(2, np.int64)
         """Bytes that compiled code has read and written."""
         self.step = np.zeros(1, np.int64)
@@ -86,6 +96,21 @@ class Chunks:
         with self._lock:
             begun, ended, step, crc, *_ = self._kept[number].tolist()
         return ChunkEntry(step, crc, begun) if begun == ended > 0 else None
+
+    def homes(self) -> npt.NDArray[np.int64]:
+        """Of each chunk that has two homes: that of its last write, its step and its checksum. None
+        of them is being written.
+
+        Raises:
+            ValueError: one was never, or not completely, written.
+        """
+        for number in range(self.twins):
+            self._readable(number)
+        return self._kept[: self.twins, [_HOME, _STEP, _CRC]]
+
+    def own(self, homes: Sequence[int] | npt.NDArray[np.int64]) -> None:
+        """Let writes leave these homes alone from now on. None is under way."""
+        self._kept[: self.twins, _OWNED] = homes
 
     def read(self, numbers: range, into: Bytes) -> None:
         """Fill `into` with chunks as last written; after an error its content is undefined.
@@ -113,8 +138,9 @@ class Chunks:
         """
         with self._lock:
             self._kept[list(numbers), _BEGUN] += 1
+        homes = [self._home(number, writing=True) for number in numbers]
         with self._transfers(numbers, source, writing=True) as by_chunk:
-            for number, transfers in zip(numbers, by_chunk):
+            for number, home, transfers in zip(numbers, homes, by_chunk):
                 crc = 0
                 for memory, _ in transfers:  # Overlaps the writes.
                     crc = self._crc(memory, crc)
@@ -122,7 +148,7 @@ class Chunks:
                     self._wait(ticket, number)
                 with self._lock:
                     kept = self._kept[number]
-                    kept[_STEP:] = step, crc, *kept[_STEP:_EARLIER_STEP]
+                    kept[_STEP:_OWNED] = step, crc, *kept[_STEP:_EARLIER_STEP], home
                     kept[_ENDED] = kept[_BEGUN]
 
     @contextmanager
@@ -140,20 +166,30 @@ class Chunks:
             for number in numbers:
                 transfers: list[tuple[Bytes, Ticket]] = []
                 by_chunk.append(transfers)
-                at, size = self._extent(number)
-                end = at + size
-                while at < end:
-                    stop = min(at + CHECK_BYTES, end)
-                    memory = data[at - start : stop - start]
-                    transfers.append((memory, call(memory, at)))
-                    at = stop
+                first, size = int(self._offsets[number]) - start, self._size(number)
+                place = self._place(number, self._home(number, writing=writing))
+                for at in range(0, size, CHECK_BYTES):
+                    memory = data[first + at : first + min(at + CHECK_BYTES, size)]
+                    transfers.append((memory, call(memory, place + at)))
             yield by_chunk
         finally:
             wait_all(ticket for transfers in by_chunk for _, ticket in transfers)
 
-    def _extent(self, number: int) -> tuple[int, int]:
-        at, end = self._offsets[number : number + 2].tolist()
-        return at, end - at
+    def _size(self, number: int) -> int:
+        return int(self._offsets[number + 1] - self._offsets[number])
+
+    def _home(self, number: int, *, writing: bool) -> int:
+        """That which a write goes to, or a read comes from."""
+        home, owned = map(int, self._kept[number, _HOME:])
+        return home if not writing or number >= self.twins else 1 - owned
+
+    def _place(self, number: int, home: int) -> int:
+        """Where in the volume a home of a chunk starts."""
+        return int(self._offsets[number] + home * self._offsets[-1])
+
+    def _extent(self, number: int, *, writing: bool = False) -> tuple[int, int]:
+        """Where a chunk is read, or written, and its bytes."""
+        return self._place(number, self._home(number, writing=writing)), self._size(number)
 
     # -- for compiled code -------------------------------------------------------------------------
 
@@ -161,9 +197,9 @@ class Chunks:
         """Some chunks, where the volume is native."""
         found = []
         for number in numbers:
-            at, size = self._extent(number)
-            start = at - int(self._offsets[numbers[0]])
-            parts = self.volume.native_parts(at, size)
+            size, start = self._size(number), int(self._offsets[number] - self._offsets[numbers[0]])
+            places = [self._place(number, home) for home in range(1 + (number < self.twins))]
+            parts = [self.volume.native_parts(place, size) for place in places]
             found.append((number, start, size, self._kept[number].ctypes.data, parts))
         return found
 
@@ -177,7 +213,7 @@ class Chunks:
 
         writing, number, code, cause, offset, count, last_code, found = failure
         if code:
-            path = self.volume.path_of(*self._extent(number))
+            path = self.volume.path_of(*self._extent(number, writing=bool(writing)))
             error = explained(path, bool(writing), (code, cause, offset, count, last_code))
             return self._failed(error, number)
         if found < 0:

@@ -14,6 +14,7 @@ from aio.system import ALIGN_BYTES, COPY_ON_WRITE, IO, MEMORY_FILE_SYSTEMS
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
+_THERE = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _FILL_BYTES = 4 << 20
@@ -54,6 +55,29 @@ def create_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> F
     """
     folder, name = os.path.split(os.path.abspath(os.fspath(path)))
     return _create(folder, name, bytes, backend)
+
+
+def open_file(path: str | os.PathLike[str], bytes: int, backend: Backend) -> File:
+    """A file that `create_file` made, with what is in it.
+
+    Raises:
+        OSError: it is missing, of another size, or may not be written.
+    """
+    backend.check_process()
+    io, path = backend.io, os.path.abspath(os.fspath(path))
+    size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
+    try:
+        fd = io.open(path, _THERE, 0)
+        try:
+            if os.fstat(fd).st_size != size:
+                raise OSError(errno.EIO, f"it has {os.fstat(fd).st_size} bytes")
+            align, notice = turn_direct_on(io, fd, writing=False)
+        except BaseException:
+            io.close(fd)
+            raise
+    except OSError as error:
+        raise os_error(error.errno or errno.EIO, f"file of {size} bytes", path) from error
+    return File(backend, fd, path, size, align is not None, notice, align or (1, 1))
 
 
 def _create(folder: str, name: str | None, bytes: int, backend: Backend) -> File:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from aio.errors import os_error
 from aio.file import Backend, Counters, File
 from aio.region import Region
-from aio.scratch import create_scratch
+from aio.scratch import create_file, create_scratch, open_file
 from aio.system import ALIGN_BYTES
 from aio.transfer import JointTicket, Part, Ticket, asked, wait_all
 
@@ -213,6 +213,15 @@ class Volume(Region):
         drives = {run.drive for run in self.stripes.runs(offset, length)}
         return _listed(self.files[drive].path for drive in sorted(drives))
 
+    def flush(self) -> None:
+        """Return when all that was written is on the drives.
+
+        Raises:
+            OSError: a drive failed.
+        """
+        for file, backend in zip(self.files, self._backends):
+            backend.io.sync(file.fd)
+
     def close(self) -> None:
         """See Region.close. The backends are closed too; every drive is, if one fails."""
         if os.getpid() != self._pid:
@@ -247,38 +256,21 @@ class Volume(Region):
         self.files[0]._check_process()
 
 
-def create_volume(
+def place_volume(
     directories: Directory | Sequence[Directory],
     bytes: int,
-    open_backend: Openers,
     *,
     weights: Sequence[float] | None = None,
     unit_bytes: int = UNIT_BYTES,
-) -> Volume:
-    """A new unnamed volume of `bytes` (rounded up to 4096), all of them reserved on their drives.
-
-    Each directory gets one scratch file (see `create_scratch`) and one backend, both closed with
-    the volume. A directory whose turn does not come, the volume being that small, gets none.
-
-    Args:
-        directories: one, or several on different drives.
-        bytes: size of the volume, positive.
-        open_backend: makes a backend, once per file in the order of the directories; or a list of
-            such, one for each directory.
-        weights: by directory, its share, best its measured speed; by default all are equal.
-        unit_bytes: bytes on one drive before the next one's turn.
+) -> tuple[list[int], Stripes]:
+    """Which directories a volume uses, by their numbers, and how it is striped over them; one whose
+    turn does not come, the volume being that small, is left out.
 
     Raises:
-        OSError: as of `create_scratch`, with the path of the directory in question. Nothing is
-            left behind in any.
-        ValueError: `bytes` is not positive, no directory is given, or the weights or the unit
-            are not as `stripes` asks.
-
-    A write into space that was only reserved runs at half to three quarters of the speed of an
-    overwrite.
+        ValueError: `bytes` is not positive, no directory is given, or the weights or the unit are
+            not as `stripes` asks.
     """
-    single = isinstance(directories, (str, os.PathLike))
-    folders: list[Directory] = [directories] if single else list(directories)  # type: ignore
+    folders = _folders(directories)
     if bytes <= 0:
         raise ValueError(f"volume of {bytes} bytes: the size must be positive")
     if not folders or (weights is not None and len(weights) != len(folders)):
@@ -288,24 +280,76 @@ def create_volume(
             "and no weights or as many"
         )
     shares = [1.0] * len(folders) if weights is None else list(weights)
-    size = -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
     layout = stripes(shares, unit_bytes)
-    used = [drive for drive in range(len(folders)) if layout.bytes_on(drive, size)]
-    layout = stripes([shares[drive] for drive in used], unit_bytes)
+    used = [drive for drive in range(len(folders)) if layout.bytes_on(drive, _whole(bytes))]
+    return used, stripes([shares[drive] for drive in used], unit_bytes)
+
+
+def create_volume(
+    directories: Directory | Sequence[Directory],
+    bytes: int,
+    open_backend: Openers,
+    *,
+    weights: Sequence[float] | None = None,
+    unit_bytes: int = UNIT_BYTES,
+    name: str | None = None,
+    there: bool = False,
+) -> Volume:
+    """A new volume of `bytes` (rounded up to 4096), all of them reserved on their drives.
+
+    Each directory gets one file and one backend, both closed with the volume. A directory whose
+    turn does not come, the volume being that small, gets none.
+
+    Args:
+        directories: one, or several on different drives.
+        bytes: size of the volume, positive.
+        open_backend: makes a backend, once per file in the order of the directories; or a list of
+            such, one for each directory.
+        weights: by directory, its share, best its measured speed; by default all are equal.
+        unit_bytes: bytes on one drive before the next one's turn.
+        name: of its files, which stay; by default they are unnamed, see `create_scratch`.
+        there: the files are there already, with what is in them: see `open_file`.
+
+    Raises:
+        OSError: as of `create_scratch`, with the path of the directory in question. Nothing is
+            left behind in any.
+        ValueError: as of `place_volume`.
+
+    A write into space that was only reserved runs at half to three quarters of the speed of an
+    overwrite.
+    """
+    used, layout = place_volume(directories, bytes, weights=weights, unit_bytes=unit_bytes)
+    folders, size = _folders(directories), _whole(bytes)
     with ExitStack() as opened:
         backends = []
         for drive, one in enumerate(used):
             backends.append(_openers(open_backend, len(folders))[one]())
             opened.callback(backends[-1].close)
-            _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
+            if not there:
+                _check_room(backends[-1], folders[one], layout.bytes_on(drive, size))
         files = []
         for drive, one in enumerate(used):
             count = layout.bytes_on(drive, size)
-            files.append(create_scratch(folders[one], count, backends[drive]))
+            if name is None:
+                files.append(create_scratch(folders[one], count, backends[drive]))
+            else:
+                path = os.path.join(folders[one], f"{name}.{drive}")
+                files.append((open_file if there else create_file)(path, count, backends[drive]))
+                if not there:
+                    opened.callback(os.unlink, path)
             opened.callback(files[-1].close)
         volume = Volume(files, layout, backends)
         opened.pop_all()
     return volume
+
+
+def _folders(directories: Directory | Sequence[Directory]) -> list[Directory]:
+    single = isinstance(directories, (str, os.PathLike))
+    return [directories] if single else list(directories)  # type: ignore
+
+
+def _whole(bytes: int) -> int:
+    return -(-bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def _openers(given: Openers, count: int) -> Sequence[Callable[[], Backend]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import math
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter, methodcaller
@@ -17,6 +19,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from aio.system import is_memory
+from offload.checkpoint.commits import RunDirectory
+from offload.checkpoint.durable import Commits
 from offload.config import Config, warn_user
 from offload.model.access import ParameterAccess
 from offload.model.checks import check_arguments, check_model
@@ -106,6 +110,8 @@ def attach(
     check_model(model, optimizer, initializes=initialize is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
+    if config.durable is not None and optimizer is None:
+        raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
     device = compute_device()
     groups = partition(model)
     config = config if budget is None else budget.narrowed(config)
@@ -118,10 +124,41 @@ def attach(
     groups, placed = _planned(groups, config, found, rule, trains=optimizer is not None)
     for remark in remarks(placed, config, found):
         warn_user(remark)
-    with torch.inference_mode(False):  # What is made in it could not be trained after it.
+    with ExitStack() as failed:
+        # What is made in it could not be trained after it.
+        failed.enter_context(torch.inference_mode(False))
+        directory = None
+        if config.durable is not None:
+            directory = failed.enter_context(closing(RunDirectory(config.durable)))
+            if directory.commit is not None and not config.resume:
+                raise FileExistsError(
+                    errno.EEXIST,
+                    f"asked for a new run (resume=False); found the commit of step "
+                    f"{directory.commit['run']['step']}; give another name",
+                    config.durable,
+                )
         initialize = initialize or methodcaller("reset_parameters")
-        attaching = _Attaching(model, optimizer, config, groups, placed, device, budget, initialize)
-        return attaching.run(pace)
+        attaching = _Attaching(
+            model, optimizer, config, groups, placed, device, budget, initialize, directory
+        )
+        made = attaching.run(pace)
+        if directory is not None and made[1] is not None:
+            _go_on(model, made[1], directory, config)
+            failed.pop_all()
+    return made
+
+
+def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, config: Config) -> None:
+    """Take over the commit of a directory, where there is one, and commit to it from now on."""
+    engine, commits = optimizer.engine, Commits(model, optimizer, directory, config.commit_every)
+    try:
+        commits.resume()
+    except BaseException:
+        with suppress(RuntimeError):  # Half of the values are there.
+            detach(model)
+        engine.close()
+        raise
+    engine.commits, engine.runner.before_write = commits, commits.before_write
 
 
 @contextmanager
@@ -165,6 +202,9 @@ def detach(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     with engine.lock, torch.inference_mode(False):  # Steps of other threads come before or after.
         engine.settle()
         engine.snapshots.boundary()
+        if engine.commits is not None:
+            engine.commit()
+            engine.commits, engine.runner.before_write = None, lambda value: None
         values = [
             (parameter, engine.values_of(unit.index, at), engine.gradients.read(unit.index, at))
             for unit in engine.units
@@ -269,6 +309,8 @@ class _Attaching:
     device: Device
     budget: SharedBudget | None
     initialize: Callable[[nn.Module], object]
+    directory: RunDirectory | None
+    """Of a durable run."""
 
     def __post_init__(self) -> None:
         self._units: list[FlatUnit] = []
@@ -306,12 +348,15 @@ class _Attaching:
         """Take the memory and the file, and start the lanes."""
         store, paths = None, self.config.nvme_path
         with ExitStack() as failed:
-            if self.plan.file:
+            if self.directory is not None:
+                store = failed.enter_context(self.directory.store(self.plan, paths))
+            elif self.plan.file:
                 store = Store(paths, self.plan.file, speeds=measured_speeds(paths))
                 failed.enter_context(store)
-                if any(map(is_memory, paths)):
-                    # Other notices are good to know; this one says that what was asked is not had.
-                    warn_user(str(store.volume.notice))
+            files = store.volume.files if store is not None else ()
+            if any(is_memory(os.path.dirname(one.path)) for one in files):
+                # Other notices are good to know; this one says that what was asked is not had.
+                warn_user(" ".join(str(one.notice) for one in files))
             memory = Memory(self.plan, self.device)
             failed.pop_all()
         trace = None

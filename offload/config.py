@@ -85,6 +85,19 @@ class Config:
     least 256 MiB. Further gradients on nvme are shown in files beside them, in CPU memory as far
     as there is any: that is slower, and takes space beyond nvme_space until they are let go."""
 
+    durable: str | None = None
+    """Directory of a run that can be killed at any instant and goes on from its last committed
+    step: attach on a directory with a commit takes over all of it. Records lie in nvme_path, if
+    that is given, else there, twice: room for weights and states, two times, is taken at attach,
+    beside nvme_space."""
+
+    commit_every: int | None = None
+    """Commit every so many steps. Default: every step where all states live on nvme, else as often
+    as writing them takes at most a tenth of the time."""
+
+    resume: bool = True
+    """Go on from the commit in the directory of durable. False refuses one that has any."""
+
     trace: bool = True
     """Keep the last operations in memory for `offload report`: some megabytes, and far below a
     hundredth of the time."""
@@ -104,6 +117,11 @@ class Config:
                 except ValueError as error:
                     raise ValueError(f"Config.{name}: {error}") from None
         object.__setattr__(self, "nvme_path", _paths(self.nvme_path))
+        if self.durable is not None:
+            (path,) = _paths(self.durable) or (None,)
+            if not isinstance(self.durable, (str, os.PathLike)) or path is None:
+                raise _refused("durable", self.durable, "the path of a directory, or None")
+            object.__setattr__(self, "durable", path)
         for name, kind, plain, expected in _NUMBERS:
             value = getattr(self, name)
             if value is None:
@@ -149,7 +167,7 @@ class Config:
 FIELDS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 """Names of all fields, in order."""
 
-_ALLOWED: dict[str, tuple[str | bool, ...]] = {"trace": (True, False)}
+_ALLOWED: dict[str, tuple[str | bool, ...]] = dict.fromkeys(("trace", "resume"), (True, False))
 for _name, _hint in get_type_hints(Config).items():
     if get_origin(_hint) is Literal:
         _ALLOWED[_name] = get_args(_hint)
@@ -157,6 +175,7 @@ for _name, _hint in get_type_hints(Config).items():
 _NUMBERS: tuple[tuple[str, Any, Any, str], ...] = (
     ("max_grad_norm", Real, float, "a positive number, finite"),
     ("micro_batches", Integral, int, "a whole number from 1"),
+    ("commit_every", Integral, int, "a whole number from 1"),
 )
 
 

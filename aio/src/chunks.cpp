@@ -14,7 +14,10 @@ int64_t ChunkTransfer::bytes() const {
 ChunkFlight::ChunkFlight(const ChunkTransfer& transfer, int slot)
     : transfer_(transfer), slot_(slot), open_(transfer.chunks.size()) {
     for (const Chunk& chunk : transfer.chunks) {
-        parts_open_.push_back(chunk.parts.size());
+        const Check& check = *chunk.check;
+        const bool other = transfer.writing && chunk.homes.size() > 1;
+        homes_.push_back(other ? 1 - check.owned : check.home);
+        parts_open_.push_back(chunk.homes[size_t(homes_.back())].size());
         crcs_.push_back(chunk.check->crc);
     }
 }
@@ -29,7 +32,7 @@ void ChunkFlight::begin(const std::function<void(const Landed&)>& landed) noexce
         Check& check = *chunk.check;
         if (transfer_.writing) check.begun++;
         const bool readable = check.begun > 0 && check.begun == check.ended;
-        for (const ChunkPart& part : chunk.parts) {
+        for (const ChunkPart& part : chunk.homes[size_t(homes_[at])]) {
             if (!transfer_.writing && !readable) {
                 landed({at, {.cause = Cause::stopped}});  // Never written.
                 continue;
@@ -67,6 +70,7 @@ void ChunkFlight::look_at(size_t at) {
     if (transfer_.writing) {
         chunk.check->earlier_step = std::exchange(chunk.check->step, *transfer_.step);
         chunk.check->earlier_crc = std::exchange(chunk.check->crc, crcs_[at]);
+        chunk.check->home = homes_[at];
         chunk.check->ended = chunk.check->begun;
         return;
     }

@@ -14,7 +14,7 @@ namespace aio {
 
 // What is kept of a chunk, in memory that Python reads, too.
 struct Check {
-    int64_t begun, ended, step, crc, earlier_step, earlier_crc;
+    int64_t begun, ended, step, crc, earlier_step, earlier_crc, home, owned;
 };
 
 // Bytes moved so far; likewise.
@@ -37,7 +37,7 @@ struct Chunk {
     int64_t stride;
     int64_t bytes;
     Check* check;
-    std::vector<ChunkPart> parts;
+    std::vector<std::vector<ChunkPart>> homes;  // one or two: [Note: Two homes] of aio/chunks.py
 };
 
 // Some chunks to be read or written, any number of times.
@@ -90,6 +90,7 @@ private:
     const ChunkTransfer& transfer_;
     const int slot_;
     size_t open_;                     // chunks
+    std::vector<int64_t> homes_;      // by chunk: read, or written
     std::vector<size_t> parts_open_;  // by chunk
     std::vector<int64_t> crcs_;       // by chunk: expected, or written
 };

@@ -57,17 +57,18 @@ def whole_directory(path: str) -> Iterator[str]:
     os.mkdir(new, 0o700)
     try:
         yield new
-        _flush(new)
+        flush(new)
         if taken:
             _exchange(new, path)
         else:
             os.rename(new, path)
-        _flush(parent)
+        flush(parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
 
-def _flush(directory: str) -> None:
+def flush(directory: str) -> None:
+    """Return when the names in a directory are on the drive."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -91,10 +92,8 @@ def _exchange(new: str, old: str) -> None:
 
 
 def write_run(directory: str, run: Mapping[str, Any]) -> None:
-    """Write what `encoded` made, with its checksum."""
-    text = _plain(run)
-    crc = crc32c(np.frombuffer(text.encode(), np.uint8), 0)
-    write_text(os.path.join(directory, RUN), f'{{"crc32c": "{crc:08x}", "run": {text}}}\n')
+    """Write what `encoded` made."""
+    write_checked(os.path.join(directory, RUN), run)
 
 
 def read_run(directory: str) -> dict[str, Any]:
@@ -106,10 +105,30 @@ def read_run(directory: str) -> dict[str, Any]:
     """
     path = os.path.join(directory, RUN)
     try:
-        found = read_json(path)
+        run = read_checked(path)
     except FileNotFoundError as error:
         told = "asked to load a save; found none: likely another directory, or one never finished"
         raise FileNotFoundError(errno.ENOENT, told, path) from error
+    if run.get("format") != FORMAT:
+        raise ValueError(f"{path} is of format {run.get('format')!r}, this release reads {FORMAT}")
+    return run
+
+
+def write_checked(path: str, run: Mapping[str, Any]) -> None:
+    """A new file of JSON with its checksum, flushed to the drive."""
+    text = _plain(run)
+    crc = crc32c(np.frombuffer(text.encode(), np.uint8), 0)
+    write_text(path, f'{{"crc32c": "{crc:08x}", "run": {text}}}\n')
+
+
+def read_checked(path: str) -> dict[str, Any]:
+    """What `write_checked` wrote.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it was changed.
+    """
+    found = read_json(path)
     run = found.get("run")
     if not isinstance(run, dict) or found.keys() != {"crc32c", "run"}:
         raise ValueError(f"{path}: no record of a run")
@@ -119,8 +138,6 @@ def read_run(directory: str) -> dict[str, Any]:
             f"{path}: checksum mismatch; likely it was edited, or the drive changed bits; load "
             "another checkpoint"
         )
-    if run.get("format") != FORMAT:
-        raise ValueError(f"{path} is of format {run.get('format')!r}, this release reads {FORMAT}")
     return run
 
 

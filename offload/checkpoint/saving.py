@@ -97,9 +97,8 @@ def save(
     with engine.lock, ExitStack() as opened:
         _settle(engine)
         if optimizer is not None:
-            states = _states_of(engine, optimizer)
-            run["optimizer"] = {"rule": optimizer.rule, "states": states}
-            run["optimizer"]["groups"] = _groups(optimizer)
+            run["optimizer"] = optimizer_of(engine, optimizer)
+            states = run["optimizer"]["states"]
             run["random"] = random_state(engine.runner.device.torch_device)
         sets = _sets(engine, model, states)
         opened.enter_context(interruptible())
@@ -149,7 +148,7 @@ def load(
     with engine.lock, ExitStack() as opened:
         run = read_run(where)
         if optimizer is not None:
-            _check_run(run, optimizer, scheduler)
+            check_run(run, optimizer, scheduler)
             states = run["optimizer"]["states"]
         _settle(engine)
         sets = _sets(engine, model, states)
@@ -168,10 +167,10 @@ def load(
             return found
 
         with engine.runner.once():
-            _fill(engine, model, optimizer, states, read)
+            fill(engine, model, optimizer, states, read)
             if optimizer is not None:
                 engine.steps = run["step"]
-                optimizer.take_options(_options(run))
+                optimizer.take_options(options_of(run))
                 if scheduler is not None:
                     scheduler.load_state_dict(decoded(run["scheduler"]))
                 set_random_state(run["random"], engine.runner.device.torch_device)
@@ -207,7 +206,7 @@ def _parameters(engine: Engine) -> Iterator[tuple[tuple[int, int], Parameter]]:
             yield (unit, index), one
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The buffers that a state dict has, each once."""
     seen = set[int]()
     for path, module in model.named_modules():
@@ -230,7 +229,7 @@ def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
                 f"asked for a whole save; found that {path or 'the model'} keeps extra state, "
                 "which may be any object; try torch.save(model.state_dict())"
             )
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
     return found
 
@@ -246,6 +245,13 @@ def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]
     return found
 
 
+def optimizer_of(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+    """What a run goes on from of an optimizer, besides tensors: its rule, which states there are,
+    and the groups."""
+    states = _states_of(engine, optimizer)
+    return {"rule": optimizer.rule, "states": states, "groups": _groups(optimizer)}
+
+
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups of an optimizer by the names of their parameters."""
     found = []
@@ -257,7 +263,7 @@ def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
     return found
 
 
-def _options(run: Mapping[str, Any]) -> list[dict[str, Any]]:
+def options_of(run: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Those of each group of a save."""
     return [decoded(group["options"]) for group in run["optimizer"]["groups"]]
 
@@ -307,12 +313,12 @@ def _parts(
                 slots = optimizer.states.part(piece, record)
                 for slot in states[one.name]["slots"]:
                     yield slot, one.name, slots[slot]
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         yield WEIGHTS, name, buffer.detach().reshape(-1)
 
 
 @torch.no_grad()
-def _fill(
+def fill(
     engine: Engine,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -367,7 +373,7 @@ def _fill(
         assert optimizer is not None
         saved = states.get(parameter.name, {"steps": 0, "slots": {}})
         optimizer.states.count(owner, saved["steps"], saved["slots"])
-    for name, buffer in _buffers(model):
+    for name, buffer in buffers_of(model):
         buffer.copy_(read(WEIGHTS, name, 0, buffer.numel()).view(buffer.shape))
 
 
@@ -416,7 +422,7 @@ def _check_sets(sets: Sets, readers: Mapping[str, SetReader]) -> None:
             )
 
 
-def _check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
+def check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> None:
     """Refuse a run that cannot go on with this optimizer."""
     saved, asked = run.get("optimizer"), "asked to load the whole of a run"
     alone = "load(model, None, ...) takes the weights alone"
@@ -442,7 +448,7 @@ def _check_run(run: Mapping[str, Any], optimizer: Optimizer, scheduler: Any) -> 
             f"{asked}; found groups of {[*map(len, theirs)]} parameters, this optimizer has "
             f"{[*map(len, mine)]}, or others in them; build it as it was then; {alone}"
         )
-    optimizer.check_options(_options(run))
+    optimizer.check_options(options_of(run))
     frozen = {one.name for _, one in _parameters(optimizer.engine) if not one.trainable}
     if lost := sorted(frozen & saved["states"].keys()):
         raise ValueError(

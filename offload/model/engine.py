@@ -85,6 +85,13 @@ class Engine:
         self._owner = threading.get_ident()
         """The thread that began the pass under way, or the last one."""
         self.steps = 0
+        self.commits: Any = None
+        """Of `checkpoint.durable`, which stands above; None without `Config(durable=...)`."""
+        self.user_state: Callable[[], Any] | None = None
+        """Called when a step is committed; gives data of JSON, tuples and dicts of any keys, which
+        the run that goes on finds in `resumed`."""
+        self.resumed: tuple[int, Any] | None = None
+        """The step that this run goes on from, and what `user_state` gave then."""
         found = (
             *runner.memory.notices,
             runner.notice,
@@ -185,6 +192,8 @@ class Engine:
 
     def _open(self, verb: Verb) -> None:
         self._owner = threading.get_ident()
+        if self.commits is not None and verb is Verb.FORWARD and torch.is_grad_enabled():
+            self.commits.forward_begins()
         self.passes.open(verb)
 
     def enter_backward(self) -> int:
@@ -214,6 +223,8 @@ class Engine:
             self.end_pass(finished=True)
             for unit in self.early.final:
                 self.snapshots.boundary(unit)  # Snapshots that the backward itself has made.
+            if self.commits is not None and self.plan.residents:
+                self.commits.wait()  # From here on the user may edit their weights.
             self._begin_final()
             self.early.backward_ended(finished=True)
 
@@ -397,6 +408,8 @@ class Engine:
 
     def _begin_updates(self, step: Step) -> None:
         """Queue updates, and let nobody use what they change as if it stayed."""
+        if self.commits is not None:
+            self.commits.updated(step)
         for unit in step:
             self.passes.invalidate(unit)
             count_change([self.units[unit].parameters[index] for index in step[unit]])
@@ -411,6 +424,8 @@ class Engine:
         with self.lock:
             self._require_step()
             self.updates.settle()
+            if self.commits is not None:
+                self.commits.wait()
 
     @entry
     def _require_step(self) -> None:
@@ -427,8 +442,34 @@ class Engine:
         exposed = sum(one.exposed_s for one in use.values())
         return Report(self.steps, self.passes.misses, use, self.plan.tiers(), wall, wall - exposed)
 
+    def _usable(self) -> bool:
+        """Whether its values are those of a finished step."""
+        try:
+            self.check()
+        except RuntimeError:
+            return False
+        return not self.early.begun
+
+    @entry
+    def commit(self) -> None:
+        """Commit the last step now, where the engine is durable, and return when that is done.
+
+        Raises:
+            ValueError: the engine is not durable.
+        """
+        if self.commits is None:
+            raise ValueError("asked for a commit; found no Config(durable=...); try offload.save")
+        with self.lock:
+            self._require_step()
+            self.boundary()
+            self.commits.close_step()
+            self.commits.wait()
+
     def close(self) -> None:
-        """Stop the lanes and free memory and files. The model keeps no values: see `detach`."""
+        """Stop the lanes and free memory and files, after a commit of the last step where the
+        engine is durable. The model keeps no values: see `detach`."""
+        if self.commits is not None and self._usable():
+            self.commit()
         self._close()
         if os.getpid() == self._pid:  # Else a child has nothing of it.
             self.gradients.forget_places()

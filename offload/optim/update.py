@@ -36,7 +36,8 @@ class Updates:
         order = update_order(self._plan)
         self._ops = {unit: update_op(self._plan, unit, deadline) for unit, deadline in order}
         """In the order of the updates."""
-        self._pending: list[Task] = []
+        self._pending: dict[int, Task] = {}
+        """By unit."""
         self._queued: Fence | None = None
         """Updates that the user's stream may still have to do."""
         self._clip: Any = None
@@ -50,13 +51,20 @@ class Updates:
 
     def settle(self) -> None:
         """Block until every update issued is done."""
-        self._runner.wait(self._pending)
-        self._pending = []
+        self._runner.wait(self._pending.values())
+        self._pending = {}
         if self._queued is not None:
             with self._runner.waited(Lane.COMPUTE):
                 self._queued.synchronize()
             self._queued = None
         self._residents.wait()
+
+    def begun(self) -> dict[int, Task]:
+        """The updates of the last step that lanes do, by unit and in their order; those that are
+        the device's were waited for."""
+        if self._queued is not None:
+            self._queued.synchronize()
+        return dict(self._pending)
 
     def grad_norm(self) -> float | None:
         """The norm of the gradient of the last step, before clipping; None without clipping."""
@@ -116,7 +124,7 @@ class Updates:
                 self._clip, self._normed = clip, tasks[len(squared)]
                 tasks = tasks[len(squared) + 1 :]
             self._update_at_once(at_once, step, members, settings)
-            self._pending += tasks
+            self._pending |= zip(updated, tasks)
             for unit, task in zip(updated, tasks):
                 if unit in prepared:
                     prepared[unit].task = task

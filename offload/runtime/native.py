@@ -35,7 +35,7 @@ from offload.runtime.works import Add, At, Copy, Job, Squares, Transfer, Update,
 RUNNER_VARIABLE = "OFFLOAD_RUNNER"
 """Environment variable: `python` runs everything in Python, by the reference, where C++ could."""
 
-RUNNER_VERSION = 9
+RUNNER_VERSION = 10
 """Of the native runner, as `src/module.cpp` has it."""
 
 _LANES = tuple(Lane)
@@ -226,8 +226,8 @@ class Native:
         for one in group:
             base, stride = _at(one.at)
             numbers = self._store.numbers(one.kind, one.unit, one.chunk)
-            for number, start, size, check, parts in chunks.native_chunks(numbers):
-                given.append((number, (base + start, stride), size, check, parts))
+            for number, start, size, check, homes in chunks.native_chunks(numbers):
+                given.append((number, (base + start, stride), size, check, homes))
         return _native.chunks(group[0].writes, given, self._kernel.index, *chunks.native_counts())
 
     def _sums(self, group: Sequence[Add]) -> Any:

@@ -86,6 +86,8 @@ class Runner:
         self.notice: str | None = None
         """What the user should know about the lanes."""
         self.closed = False
+        self.before_write: Callable[[Value], None] = lambda value: None
+        """Called before the user's thread writes the home of a value."""
         self._failure: BaseException | None = None
         self.owner = trace and trace.key
         """Whose its calls are, for those that record them."""
@@ -264,6 +266,14 @@ class Runner:
                 self._block(task, partial(self._lanes.over, task, LOOK_AGAIN_S))
         self._check_lanes()
 
+    def over(self, task: Task) -> bool:
+        """Block until `task` is over, on a thread that is not the user's; False where it will not
+        be, as a lane failed or the runner was closed."""
+        while not (found := task.over or self._lanes.over(task, LOOK_AGAIN_S)):
+            if self._lanes.failed or self._failure is not None or self.closed:
+                break
+        return bool(found)
+
     def _block(self, task: Task, come: Callable[[], bool]) -> None:
         """Block until `come`, which waits for a while itself."""
         self._check_lanes()
@@ -333,6 +343,7 @@ class Runner:
 
     def write_home(self, value: Value, content: torch.Tensor) -> None:
         """Put the bytes of a value or chunk home."""
+        self.before_write(value)
         home = self.plan.home(value.kind, value.unit)
         if home.tier != "nvme":
             here = self.memory.at(Use(home, value))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,22 @@ from offload.planning.profile import BLOCK_BYTES, Kind
 Bytes = npt.NDArray[np.uint8]
 
 
+class Kept(NamedTuple):
+    """What of a store outlives the process, in two homes each ([Note: Two homes] of aio.chunks)."""
+
+    values: FileLayout
+    """Whether their home is nvme or not."""
+    name: str
+    """Of the files."""
+    homes: Sequence[int] | None
+    """Those of each chunk that another process left in the files; None where they are new."""
+    close: Callable[[], None]
+    """Called when the store is closed."""
+
+
 class Store:
-    """A scratch volume of values, gone with the process. Several may share a directory.
+    """A volume of values, by default unnamed and gone with the process. Several may share a
+    directory.
 
     Calls block until the transfer is done, and release the GIL while they wait for the drive.
     Threads may call concurrently, unless one writes a chunk that another reads or writes.
@@ -36,6 +51,7 @@ class Store:
         speeds: measured of each directory's drive. The store then uses the backend, block size and
             depth that were fastest, instead of `depth` and the first backend that works, and gives
             each its share.
+        kept: what outlives the process.
 
     Raises:
         ValueError: a drive is so slow that it would slow the others down.
@@ -50,22 +66,30 @@ class Store:
         depth: int = 8,
         unit_bytes: int = aio.UNIT_BYTES,
         speeds: Sequence[DriveSpeed | None] = (),
+        kept: Kept | None = None,
     ) -> None:
-        self._layout = layout
+        twice = kept.values if kept is not None else {}
+        layout = {**twice, **{key: sizes for key, sizes in layout.items() if key not in twice}}
+        self._layout, self._kept = layout, kept
         self._pid = os.getpid()
         sizes = [*itertools.chain(*layout.values())]
+        twins = sum(map(len, twice.values()))
         starts = itertools.accumulate(map(len, layout.values()), initial=0)
         self._first: dict[tuple[Kind, str], int] = dict(zip(layout, starts))
         """By value, the number of its first chunk."""
         self.volume = aio.create_volume(
             directories,
-            sum(sizes),
+            sum(sizes) + sum(sizes[:twins]),
             [partial(_backend_for, speed, depth, io) for speed in speeds]
             or partial(_backend_for, None, depth, io),
             unit_bytes=unit_bytes,
             weights=shares_of(speeds) or None,
+            name=kept and kept.name,
+            there=kept is not None and kept.homes is not None,
         )
-        self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of)
+        self.chunks = aio.Chunks(self.volume, sizes, crc32c, self._name_of, twins)
+        if kept is not None and kept.homes is not None:
+            self.chunks.own(kept.homes)
 
     def _name_of(self, number: int) -> str:
         key, first = next(one for one in reversed(self._first.items()) if one[1] <= number)
@@ -103,7 +127,11 @@ class Store:
         """Wait for transfers in flight, free the space. Idempotent; a no-op in a forked child."""
         if os.getpid() != self._pid:
             return
-        self.volume.close()
+        try:
+            self.volume.close()
+        finally:
+            if self._kept is not None:
+                self._kept.close()
 
     def __enter__(self) -> Store:
         return self

@@ -213,9 +213,12 @@ void test_flights(unsigned seed) {
     const auto chunks = [&](Cell* memory, int64_t stride, int place, bool writing, int file) {
         const auto at = reinterpret_cast<std::byte*>(memory->words);
         aio::Chunk chunk{place, at, stride, BYTES, &checks[place], {}};
-        for (int64_t part = 0; part < 2; part++)
-            chunk.parts.push_back({&engine, fds[file], 1, part * BYTES / 2, BYTES / 2,
-                                   place * BYTES + part * BYTES / 2});
+        for (int home = 0; home < 1 + place % 2; home++) {  // Every other cell has two homes.
+            auto& parts = chunk.homes.emplace_back();
+            for (int64_t part = 0; part < 2; part++)
+                parts.push_back({&engine, fds[file], 1, part * BYTES / 2, BYTES / 2,
+                                 (home * CELLS + place) * BYTES + part * BYTES / 2});
+        }
         return std::make_shared<Chunks>(
             aio::ChunkTransfer{writing, {chunk}, &sum_of, &moved, &step});
     };

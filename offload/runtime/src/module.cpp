@@ -125,21 +125,26 @@ static PythonWork device_squares_of(int gradient, uintptr_t scratch, int64_t blo
 }
 
 using PythonPart = std::tuple<uintptr_t, int, int64_t, int64_t, int64_t, int64_t>;
-using PythonChunk = std::tuple<int64_t, PythonPlace, int64_t, uintptr_t, std::vector<PythonPart>>;
+using PythonChunk = std::tuple<int64_t, PythonPlace, int64_t, uintptr_t,
+                               std::vector<std::vector<PythonPart>>>;
 
 static PythonWork chunks_of(bool writing, const std::vector<PythonChunk>& given, int kernel,
                             uintptr_t moved, uintptr_t step) {
     aio::ChunkTransfer transfer{writing, {}, cpu_adam::crc32c_of(kernel_at(kernel)),
                                 reinterpret_cast<aio::Moved*>(moved),
                                 reinterpret_cast<const int64_t*>(step)};
-    for (const auto& [number, at, bytes, check, parts] : given) {
+    for (const auto& [number, at, bytes, check, homes] : given) {
         aio::Chunk& chunk = transfer.chunks.emplace_back();
         chunk = {number, reinterpret_cast<std::byte*>(where(at).base), at.second, bytes,
                  reinterpret_cast<aio::Check*>(check), {}};
-        for (const auto& [engine, fd, align, start, count, offset] : parts)
-            chunk.parts.push_back(
-                {reinterpret_cast<aio::Engine*>(engine), fd, align, start, count, offset});
-        if (chunk.parts.empty()) throw nb::value_error("a chunk lies nowhere");
+        for (const auto& parts : homes) {
+            auto& home = chunk.homes.emplace_back();
+            for (const auto& [engine, fd, align, start, count, offset] : parts)
+                home.push_back(
+                    {reinterpret_cast<aio::Engine*>(engine), fd, align, start, count, offset});
+            if (home.empty()) throw nb::value_error("a chunk lies nowhere");
+        }
+        if (homes.empty()) throw nb::value_error("a chunk lies nowhere");
     }
     return {std::make_shared<Chunks>(std::move(transfer))};
 }
@@ -282,7 +287,7 @@ private:
 
 NB_MODULE(_runner, module) {
     nb::set_leak_warnings(false);  // a model that is still attached at exit holds its ops
-    module.attr("VERSION") = 9;  // as offload/runtime/native.py has it
+    module.attr("VERSION") = 10;  // as offload/runtime/native.py has it
     nb::class_<Task>(module, "Task", nb::dynamic_attr())
         .def_ro("serial", &Task::serial)
         .def_ro("of_user", &Task::of_user)

@@ -1,0 +1,415 @@
+"""The directory of a durable run: which step is finished, and where its values lie.
+
+[Note: Commits]
+Values lie in record files, each chunk of weights and states in two homes ([Note: Two homes] of
+`aio.chunks`). A commit is a file, `commit.json`, that names a home, a step and a checksum for every
+chunk, and all else that the run goes on from. It takes the place of the one before in one move,
+after everything that it names was flushed; what it names is not written to until the next one has
+taken its place. So whenever a process ends, there is a commit, and all of it is there.
+
+`layout-N.json` says which bytes of the files are whose, by parameter and range: a reader needs no
+plan, and the next run may have another one. docs/formats.md describes the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import glob
+import json
+import os
+import secrets
+import socket
+import stat
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import safetensors.torch
+import torch
+
+import aio
+from cpu_adam import crc32c
+from cpu_adam.formats import format_for
+from cpu_adam.reference import cut, views
+from cpu_adam.torch_state import to_plain
+from offload.checkpoint.directory import flush, read_checked, write_checked
+from offload.planning.layout import FileLayout, Plan
+from offload.planning.machine import measured_speeds, shares_of
+from offload.runtime.memory import host_tensor
+from offload.runtime.store import Kept, Store
+
+COMMIT, PREVIOUS, LOCK = "commit.json", "previous.json", "lock"
+FORMAT = 1
+
+
+class RunDirectory:
+    """A directory that one process at a time commits to."""
+
+    def __init__(self, path: str) -> None:
+        """Make it where it is not there, own it, and read its commit.
+
+        Raises:
+            OSError: it is another process's, or others may change it; it cannot be made or read.
+            ValueError: its commit is damaged, or of a later release.
+        """
+        self.path = os.path.abspath(path)
+        os.makedirs(self.path, 0o700, exist_ok=True)
+        _refuse_unsafe(self.path)
+        self._lock = _owned(os.path.join(self.path, LOCK))
+        self.commit: dict[str, Any] | None = None
+        self.committed: dict[str, Any] = {}
+        """The layout of the commit."""
+        self._layout_name = ""
+        try:
+            if os.path.exists(self._at(COMMIT)):
+                self.commit, self.committed = read_commit(self.path)
+                self._layout_name = self.commit["layout"]
+            elif glob.glob(os.path.join(glob.escape(self.path), "*.safetensors*")):
+                raise FileExistsError(
+                    errno.EEXIST,
+                    "asked for durable; found a checkpoint that is no durable run; try a new name",
+                    self.path,
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def store(self, plan: Plan, paths: Sequence[str]) -> Store:
+        """The store of a plan whose values outlive the process: in the files of the commit where
+        they would be laid out the same, else in new ones, beside which the old ones stay until the
+        first commit. They lie in `paths`, if there are any, else in this directory.
+
+        Raises:
+            OSError, ValueError: see `Store`.
+        """
+        folders = [os.path.abspath(one) for one in paths] or [self.path]
+        speeds, layout = measured_speeds(folders), layout_of(plan)
+        bytes = layout["second"] + sum(map(sum, durable_values(plan).values()))
+        used, stripes = aio.place_volume(folders, bytes, weights=shares_of(speeds) or None)
+        layout["folders"] = [folders[one] for one in used]
+        layout["stripes"] = [stripes.unit_bytes, [*stripes.pattern]]
+        homes, name = None, str(self.committed.get("name"))
+        if self.commit and layout == {key: self.committed.get(key) for key in layout}:
+            homes = [home for home, _, _ in self.commit["homes"]]
+        else:
+            layout["name"] = name = f"offload-{secrets.token_hex(4)}"
+            number = 1 + max(map(_number, glob.glob(self._at("layout-*.json"))), default=0)
+            self._layout_name = f"layout-{number}.json"
+        kept = Kept(durable_values(plan), name, homes, self.close)
+        store = Store(folders, plan.file, speeds=speeds, kept=kept)
+        if homes is None:
+            write_checked(self._at(self._layout_name), layout)
+        return store
+
+    def write(self, run: Mapping[str, Any], buffers: Mapping[str, Any], store: Store) -> None:
+        """Commit what was last written of every value.
+
+        Args:
+            run: what a run goes on from besides tensors.
+            buffers: of the model, by name, in CPU memory.
+            store: with the values. Until this returns nothing of them is written.
+
+        Raises:
+            OSError: something could not be written; the commit before is as it was.
+        """
+        step = run["step"]
+        store.volume.flush()
+        homes = store.chunks.homes()
+        commit = {"format": FORMAT, "layout": self._layout_name, "homes": homes.tolist()}
+        commit |= {"buffers": None, "run": run}
+        if buffers:
+            commit["buffers"] = f"buffers-{step}.safetensors"
+            content = safetensors.torch.save(dict(buffers))
+            commit["buffers_crc32c"] = f"{crc32c(np.frombuffer(content, np.uint8), 0):08x}"
+            _replace(self._at(commit["buffers"]), content)
+        new = self._at(COMMIT + ".new")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(new)
+        write_checked(new, commit)
+        before = None if self.commit is None else self.commit["layout"]
+        if before == self._layout_name:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at(PREVIOUS))
+            os.link(self._at(COMMIT), self._at(PREVIOUS))
+        os.replace(new, self._at(COMMIT))
+        flush(self.path)
+        store.chunks.own(homes[:, 0])
+        stays = {commit["buffers"], self.commit and self.commit["buffers"]}
+        self.commit = commit
+        if before != self._layout_name:
+            stays = {commit["buffers"]}
+            self._forget_others()
+        for path in glob.glob(os.path.join(glob.escape(self.path), "buffers-*.safetensors")):
+            if os.path.basename(path) not in stays:
+                os.unlink(path)
+
+    def _forget_others(self) -> None:
+        """Delete the record files of every layout but the one at hand, and the commit before."""
+        for path in glob.glob(os.path.join(glob.escape(self.path), "layout-*.json")):
+            if os.path.basename(path) == self._layout_name:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                for file in record_files(read_checked(path)):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(file)
+            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._at(PREVIOUS))
+
+    def close(self) -> None:
+        """Let others own it."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def durable_values(plan: Plan) -> FileLayout:
+    """The values of a plan that a run goes on from, with the bytes of their chunks."""
+    return {
+        (kind, unit.name): plan.sizes.chunks[kind][index]
+        for kind in ("state", "weight")
+        for index, unit in enumerate(plan.profile.units)
+        if plan.sizes.value[kind][index]
+    }
+
+
+def layout_of(plan: Plan) -> dict[str, Any]:
+    """Which bytes of the first homes are whose."""
+    number, offset, places = 0, 0, dict[tuple[str, str], list[list[int]]]()
+    for key, sizes in durable_values(plan).items():
+        for size in sizes:
+            places.setdefault(key, []).append([number, offset, size])
+            number, offset = number + 1, offset + size
+    second = offset + sum(
+        sum(sizes) for key, sizes in plan.file.items() if key not in durable_values(plan)
+    )
+    units = list[list[dict[str, Any]]]()
+    for index, unit in enumerate(plan.profile.units):
+        chunks = list[dict[str, Any]]()
+        for at, pieces in sorted(plan.profile.by_chunk(index).items()):
+            states = places.get(("state", unit.name), [])
+            one: dict[str, Any] = {"weight": places["weight", unit.name][at]}
+            one["state"] = states[at] if at < len(states) else None
+            one["elements"] = unit.chunks[at].elements if at < len(unit.chunks) else 0
+            one["pieces"] = [
+                [unit.parameters[p.parameter].name, p.parameter_start, p.chunk_start, p.elements]
+                for p in pieces
+            ]
+            chunks.append(one)
+        units.append(chunks)
+    parameters = {
+        one.name: [one.dtype, [*one.shape], one.trainable]
+        for unit in plan.profile.units
+        for one in unit.parameters
+    }
+    return {
+        "format": FORMAT,
+        "rule": plan.states.rule,
+        "states": plan.states.states,
+        "parameters": parameters,
+        "chunks": [chunk for unit in units for chunk in unit],
+        "second": second,
+    }
+
+
+def record_files(layout: Mapping[str, Any]) -> list[str]:
+    """The paths of the record files of a layout."""
+    pairs = enumerate(layout["folders"])
+    return [os.path.join(folder, f"{layout['name']}.{drive}") for drive, folder in pairs]
+
+
+def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A commit and its layout, whose fields are those that `RunDirectory` writes.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is damaged, or of a later release.
+    """
+    commit = read_checked(os.path.join(directory, name))
+    layout = read_checked(os.path.join(directory, os.path.basename(str(commit.get("layout")))))
+    for what, found in (name, commit), (commit["layout"], layout):
+        if found.get("format") != FORMAT:
+            raise ValueError(
+                f"{directory}: {what} is of format {found.get('format')!r}, this release reads "
+                f"{FORMAT}"
+            )
+    return commit, layout
+
+
+class _Place(NamedTuple):
+    """Part of a parameter, and where it lies."""
+
+    start: int
+    """Its first element in the parameter."""
+    stop: int
+    chunk: int
+    """Of the layout."""
+    chunk_start: int
+
+
+class CommitReader:
+    """Reads the values of a commit, by parameter and range, and checks every byte."""
+
+    def __init__(self, directory: str, commit: Mapping[str, Any], layout: Mapping[str, Any]):
+        """Open the record files.
+
+        Raises:
+            OSError: one is missing; the buffers cannot be read, or are damaged.
+        """
+        self._commit, self._layout = commit, layout
+        self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
+        self._fds, self._paths = list[int](), record_files(layout)
+        self._places = dict[str, list[_Place]]()
+        for number, chunk in enumerate(layout["chunks"]):
+            for name, start, at, count in chunk["pieces"]:
+                place = _Place(start, start + count, number, at)
+                self._places.setdefault(name, []).append(place)
+        self.buffers = _read_buffers(directory, commit)
+        self._bytes = functools.lru_cache(2)(self._read_bytes)
+        self._plain = functools.lru_cache(2)(self._read_plain)
+        try:
+            for path in self._paths:
+                self._fds.append(os.open(path, os.O_RDONLY | os.O_NOFOLLOW))
+        except OSError as error:
+            self.close()
+            told = "asked for the values of a commit; found no such file; likely it was moved"
+            raise OSError(error.errno, told, error.filename) from error
+
+    def read(self, prefix: str, name: str, start: int, count: int) -> torch.Tensor:
+        """So many elements of a parameter from one on, 1-D: of its weight, where `prefix` is
+        `model`, or of that slot of its state.
+
+        Raises:
+            OSError: they cannot be read; EIO where a checksum is another.
+        """
+        if (buffer := self.buffers.get(name)) is not None:
+            return buffer.reshape(-1)[start : start + count]
+        parts = []
+        for place in self._places[name]:
+            first, last = max(start, place.start), min(start + count, place.stop)
+            if first < last:
+                part = self._part(prefix, name, place)
+                parts.append(part[first - place.start : last - place.start])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, prefix: str, name: str, place: _Place) -> torch.Tensor:
+        if prefix != "model":
+            return self._plain(name, place)[prefix]
+        content = self._bytes("weight", place.chunk)
+        weights = content.view(getattr(torch, self._layout["parameters"][name][0]))
+        return weights[place.chunk_start :][: place.stop - place.start]
+
+    def _read_plain(self, name: str, place: _Place) -> dict[str, torch.Tensor]:
+        """The slots of part of a state."""
+        layout = self._layout
+        fmt = format_for(layout["parameters"][name][0], layout["states"], layout["rule"])
+        elements = layout["chunks"][place.chunk]["elements"]
+        slots = views(self._bytes("state", place.chunk), fmt, elements)
+        return to_plain(cut(slots, fmt, place.chunk_start, place.stop - place.start), fmt)
+
+    def _read_bytes(self, kind: str, chunk: int) -> torch.Tensor:
+        number, offset, size = self._layout["chunks"][chunk][kind]
+        home, _, crc = self._commit["homes"][number]
+        content = host_tensor(size)
+        whole = memoryview(content.numpy())  # type: ignore[arg-type]
+        for run in self._stripes.runs(offset + home * self._layout["second"], size):
+            at = run.start
+            while at < run.stop:
+                part = whole[at : run.stop]
+                count = os.preadv(self._fds[run.drive], [part], run.offset + at - run.start)
+                if not count:
+                    raise OSError(errno.EIO, "the file is cut short", self._paths[run.drive])
+                at += count
+        if (found := crc32c(content.numpy(), 0)) != crc:
+            raise OSError(
+                errno.EIO,
+                f"chunk {chunk} ({kind}): checksum mismatch (CRC32C {found:#010x}, written as "
+                f"{crc:#010x}); likely the drive changed bits; `offload inspect` tells what is "
+                "whole",
+                " and ".join(self._paths),
+            )
+        return content
+
+    def check(self) -> list[str]:
+        """Read every chunk. What is wrong, a line each."""
+        wrong = list[str]()
+        for number, chunk in enumerate(self._layout["chunks"]):
+            for kind in ("weight", "state"):
+                if chunk[kind] is None:
+                    continue
+                try:
+                    self._read_bytes(kind, number)
+                except OSError as error:
+                    wrong.append(f"{error.filename}: {error.strerror}")
+        return wrong
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._fds:
+            os.close(self._fds.pop())
+
+
+def _read_buffers(directory: str, commit: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    if commit["buffers"] is None:
+        return {}
+    path = os.path.join(directory, os.path.basename(commit["buffers"]))
+    with open(path, "rb") as file:
+        content = file.read()
+    if f"{crc32c(np.frombuffer(content, np.uint8), 0):08x}" != commit["buffers_crc32c"]:
+        raise OSError(errno.EIO, "checksum mismatch; likely the drive changed bits", path)
+    return safetensors.torch.load(content)
+
+
+def _replace(path: str, content: bytes) -> None:
+    """Write a file, flushed."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _number(path: str) -> int:
+    """The number of a layout's file; 0 of another's."""
+    middle = os.path.basename(path).removeprefix("layout-").removesuffix(".json")
+    return int(middle) if middle.isdigit() and len(middle) < 10 else 0
+
+
+def _refuse_unsafe(path: str) -> None:
+    """Refuse a directory in which others could change what a run goes on from."""
+    found, parent = os.lstat(path), os.stat(os.path.dirname(path))
+    why = None
+    if stat.S_ISLNK(found.st_mode):
+        why = "found a symbolic link"
+    elif found.st_uid != os.geteuid():
+        why = f"found a directory of user {found.st_uid}"
+    elif found.st_mode & 0o022:
+        why = "found a directory that others may write to"
+    elif parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
+        why = "found a parent directory in which anybody may rename it"
+    if why is not None:
+        raise PermissionError(
+            errno.EPERM, f"asked for durable; {why}; give a directory of your own", path
+        )
+
+
+def _owned(path: str) -> int:
+    """A descriptor of the lock, which is ours as long as it is open."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(fd, 0)
+        os.pwrite(fd, json.dumps([os.getpid(), socket.gethostname()]).encode(), 0)
+    except BaseException as error:
+        owner = os.pread(fd, 1000, 0).decode(errors="replace")
+        os.close(fd)
+        if not isinstance(error, BlockingIOError):
+            raise
+        told = f"asked for durable; found that another run owns it (pid and host: {owner})"
+        raise BlockingIOError(errno.EAGAIN, f"{told}; end it, or give another name", path) from None
+    return fd

@@ -1,0 +1,245 @@
+"""Commits of a durable run: every finished step, beside training.
+
+[Note: Closing a step]
+A step is closed when the next training forward begins: what user code does between the two, such as
+a scheduler's step, belongs to it. There its hyper-parameters, random numbers and user data are
+taken. A thread then waits for the step's updates, writes what of weights and states does not live
+on nvme, and commits. Training goes on meanwhile: nothing that is to be written changes before the
+next update, or edit, of a weight or state, and those wait for the commit.
+
+What lives on nvme is written by its update, to the home that the last commit does not own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.commits import CommitReader, RunDirectory, durable_values
+from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
+from offload.checkpoint.saving import buffers_of, check_run, fill, optimizer_of, options_of
+from offload.config import warn_user
+from offload.model.engine import Engine
+from offload.optim.optimizer import Optimizer
+from offload.program.ops import Lane, Value
+from offload.runtime.memory import host_tensor
+from offload.runtime.runner import LOOK_AGAIN_S
+from offload.runtime.torch_internals import no_trap
+from offload.sleeping import gathered
+
+REST = 10
+"""Without `commit_every`, where states live in memory, the next commit begins when so many times
+the seconds of the last one have passed."""
+
+
+class Commits:
+    """Commits the steps of an engine to its directory."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        directory: RunDirectory,
+        every: int | None,
+    ):
+        """Nothing is written yet; `resume` takes over what was committed before.
+
+        Args:
+            model: attached.
+            optimizer: that came of it, with the engine.
+            directory: whose values the engine's store has.
+            every: so many steps; None as often as the drive can without being waited for.
+        """
+        self._model, self._optimizer, self._directory = model, optimizer, directory
+        self._engine: Engine = optimizer.engine
+        self._store = self._engine.runner.store
+        self._every = every
+        plan = self._engine.plan
+        self._values = [
+            (kind, index)
+            for kind in ("weight", "state")
+            for index, unit in enumerate(plan.profile.units)
+            if (kind, unit.name) in durable_values(plan) and (plan.home(kind, index).tier != "nvme")
+        ]
+        """Those that no update writes."""
+        self._streams = all(kind == "weight" for kind, _ in self._values)
+        self._changed = set(self._values)
+        self._closed = self._engine.steps
+        """The step that was closed last."""
+        self._thread: threading.Thread | None = None
+        self._ended, self._seconds = time.monotonic(), 0.0
+        self._restored: Mapping[str, Any] | None = None
+        """What of a run is put back once more when the first forward begins."""
+
+    # -- going on ----------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Take over the values of the commit, where there is one.
+
+        Raises:
+            ValueError: it is of another model or optimizer; nothing was changed.
+            OSError: it cannot be read, or is damaged.
+        """
+        commit, layout = self._directory.commit, self._directory.committed
+        if commit is None:
+            return
+        engine, optimizer, run = self._engine, self._optimizer, commit["run"]
+        self._check(run, layout)
+        reader = CommitReader(self._directory.path, commit, layout)
+        try:
+            self._check_buffers(reader)
+            with engine.lock, engine.runner.once():
+                fill(engine, self._model, optimizer, run["optimizer"]["states"], reader.read)
+                engine.steps = self._closed = run["step"]
+        finally:
+            reader.close()
+        optimizer.take_options(options_of(run))
+        set_random_state(run["random"], engine.runner.device.torch_device)
+        self._restored = run
+        engine.resumed = run["step"], decoded(run["user"])
+
+    def _check(self, run: Mapping[str, Any], layout: Mapping[str, Any]) -> None:
+        mine = {
+            one.name: [one.dtype, [*one.shape], one.trainable]
+            for unit in self._engine.plan.profile.units
+            for one in unit.parameters
+        }
+        theirs = layout["parameters"]
+        other = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
+        if other:
+            raise ValueError(
+                f"asked to go on from step {run['step']} in {self._directory.path}; found that "
+                f"{len(other)} parameters are not those of then ({', '.join(other[:3])}); likely "
+                "it is another model's; build that one, or give a new name"
+            )
+        check_run(run, self._optimizer, None)
+
+    def _check_buffers(self, reader: CommitReader) -> None:
+        mine = {name: (x.dtype, x.shape) for name, x in buffers_of(self._model)}
+        theirs = {name: (x.dtype, x.shape) for name, x in reader.buffers.items()}
+        if mine != theirs:
+            other = sorted(n for n in {*mine, *theirs} if mine.get(n) != theirs.get(n))
+            raise ValueError(
+                f"asked to go on from {self._directory.path}; found other buffers than the model "
+                f"has: {', '.join(other[:3])}; likely it is another model's"
+            )
+
+    # -- from step to step -------------------------------------------------------------------------
+
+    def forward_begins(self) -> None:
+        """A training forward begins: the step before it is closed."""
+        if (run := self._restored) is not None:
+            self._restored = None
+            set_random_state(run["random"], self._engine.runner.device.torch_device)
+            for number, (group, options) in enumerate(
+                zip(self._optimizer.param_groups, options_of(run))
+            ):
+                if other := [k for k, v in options.items() if group.get(k, v) != v]:
+                    told = ", ".join(f"{k} {group[k]!r}, committed {options[k]!r}" for k in other)
+                    warn_user(
+                        f"group {number} goes on with {told}: likely a scheduler was built after "
+                        "attach, which starts anew; build it before attach, or set these"
+                    )
+        step = self._engine.steps
+        if step != self._closed and self._due(step):
+            self.close_step()
+
+    def _due(self, step: int) -> bool:
+        if self._every is not None:
+            return step % self._every == 0
+        if self._thread is not None and self._thread.is_alive():
+            return self._streams
+        return self._streams or time.monotonic() - self._ended > REST * self._seconds
+
+    def close_step(self) -> None:
+        """Begin the commit of the last step, unless that was done."""
+        engine = self._engine
+        if engine.steps == self._closed:
+            return
+        self.wait()
+        user = None if engine.user_state is None else engine.user_state()
+        run = {
+            "step": engine.steps,
+            "user": encoded(user, "engine.user_state()"),
+            "optimizer": optimizer_of(engine, self._optimizer),
+            "random": random_state(engine.runner.device.torch_device),
+        }
+        buffers = {name: value.detach().cpu().clone() for name, value in buffers_of(self._model)}
+        changed, self._changed, self._closed = self._changed, set(), engine.steps
+        args = run, buffers, [key for key in self._values if key in changed]
+        self._thread = threading.Thread(target=self._commit, args=args, name="offload-commit")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Block until the commit that was begun is there.
+
+        Raises:
+            EngineError: it failed.
+        """
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            with self._engine.runner.waited(Lane.DISK):
+                while thread.is_alive():
+                    thread.join(LOOK_AGAIN_S)
+            self._thread = None
+            self._engine.runner.check()
+
+    def updated(self, units: Any) -> None:
+        """Updates of these units begin, once what was begun is committed."""
+        self.wait()
+        self._changed.update((kind, unit) for unit in units for kind in ("weight", "state"))
+
+    def before_write(self, value: Value) -> None:
+        """The user's thread writes a weight or state home."""
+        if value.kind != "gradient":
+            self.wait()
+            self._changed.add((value.kind, value.unit))
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _commit(
+        self, run: Mapping[str, Any], buffers: Mapping[str, torch.Tensor], changed: list[Any]
+    ) -> None:
+        engine, store, since = self._engine, self._store, time.monotonic()
+        runner = engine.runner
+        assert store is not None
+        try:
+            tasks = engine.updates.begun()
+            places = {unit: at for at, unit in enumerate(tasks)}
+            for kind, unit in sorted(changed, key=lambda key: places.get(key[1], -1)):
+                if unit in tasks and not runner.over(tasks[unit]):
+                    return
+                self._write(kind, unit, run["step"])
+            if all(map(runner.over, tasks.values())):
+                self._directory.write(run, buffers, store)
+        except BaseException as error:
+            runner.fail(error)
+        self._ended = time.monotonic()
+        self._seconds = self._ended - since
+
+    def _write(self, kind: Any, unit: int, step: int) -> None:
+        """Write a value whose home is in memory, chunk by chunk."""
+        engine, store = self._engine, self._store
+        assert store is not None
+        memory, spec = engine.runner.memory, engine.plan.profile.units[unit]
+        whole = None
+        if kind == "weight" and unit in engine.residents:
+            with no_trap():  # Its update is over, and who waits for that is not told yet.
+                whole = gathered(engine, Value(kind, unit))
+        for chunk in range(len(engine.plan.sizes.chunks[kind][unit])):
+            value = Value(kind, unit, chunk)
+            start, size = memory.extent(value)
+            if whole is not None:
+                content = whole[start : start + size]
+            else:
+                content = engine.runner.read_home(value)
+            if engine.runner.device.holds(content) or content.data_ptr() % 4096:
+                away, content = content, host_tensor(size)
+                content.copy_(away)
+            store.write(kind, spec.name, content, step, chunk)
