@@ -14,7 +14,8 @@ the most; the seconds below it are medians, too.
 
 DIRECTORY lies on a local drive; no file is left there. PYTHON is that of an environment with
 DeepSpeed (pip install torch==2.13.0 numpy ninja psutil deepspeed==0.19.8; apt: libaio-dev), which
-compiles for minutes when it first runs. Row 1 takes 16 GiB of memory, row 5 13, the others less.
+compiles for minutes when it first runs. Row 12 has durable
+runs beside others. Row 1 takes 16 GiB of memory, row 5 13, the others less.
 """
 
 from __future__ import annotations
@@ -302,10 +303,28 @@ class Bench:
         what = f"the median of {len(ratios)} placements"
         yield Figure(11, what, "0.93 to 1.07", [median(ratios)], "of the figures above")
 
+    def row_12(self) -> Iterator[Figure]:
+        """Commits of a durable run."""
+        for tiers, loop, config in (
+            (NVME_STATES, "declared", EARLY),
+            (NVME_STATES, "stock loop", STOCK_LOOP),
+            (RAM, "stock loop, as often as it likes", STOCK_LOOP),
+        ):
+            run = self.opened.enter_context(tempfile.TemporaryDirectory(dir=self._directory))
+            players = {
+                who: self._turns(self._loop(f"ours {tiers}", **config, **more))
+                for who, more in {"scratch": {}, "durable": {"durable": run}}.items()
+            }
+            rounds = self._rounds(players)
+            values = [one["durable"]["step"] / one["scratch"]["step"] for one in rounds]
+            what = f"durable over not, {tiers}, {loop}"
+            yield Figure(12, what, "", values, behind(rounds, "scratch", "durable"))
+            self.opened.close()
+
 
 def main() -> None:
     """Print the rows that are asked for, each as it is done."""
-    form, every = argparse.RawTextHelpFormatter, range(1, 12)
+    form, every = argparse.RawTextHelpFormatter, range(1, 13)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("directory")
     parser.add_argument("--rows", nargs="+", type=int, choices=every, default=every, metavar="N")

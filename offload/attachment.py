@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import math
 import os
@@ -110,8 +109,6 @@ def attach(
     check_model(model, optimizer, initializes=initialize is not None)
     if not all(engine.runner.closed for engine in engines):
         gc.collect()  # One that was dropped, but not closed, has its memory until then.
-    if config.durable is not None and optimizer is None:
-        raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
     device = compute_device()
     groups = partition(model)
     config = config if budget is None else budget.narrowed(config)
@@ -124,19 +121,12 @@ def attach(
     groups, placed = _planned(groups, config, found, rule, trains=optimizer is not None)
     for remark in remarks(placed, config, found):
         warn_user(remark)
-    with ExitStack() as failed:
-        # What is made in it could not be trained after it.
-        failed.enter_context(torch.inference_mode(False))
+    # What is made in inference mode could not be trained after it.
+    with torch.inference_mode(False), ExitStack() as failed:
         directory = None
         if config.durable is not None:
-            directory = failed.enter_context(closing(RunDirectory(config.durable)))
-            if directory.commit is not None and not config.resume:
-                raise FileExistsError(
-                    errno.EEXIST,
-                    f"asked for a new run (resume=False); found the commit of step "
-                    f"{directory.commit['run']['step']}; give another name",
-                    config.durable,
-                )
+            directory = RunDirectory(config.durable, resume=config.resume)
+            failed.enter_context(closing(directory))
         initialize = initialize or methodcaller("reset_parameters")
         attaching = _Attaching(
             model, optimizer, config, groups, placed, device, budget, initialize, directory
@@ -144,7 +134,7 @@ def attach(
         made = attaching.run(pace)
         if directory is not None and made[1] is not None:
             _go_on(model, made[1], directory, config)
-            failed.pop_all()
+        failed.pop_all()
     return made
 
 

@@ -73,7 +73,7 @@ def sleep(model: nn.Module, tier: Literal["cpu", "nvme"] = "cpu") -> None:
         try:
             for value in area.values():
                 in_arena = engine.plan.in_arena(value.kind, value.unit)
-                area.put(value, runner.read_home(value) if in_arena else gathered(engine, value))
+                area.put(value, runner.read_home(value) if in_arena else _gathered(engine, value))
         except BaseException:
             area.close()
             raise
@@ -160,7 +160,7 @@ def _views(unit: FlatUnit, value: Value, flat: torch.Tensor) -> Iterator[tuple[i
 
 
 @torch.no_grad()
-def gathered(engine: Engine, value: Value) -> torch.Tensor:
+def _gathered(engine: Engine, value: Value) -> torch.Tensor:
     """The weights or gradients of a resident unit, laid out as in an arena.
 
     Raises:

@@ -17,23 +17,30 @@ import torch
 
 import offload
 from offload.planning import planner
-from tests.test_saving import buffered
-from tests.training import RESIDENT, Run, assert_same, attached, plain, result_of, some_fast
+from tests.test_saving import buffered, lion, sgd
+from tests.training import (
+    RESIDENT,
+    Net,
+    Run,
+    assert_same,
+    attached,
+    frozen,
+    plain,
+    result_of,
+    some_fast,
+)
 
 CPU, NVME = ("cpu", "cpu", "cpu"), ("nvme", "nvme", "nvme")
 PLACES = [RESIDENT, CPU, NVME, ("device", "cpu", "nvme"), ("device", "device", "nvme")]
 
 
-def where(placement: Any, directory: Path) -> Path:
-    """A directory for the drive of a placement, beside that of the run."""
-    drive = directory / "drive"
-    drive.mkdir(parents=True, exist_ok=True)
-    return drive
-
-
-def durable(placement: Any, directory: Path, **options: Any) -> Any:
+def durable(placement: Any, directory: Path, drive: Path | None = None, **options: Any) -> Any:
+    """A run that commits to a directory in this one every step; its records lie on `drive`."""
+    if drive is None and "nvme" in placement:
+        drive = directory / "drive"
+        drive.mkdir(parents=True, exist_ok=True)
     config = {"durable": str(directory / "run"), "commit_every": 1}
-    return attached(placement, where(placement, directory), **{**config, **options})
+    return attached(placement, () if drive is None else drive, **{**config, **options})
 
 
 def go_on(run: Run) -> None:
@@ -65,11 +72,12 @@ def test_a_run_goes_on_from_what_was_committed(
         shutil.copytree(tmp_path / "a", tmp_path / "b")
         steps(run, 3)
         expected = result_of(run)
-    move(tmp_path / "b")
+    shutil.rmtree(tmp_path / "a")
+    (tmp_path / "b").rename(tmp_path / "a")
     torch.manual_seed(7)
     if before != after:
         monkeypatch.setattr(planner, "CHUNK_ELEMENTS", 2048)
-    with durable(after, tmp_path / "b", build=buffered) as run:
+    with durable(after, tmp_path / "a", build=buffered) as run:
         assert run.engine.resumed[0] == 3
         go_on(run)
         steps(run, 3)
@@ -149,12 +157,146 @@ def test_a_killed_run_ends_as_one_that_was_never_killed(
     assert hashes == [never_killed(options, tmp_path_factory.mktemp("whole"))]
 
 
-def move(directory: Path) -> None:
-    """Let a copy of a run find its own files."""
-    from offload.checkpoint.directory import read_checked, write_checked
+# -- what a step is --------------------------------------------------------------------------------
 
-    for path in (directory / "run").glob("layout-*.json"):
-        layout = read_checked(str(path))
-        layout["folders"] = [one.replace("/a/", "/b/") for one in layout["folders"]]
-        path.unlink()
-        write_checked(str(path), layout)
+
+def clipped(run: Run, number: int) -> None:
+    """Torch's own clipping, and an edit of the weights after the step that belongs to it."""
+    run.loss().backward()
+    torch.nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.step()
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.clamp_(-0.5, 0.5)
+
+
+def accumulated(run: Run, number: int) -> None:
+    for _ in range(3):
+        run.loss().backward()
+    run.step()
+
+
+def sharpness_aware(run: Run, number: int) -> None:
+    """Weights are moved between two backwards of a step, and moved back."""
+    run.loss().backward()
+    with torch.no_grad():
+        moved = [(p, p.grad * 0.1) for p in run.model.parameters() if p.grad is not None]
+        for parameter, by in moved:
+            parameter.add_(by)
+    run.optimizer.zero_grad()
+    run.loss().backward()
+    with torch.no_grad():
+        for parameter, by in moved:
+            parameter.sub_(by)
+    run.step()
+
+
+LOOPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "clipped": (clipped, {}),
+    "accumulated": (accumulated, {"micro_batches": 3}),
+    "sharpness aware": (sharpness_aware, {}),
+    "clipping as it comes": (plain, {"max_grad_norm": 0.1, "micro_batches": 1}),
+    "frozen": (plain, {"build": frozen}),
+    "tied, compact": (plain, {"build": lambda: Net(tied=True), "states": "compact"}),
+    "momentum": (plain, {"optimizer": sgd}),
+    "lion, float32": (plain, {"optimizer": lion, "dtype": torch.float32}),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("placement", [RESIDENT, CPU, ("device", "device", "nvme"), NVME])
+def test_what_a_loop_did_is_committed_when_the_next_forward_begins(
+    name: str, placement: Any, tmp_path: Path
+) -> None:
+    """No call of `commit`: that of step 3 begins in the forward of step 4, which then fails."""
+    loop, options = LOOPS[name]
+    with durable(placement, tmp_path, **options) as run:
+        for number in range(3):
+            loop(run, number)
+        expected = result_of(run)
+        with pytest.raises(ZeroDivisionError):
+            fails(run)
+        run.engine.commits.wait()
+        run.engine.commits = None  # As if it were killed: nothing more is committed.
+    with durable(placement, tmp_path, **options) as run:
+        assert run.engine.resumed == (3, None)
+        run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
+def fails(run: Run) -> None:
+    def hook(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    with run.model.norm.register_forward_hook(hook):  # type: ignore[operator,union-attr]
+        run.loss()
+
+
+def test_evaluation_closes_no_step(tmp_path: Path) -> None:
+    """Averaged weights are swapped in for it, and out again."""
+    with durable(CPU, tmp_path) as run:
+        steps(run, 2)
+        expected = result_of(run)
+        kept = [p.detach().clone() for p in run.model.parameters()]
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.zero_()
+            run.loss()
+            for p, value in zip(run.model.parameters(), kept):
+                p.copy_(value)
+        run.losses.pop()
+        run.engine.commit()
+        run.engine.commits = None
+    with durable(CPU, tmp_path) as run:
+        run.losses[:] = expected.losses
+        assert_same(result_of(run), expected)
+
+
+def test_how_often_it_commits(tmp_path: Path) -> None:
+    with durable(CPU, tmp_path / "a", commit_every=3) as run:
+        steps(run, 8)
+        run.engine.commits.wait()
+        run.engine.commits = None
+    with durable(CPU, tmp_path / "a") as run:
+        assert run.engine.resumed[0] == 6
+    with durable(("cpu", "cpu", "nvme"), tmp_path / "b", commit_every=None) as run:
+        steps(run, 8)
+        run.engine.commits.wait()
+        run.engine.commits = None
+    with durable(CPU, tmp_path / "b") as run:
+        assert run.engine.resumed[0] == 7
+
+
+def test_a_scheduler_that_starts_anew_is_told(tmp_path: Path) -> None:
+    def scheduler(run: Run) -> Any:
+        return torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+
+    with durable(CPU, tmp_path) as run:
+        once = scheduler(run)
+        for number in range(3):
+            plain(run, number)
+            once.step()
+    with durable(CPU, tmp_path) as run:
+        assert run.optimizer.param_groups[0]["lr"] == 1e-2 / 4
+        scheduler(run)
+        with pytest.warns(RuntimeWarning, match=r"group 0 goes on with lr 0.01, committed 0.0025"):
+            plain(run, 0)
+
+
+def test_user_data_that_cannot_be_kept_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:
+    with durable(CPU, tmp_path) as run:
+        plain(run, 0)
+        run.engine.user_state = lambda: {"tensor": torch.ones(3)}
+        with pytest.raises(TypeError, match=r"user_state\(\)\['tensor'\] is a Tensor"):
+            plain(run, 1)
+        run.engine.user_state = lambda: 7
+        plain(run, 1)
+    with durable(CPU, tmp_path) as run:
+        assert run.engine.resumed == (2, 7)
+
+
+def test_a_model_that_is_not_trained_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="found no optimizer"):
+        offload.attach(Net(), None, offload.Config(durable=str(tmp_path)))
+    with attached(CPU, ()) as run, pytest.raises(ValueError, match=r"found no Config\(durable"):
+        run.engine.commit()

@@ -35,7 +35,7 @@ from cpu_adam import crc32c
 from cpu_adam.formats import format_for
 from cpu_adam.reference import cut, views
 from cpu_adam.torch_state import to_plain
-from offload.checkpoint.directory import flush, read_checked, write_checked
+from offload.checkpoint.directory import RUN, flush, read_checked, write_checked
 from offload.planning.layout import FileLayout, Plan
 from offload.planning.machine import measured_speeds, shares_of
 from offload.runtime.memory import host_tensor
@@ -48,11 +48,12 @@ FORMAT = 1
 class RunDirectory:
     """A directory that one process at a time commits to."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, resume: bool = True) -> None:
         """Make it where it is not there, own it, and read its commit.
 
         Raises:
-            OSError: it is another process's, or others may change it; it cannot be made or read.
+            OSError: it is another process's, or others may change it; it cannot be made or read;
+                it has a commit, and `resume` is False.
             ValueError: its commit is damaged, or of a later release.
         """
         self.path = os.path.abspath(path)
@@ -67,15 +68,24 @@ class RunDirectory:
             if os.path.exists(self._at(COMMIT)):
                 self.commit, self.committed = read_commit(self.path)
                 self._layout_name = self.commit["layout"]
-            elif glob.glob(os.path.join(glob.escape(self.path), "*.safetensors*")):
+                if not resume:
+                    raise FileExistsError(
+                        errno.EEXIST,
+                        f"asked for a new run (resume=False); found the commit of step "
+                        f"{self.commit['run']['step']}; give another name",
+                        self.path,
+                    )
+            elif others := sorted({PREVIOUS, RUN} & set(os.listdir(self.path))):
                 raise FileExistsError(
                     errno.EEXIST,
-                    "asked for durable; found a checkpoint that is no durable run; try a new name",
+                    f"asked for durable; found {others[0]} and no {COMMIT}: likely a save, or a "
+                    "run of which a file was deleted; try a new name",
                     self.path,
                 )
         except BaseException:
-            self.close()
+            os.close(self._lock)
             raise
+        self._forget_others()
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
@@ -92,19 +102,20 @@ class RunDirectory:
         speeds, layout = measured_speeds(folders), layout_of(plan)
         bytes = layout["second"] + sum(map(sum, durable_values(plan).values()))
         used, stripes = aio.place_volume(folders, bytes, weights=shares_of(speeds) or None)
-        layout["folders"] = [folders[one] for one in used]
+        layout["folders"] = ["" if folders[one] == self.path else folders[one] for one in used]
         layout["stripes"] = [stripes.unit_bytes, [*stripes.pattern]]
         homes, name = None, str(self.committed.get("name"))
         if self.commit and layout == {key: self.committed.get(key) for key in layout}:
             homes = [home for home, _, _ in self.commit["homes"]]
         else:
             layout["name"] = name = f"offload-{secrets.token_hex(4)}"
-            number = 1 + max(map(_number, glob.glob(self._at("layout-*.json"))), default=0)
-            self._layout_name = f"layout-{number}.json"
+            self._layout_name = f"layout-{1 + _number(self._layout_name)}.json"
         kept = Kept(durable_values(plan), name, homes, self.close)
         store = Store(folders, plan.file, speeds=speeds, kept=kept)
         if homes is None:
             write_checked(self._at(self._layout_name), layout)
+            for folder in {self.path, *folders}:
+                flush(folder)
         return store
 
     def write(self, run: Mapping[str, Any], buffers: Mapping[str, Any], store: Store) -> None:
@@ -144,29 +155,34 @@ class RunDirectory:
         self.commit = commit
         if before != self._layout_name:
             stays = {commit["buffers"]}
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at(PREVIOUS))
             self._forget_others()
         for path in glob.glob(os.path.join(glob.escape(self.path), "buffers-*.safetensors")):
             if os.path.basename(path) not in stays:
                 os.unlink(path)
 
     def _forget_others(self) -> None:
-        """Delete the record files of every layout but the one at hand, and the commit before."""
+        """Delete the record files of every layout but that of the commit: of runs that ended before
+        their first one."""
+        committed = None if self.commit is None else self.commit["layout"]
         for path in glob.glob(os.path.join(glob.escape(self.path), "layout-*.json")):
-            if os.path.basename(path) == self._layout_name:
+            if os.path.basename(path) == committed:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                for file in record_files(read_checked(path)):
+                for file in record_files(self.path, read_checked(path)):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(file)
             os.unlink(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._at(PREVIOUS))
 
     def close(self) -> None:
-        """Let others own it."""
+        """Let others own it; what was begun and not committed is deleted."""
         lock, self._lock = self._lock, -1
         if lock >= 0:
-            os.close(lock)
+            try:
+                self._forget_others()
+            finally:
+                os.close(lock)
 
 
 def durable_values(plan: Plan) -> FileLayout:
@@ -218,10 +234,10 @@ def layout_of(plan: Plan) -> dict[str, Any]:
     }
 
 
-def record_files(layout: Mapping[str, Any]) -> list[str]:
-    """The paths of the record files of a layout."""
-    pairs = enumerate(layout["folders"])
-    return [os.path.join(folder, f"{layout['name']}.{drive}") for drive, folder in pairs]
+def record_files(directory: str, layout: Mapping[str, Any]) -> list[str]:
+    """The paths of the record files of a layout: beside it where a folder is empty."""
+    name, pairs = layout["name"], enumerate(layout["folders"])
+    return [os.path.join(directory, folder, f"{name}.{drive}") for drive, folder in pairs]
 
 
 def read_commit(directory: str, name: str = COMMIT) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -264,7 +280,7 @@ class CommitReader:
         """
         self._commit, self._layout = commit, layout
         self._stripes = aio.Stripes(layout["stripes"][0], tuple(layout["stripes"][1]))
-        self._fds, self._paths = list[int](), record_files(layout)
+        self._fds, self._paths = list[int](), record_files(directory, layout)
         self._places = dict[str, list[_Place]]()
         for number, chunk in enumerate(layout["chunks"]):
             for name, start, at, count in chunk["pieces"]:

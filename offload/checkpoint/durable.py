@@ -30,7 +30,6 @@ from offload.program.ops import Lane, Value
 from offload.runtime.memory import host_tensor
 from offload.runtime.runner import LOOK_AGAIN_S
 from offload.runtime.torch_internals import no_trap
-from offload.sleeping import gathered
 
 REST = 10
 """Without `commit_every`, where states live in memory, the next commit begins when so many times
@@ -230,8 +229,11 @@ class Commits:
         memory, spec = engine.runner.memory, engine.plan.profile.units[unit]
         whole = None
         if kind == "weight" and unit in engine.residents:
+            whole = host_tensor(engine.plan.bytes_of(kind, unit))
             with no_trap():  # Its update is over, and who waits for that is not told yet.
-                whole = gathered(engine, Value(kind, unit))
+                mine = engine.units[unit]
+                for view, one in zip(mine.views_of(whole).views, mine.parameters):
+                    view.copy_(one)
         for chunk in range(len(engine.plan.sizes.chunks[kind][unit])):
             value = Value(kind, unit, chunk)
             start, size = memory.extent(value)

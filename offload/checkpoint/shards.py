@@ -315,9 +315,13 @@ def read_json(path: str) -> dict[str, Any]:
     return found
 
 
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def write_text(path: str, text: str) -> None:
     """A new file, flushed to the drive."""
-    with open(path, "x", encoding="utf-8") as file:
+    with open(path, "x", encoding="utf-8", opener=_private) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

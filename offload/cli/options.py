@@ -178,13 +178,14 @@ def registry() -> tyro.constructors.ConstructorRegistry:
             int | str | None: ("SIZE", partial(one_of, tiers.parse_bytes, "auto")),
             int | None: ("INT", partial(one_of, int, "None")),
             float | None: ("FLOAT", partial(one_of, float, "None")),
+            str | None: ("PATH", partial(one_of, str, "None")),
             tuple[str, ...]: ("PATH", paths),
         }
         if info.type not in rules:
             return None
         metavar, read = rules[info.type]
         return tyro.constructors.PrimitiveConstructorSpec(
-            nargs="*" if metavar == "PATH" else 1,
+            nargs="*" if read is paths else 1,
             metavar=metavar,
             instance_from_str=read,
             is_instance=lambda _: True,

@@ -273,10 +273,11 @@ def steps(
         ArithmeticError: the loss is no longer a finite number.
         Stopped: between two steps, when the record of the one before has been dealt with.
     """
-    scheduler = LambdaLR(optimizer, lambda step: rate(settings, step))
+    done, _ = optimizer.engine.resumed or (0, None)
+    scheduler = LambdaLR(optimizer, lambda step: rate(settings, step), last_epoch=done - 1)
     tokens = _tokens(settings)
     started = time.perf_counter()
-    for step in range(1, settings.steps + 1):
+    for step in range(done + 1, settings.steps + 1):
         record: dict[str, Any] = {"kind": "step", "step": step}
         with signals.hold():  # Until its record is told, too.
             record["lr"] = scheduler.get_last_lr()[0]

@@ -27,6 +27,8 @@ def check_arguments(model: Any, optimizer: Any, config: Any) -> None:
                 f"attach: {name} is {found}: write attach(model, optimizer, offload.Config(...)), "
                 "with None for the optimizer of a model that is not trained"
             )
+    if optimizer is None and config.durable is not None:
+        raise ValueError("asked for durable; found no optimizer, so there are no steps to keep")
 
 
 def check_model(

@@ -1,0 +1,244 @@
+"""What a durable run leaves when the power is cut, the drive fails, or bits change."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aio
+import offload
+from offload.checkpoint.commits import CommitReader, read_commit
+from offload.runtime.entry import EngineError
+from tests.test_durable import CPU, NVME, durable, go_on, steps
+from tests.test_saving import buffered, sgd
+from tests.training import Net, plain
+
+SECTOR = 512
+
+
+class PowerCut:
+    """What may be in a directory if the power were cut, at every moment at which it matters.
+
+    Of each sector written since its file was flushed the old or the new content is there; of what
+    happened to names since the directory was flushed any part from the start on.
+    """
+
+    def __init__(self, directory: Path, images: Path, seed: int) -> None:
+        self.directory, self.images, self.draw = directory, images, random.Random(seed)
+        self.count = 0
+        self.flushed: dict[int, bytes] = {}
+        """By inode."""
+        self.names: list[dict[str, int]] = [{}]
+        """Inodes by name: as flushed, and after each change since."""
+
+    def look(self) -> dict[int, bytes]:
+        """What a process sees; names that are new are noted."""
+        there, found = dict[str, int](), dict[int, bytes]()
+        for path in self.directory.iterdir():
+            there[path.name] = path.stat().st_ino
+            found[path.stat().st_ino] = path.read_bytes()
+        if there != self.names[-1]:
+            self.names.append(there)
+        return found
+
+    def before(self) -> None:
+        """Something is about to be made sure of: leave an image of what there is without it."""
+        seen = self.look()
+        image = self.images / str(self.count)
+        image.mkdir()
+        self.count += 1
+        for name, inode in self.draw.choice(self.names).items():
+            old, new = self.flushed.get(inode, b""), seen.get(inode, self.flushed.get(inode, b""))
+            whole = bytearray(max(old, new, key=len))
+            for at in range(0, len(whole), SECTOR):
+                part = self.draw.choice((old, new))[at : at + SECTOR]
+                whole[at : at + len(part)] = part
+            size = self.draw.choice((len(old), len(new)))
+            (image / name).write_bytes(whole[:size])
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def watched(call: Callable[..., Any]) -> Callable[..., Any]:
+            def made(*args: Any) -> Any:
+                self.before()
+                found = call(*args)
+                seen = self.look()
+                if call is fsync:
+                    if stat.S_ISDIR(os.fstat(args[0]).st_mode):
+                        self.names = self.names[-1:]
+                    else:
+                        inode = os.fstat(args[0]).st_ino
+                        self.flushed[inode] = seen[inode]
+                return found
+
+            return made
+
+        fsync = os.fsync
+        for name in ("fsync", "replace", "link", "unlink"):
+            monkeypatch.setattr(os, name, watched(getattr(os, name)))
+
+
+def whole(directory: Path) -> int:
+    """The step of the commit in a directory, every byte of which is right; 0 without one."""
+    if not (directory / "commit.json").exists():
+        return 0
+    commit, layout = read_commit(str(directory))
+    reader = CommitReader(str(directory), commit, layout)
+    assert reader.check() == []
+    reader.close()
+    return int(commit["run"]["step"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("placement", [CPU, NVME], ids=["cpu", "nvme"])
+def test_a_power_cut_leaves_the_last_commit_or_the_one_before(
+    placement: Any, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (images := tmp_path / "images").mkdir()
+    (tmp_path / "run").mkdir(mode=0o700)
+    run_directory = tmp_path / "run"
+    last = {0: 0}  # By number of images, the step that is committed for sure.
+    cut = PowerCut(run_directory, images, seed)
+    with monkeypatch.context() as patch:
+        cut.patch(patch)
+        with durable(placement, tmp_path, drive=run_directory, build=buffered) as run:
+            for _ in range(3):
+                steps(run, 1)
+                run.engine.commit()
+                last[cut.count] = run.engine.steps
+    assert cut.count > 15
+    sure = 0
+    for number in range(cut.count):
+        sure = last.get(number, sure)
+        assert whole(images / str(number)) in (sure, sure + 1)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with commits of steps 1 and 2."""
+    tmp_path = tmp_path_factory.mktemp("original")
+    with durable(CPU, tmp_path, build=buffered) as run:
+        steps(run, 2)
+    return tmp_path
+
+
+@pytest.fixture
+def committed(original: Path, tmp_path: Path) -> Path:
+    """A copy of it: a run may be moved."""
+    return Path(shutil.copytree(original, tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_is_found_before_it_is_used(seed: int, committed: Path) -> None:
+    directory, draw = committed / "run", random.Random(seed)
+    commit, layout = read_commit(str(directory))
+    file = draw.choice(["commit.json", commit["layout"], commit["buffers"], f"{layout['name']}.0"])
+    content = bytearray((directory / file).read_bytes())
+    places = range(len(content))
+    if file.startswith("offload-"):
+        number, offset, size = draw.choice(layout["chunks"])[draw.choice(["weight", "state"])]
+        start = offset + commit["homes"][number][0] * layout["second"]
+        places = range(start, start + size)
+    content[draw.choice(places)] ^= 1 << draw.randrange(8)
+    (directory / file).write_bytes(content)
+    with pytest.raises((ValueError, OSError)):
+        commit, layout = read_commit(str(directory))
+        reader = CommitReader(str(directory), commit, layout)
+        if wrong := reader.check():
+            raise OSError(*wrong)
+
+
+def test_a_drive_that_is_full_ends_the_engine_and_leaves_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "there")
+
+    with durable(CPU, tmp_path) as run:
+        steps(run, 2)
+        run.engine.commit()
+        with monkeypatch.context() as patch:
+            patch.setattr(aio.Volume, "flush", full)
+            steps(run, 1)
+            with pytest.raises(EngineError, match="No space left"):
+                steps(run, 2)
+    with durable(CPU, tmp_path) as run:
+        assert run.engine.resumed is not None
+        assert run.engine.resumed[0] == 2
+
+
+def test_another_model_or_rule_is_refused_and_nothing_changed(committed: Path) -> None:
+    before = (committed / "run" / "commit.json").read_bytes()
+    with (
+        pytest.raises(ValueError, match="parameters are not those of then"),
+        durable(CPU, committed, build=lambda: Net(layers=4)),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match=r"found states of adam"),
+        durable(CPU, committed, build=buffered, optimizer=sgd),
+    ):
+        pass
+    with pytest.raises(ValueError, match="other buffers"), durable(CPU, committed):
+        pass
+    with (
+        pytest.raises(FileExistsError, match="commit of step 2"),
+        durable(CPU, committed, build=buffered, resume=False),
+    ):
+        pass
+    assert (committed / "run" / "commit.json").read_bytes() == before
+    with durable(CPU, committed, build=buffered) as run:
+        assert run.engine.resumed[0] == 2
+        go_on(run)
+        plain(run, 0)
+
+
+def test_one_process_owns_a_run(tmp_path: Path) -> None:
+    with durable(CPU, tmp_path):
+        owner = json.dumps([os.getpid()])[1:-1]
+        with pytest.raises(BlockingIOError, match=owner), durable(CPU, tmp_path):
+            pass
+
+
+def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (tmp_path / "link").symlink_to(shared)
+    for path in (shared, tmp_path / "link", shared / "inside"):
+        with pytest.raises(PermissionError, match="asked for durable"):
+            offload.attach(*made(), offload.Config(durable=str(path)))
+
+
+def made() -> Any:
+    import torch
+
+    model = torch.nn.Linear(4, 4)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def test_another_layout_has_files_of_its_own_and_the_old_ones_stay_until_it_is_committed(
+    committed: Path,
+) -> None:
+    def files(folder: str) -> list[str]:
+        return sorted(one.name for one in (committed / folder).glob("offload-*"))
+
+    (old,) = files("run")
+    with durable(NVME, committed, build=buffered) as run:
+        assert files("run") == [old]
+        go_on(run)
+        steps(run, 1)
+        run.engine.commit()
+        assert not files("run")
+    assert len(files("drive")) == 1
+    with durable(CPU, committed, build=buffered) as run:
+        assert run.engine.resumed[0] == 3
+    assert not files("run"), "nothing was committed there"
