@@ -140,8 +140,9 @@ def attach(
 
 def _go_on(model: nn.Module, optimizer: Optimizer, directory: RunDirectory, config: Config) -> None:
     """Take over the commit of a directory, where there is one, and commit to it from now on."""
-    engine, commits = optimizer.engine, Commits(model, optimizer, directory, config.commit_every)
+    engine = optimizer.engine
     try:
+        commits = Commits(model, optimizer, directory, config.commit_every)
         commits.resume()
     except BaseException:
         with suppress(RuntimeError):  # Half of the values are there.

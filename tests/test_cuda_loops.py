@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import test_exact, test_loops, test_saving
+from tests import test_durable, test_exact, test_loops, test_saving
 from tests.test_cuda import CPU_TIER, device, needs_cuda
 from tests.training import RESIDENT, SAMPLED, Result, assert_same, batch, train
 
@@ -86,3 +86,13 @@ def test_a_saved_run_goes_on_elsewhere(
     before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     test_saving.test_a_run_goes_on_with_the_same_bits(before, after, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(RESIDENT, CPU_TIER), (CPU_TIER, RESIDENT), (("device", "cpu", "cpu"), ("nvme",) * 3)],
+)
+def test_a_durable_run_goes_on_elsewhere(
+    before: Any, after: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test_durable.test_a_run_goes_on_from_what_was_committed(before, after, tmp_path, monkeypatch)

@@ -71,12 +71,17 @@ def test_python_is_python(page):
         compile(block, page.name, "exec")
 
 
-def test_the_quickstart_runs(capsys):
-    code = "\n".join(blocks(ROOT / "docs/quickstart.md", "python"))
+def test_the_quickstart_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = compile("\n".join(blocks(ROOT / "docs/quickstart.md", "python")), "quickstart", "exec")
     names = {}
-    exec(compile(code, "quickstart", "exec"), names)
+    exec(code, names)
     assert "3 steps" in capsys.readouterr().out
     assert set(names["weights"]) == set(names["model"].state_dict())
+    names["engine"].close()
+    exec(code, names)
+    assert names["engine"].resumed[0] == 5, "its last lines go on from a commit"
+    names["engine"].close()
 
 
 def test_the_readme_s_lines_for_saving_and_resuming(tmp_path, monkeypatch):

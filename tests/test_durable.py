@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 import shutil
 import subprocess
@@ -17,6 +18,8 @@ import torch
 
 import offload
 from offload.planning import planner
+from tests.command import SHORT
+from tests.command import run as run_command
 from tests.test_saving import buffered, lion, sgd
 from tests.training import (
     RESIDENT,
@@ -300,3 +303,17 @@ def test_a_model_that_is_not_trained_is_refused(tmp_path: Path) -> None:
         offload.attach(Net(), None, offload.Config(durable=str(tmp_path)))
     with attached(CPU, ()) as run, pytest.raises(ValueError, match=r"found no Config\(durable"):
         run.engine.commit()
+
+
+def test_the_command_goes_on_with_the_losses_of_a_run_that_was_not_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def losses(*flags: str) -> list[float]:
+        assert run_command(*SHORT, "--json", *flags) == 0
+        rows = map(json.loads, capsys.readouterr().out.splitlines())
+        return [row["loss"] for row in rows if row["kind"] == "step"]
+
+    there = "--durable", str(tmp_path / "run")
+    parts = [losses("--steps", steps, *there) for steps in ("2", "5", "5")]
+    assert [*map(len, parts)] == [2, 3, 0]
+    assert parts[0] + parts[1] == losses("--steps", "5")

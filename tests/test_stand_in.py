@@ -16,6 +16,7 @@ from offload.runtime import device as devices
 from offload.runtime.device import Accelerator
 from offload.runtime.native import RUNNER_VARIABLE, Native
 from offload.runtime.works import At, Copy, Work
+from tests import test_durable
 from tests.forked import Forked
 from tests.paced import paced
 from tests.paced_loops import Script, Step, check, draw_script, nap
@@ -73,6 +74,14 @@ def test_native_lanes_have_the_bits_of_the_reference(
     with pytest.MonkeyPatch.context() as patch, paced():
         patch.setenv(RUNNER_VARIABLE, "python")
         assert_same(found, train(placement, tmp_path, two_micro_batches, **options))
+
+
+@pytest.mark.parametrize("before", [OFFLOADED, MIXED])
+@pytest.mark.parametrize("after", [RESIDENT, ("cpu", "cpu", "cpu")])
+def test_a_durable_run_goes_on(before: Any, after: Any, tmp_path: Path) -> None:
+    with driven(1, 300) as device, pytest.MonkeyPatch.context() as patch:
+        test_durable.test_a_run_goes_on_from_what_was_committed(before, after, tmp_path, patch)
+    assert not device.timeline.races
 
 
 @pytest.mark.parametrize("seed", some_fast(range(100), fast=6))

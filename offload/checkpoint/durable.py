@@ -57,6 +57,7 @@ class Commits:
         self._model, self._optimizer, self._directory = model, optimizer, directory
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
+        optimizer.states.refuse_idle()
         self._every = every
         plan = self._engine.plan
         self._values = [

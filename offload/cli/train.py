@@ -198,6 +198,8 @@ def _introduce(
 ) -> None:
     """What is trained on what, and what lives where."""
     console.sentence(_heading(settings, model, corpus))
+    if engine.resumed is not None:
+        console.sentence(f"going on from step {engine.resumed[0]} in {settings.placing.durable}")
     device_is_cpu, rows = compute_device().is_host, list(engine.plan.rows())
     console.print(display.homes(rows, engine.plan.tiers(), device_is_cpu=device_is_cpu))
     if all(row.tier == "device" for row in rows):

@@ -88,6 +88,14 @@ class States:
             out.pop("momentum_buffer", None)
         return {name: tensor.view(one.shape) for name, tensor in out.items()}
 
+    def refuse_idle(self) -> None:
+        """Raise ValueError where there are states that no tier has a place for."""
+        if self._idle:
+            raise ValueError(
+                "asked for durable; found states of parameters that are frozen, for which no "
+                "record has a place; clear the optimizer's state of them, or unfreeze them"
+            )
+
     def part(self, piece: Piece, record: torch.Tensor | None) -> dict[str, torch.Tensor]:
         """A piece of a parameter's state as torch has it, 1-D: where it lies, or decoded from the
         record of its chunk."""
