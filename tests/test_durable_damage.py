@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 import aio
 import offload
+from offload.checkpoint import commits
 from offload.checkpoint.commits import CommitReader, read_commit
 from offload.runtime.entry import EngineError
 from tests.test_durable import CPU, NVME, durable, go_on, steps
@@ -202,10 +205,33 @@ def test_another_model_or_rule_is_refused_and_nothing_changed(committed: Path) -
 
 
 def test_one_process_owns_a_run(tmp_path: Path) -> None:
-    with durable(CPU, tmp_path):
-        owner = json.dumps([os.getpid()])[1:-1]
-        with pytest.raises(BlockingIOError, match=owner), durable(CPU, tmp_path):
-            pass
+    with (
+        durable(CPU, tmp_path),
+        pytest.raises(BlockingIOError, match=f"{os.getpid()} "),
+        durable(CPU, tmp_path),
+    ):
+        pass
+
+
+def test_a_worker_that_outlives_its_run_is_waited_for(tmp_path: Path) -> None:
+    """It was forked, so that it has the lock as well."""
+    (tmp_path / "run").mkdir(mode=0o700)
+    told = "import sys, time; sys.path.insert(0, '.'); from tests.test_durable_damage import orphan"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{told}; orphan({str(tmp_path)!r})"], check=False, timeout=60
+    )
+    assert done.returncode == 7
+    with durable(CPU, tmp_path) as run:
+        plain(run, 0)
+
+
+def orphan(directory: str) -> None:
+    """Own a run, and end; the child goes on for a while."""
+    fd = commits._owned(os.path.join(directory, "run", commits.LOCK))
+    if os.fork() == 0:
+        time.sleep(1)
+    assert fd >= 0
+    os._exit(7)
 
 
 def test_a_directory_that_others_may_change_is_refused(tmp_path: Path) -> None:

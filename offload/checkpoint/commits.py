@@ -18,17 +18,18 @@ import errno
 import fcntl
 import functools
 import glob
-import json
 import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors.torch
 import torch
+from psutil import pid_exists
 
 import aio
 from cpu_adam import crc32c
@@ -43,6 +44,9 @@ from offload.runtime.store import Kept, Store
 
 COMMIT, PREVIOUS, LOCK = "commit.json", "previous.json", "lock"
 FORMAT = 1
+
+ORPHANS_S = 15.0
+"""So long workers of a killed process, which loaded data for it, may hold its lock."""
 
 
 class RunDirectory:
@@ -147,7 +151,8 @@ class RunDirectory:
         if before == self._layout_name:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._at(PREVIOUS))
-            os.link(self._at(COMMIT), self._at(PREVIOUS))
+            with contextlib.suppress(OSError):  # A file system without links does without it.
+                os.link(self._at(COMMIT), self._at(PREVIOUS))
         os.replace(new, self._at(COMMIT))
         flush(self.path)
         store.chunks.own(homes[:, 0])
@@ -417,12 +422,22 @@ def _refuse_unsafe(path: str) -> None:
 def _owned(path: str) -> int:
     """A descriptor of the lock, which is ours as long as it is open."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    owner, until = "", time.monotonic() + ORPHANS_S
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                owner = os.pread(fd, 1000, 0).decode(errors="replace")
+                pid, _, host = owner.partition(" ")
+                lives = host != socket.gethostname() or not pid.isdigit() or pid_exists(int(pid))
+                if lives or time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
         os.truncate(fd, 0)
-        os.pwrite(fd, json.dumps([os.getpid(), socket.gethostname()]).encode(), 0)
+        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
     except BaseException as error:
-        owner = os.pread(fd, 1000, 0).decode(errors="replace")
         os.close(fd)
         if not isinstance(error, BlockingIOError):
             raise

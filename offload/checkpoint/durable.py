@@ -22,7 +22,14 @@ from torch import nn
 
 from offload.checkpoint.commits import CommitReader, RunDirectory, durable_values
 from offload.checkpoint.directory import decoded, encoded, random_state, set_random_state
-from offload.checkpoint.saving import buffers_of, check_run, fill, optimizer_of, options_of
+from offload.checkpoint.saving import (
+    buffers_of,
+    check_run,
+    fill,
+    optimizer_of,
+    options_of,
+    refuse_extra_state,
+)
 from offload.config import warn_user
 from offload.model.engine import Engine
 from offload.optim.optimizer import Optimizer
@@ -58,6 +65,7 @@ class Commits:
         self._engine: Engine = optimizer.engine
         self._store = self._engine.runner.store
         optimizer.states.refuse_idle()
+        refuse_extra_state(model)
         self._every = every
         plan = self._engine.plan
         self._values = [
@@ -172,6 +180,9 @@ class Commits:
         buffers = {name: value.detach().cpu().clone() for name, value in buffers_of(self._model)}
         changed, self._changed, self._closed = self._changed, set(), engine.steps
         args = run, buffers, [key for key in self._values if key in changed]
+        if not engine.runner.lasting:  # The reference works on the thread that waits.
+            self._commit(*args)
+            return
         self._thread = threading.Thread(target=self._commit, args=args, name="offload-commit")
         self._thread.start()
 

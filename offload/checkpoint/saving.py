@@ -223,15 +223,20 @@ def _sets(engine: Engine, model: nn.Module, states: States) -> Sets:
         slots = states[one.name]["slots"] if one.name in states else {}
         for prefix, dtype in {WEIGHTS: one.dtype, **slots}.items():
             found.setdefault(prefix, {})[one.name] = Tensor(one.name, dtype, one.shape)
+    refuse_extra_state(model)
+    for name, buffer in buffers_of(model):
+        found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
+    return found
+
+
+def refuse_extra_state(model: nn.Module) -> None:
+    """Raise ValueError where a module keeps a state that is no tensor."""
     for path, module in model.named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             raise ValueError(
                 f"asked for a whole save; found that {path or 'the model'} keeps extra state, "
                 "which may be any object; try torch.save(model.state_dict())"
             )
-    for name, buffer in buffers_of(model):
-        found[WEIGHTS][name] = Tensor(name, _name_of(buffer.dtype), tuple(buffer.shape))
-    return found
 
 
 def _states_of(engine: Engine, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
